@@ -19,6 +19,7 @@ mod role;
 mod router;
 mod sampling;
 mod signals;
+mod step_target;
 mod supervisor;
 mod telemetry;
 mod tls;

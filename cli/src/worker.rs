@@ -16,6 +16,7 @@ use crate::exit::{CommandError, Exit};
 use crate::metrics_endpoint;
 use crate::role;
 use crate::signals;
+use crate::step_target::StepTargetArg;
 use crate::telemetry;
 use crate::tls;
 use crate::units::{ByteSize, ListenAt, Span};
@@ -80,10 +81,16 @@ pub struct EngineArgs {
     /// Overlap scheduling of the next iteration with the running one; pays off with a spare core
     #[arg(long, env = "INFLIGHT_WORKER_OVERLAP")]
     pub overlap: bool,
-    /// Target duration of an iteration with decodes; bounds the prefill chunks beside them, and so
-    /// inter-token latency
-    #[arg(long, value_name = "DURATION", default_value_t = Span(Duration::from_millis(50)), env = "INFLIGHT_WORKER_STEP_TARGET")]
-    pub step_target: Span,
+    /// Target duration of an iteration with decodes, which bounds the prefill chunks beside them and so
+    /// inter-token latency: auto (follows the decodes' time and the prefill load), a duration, or off
+    #[arg(long, value_name = "auto|off|DURATION", default_value_t = StepTargetArg::Auto, env = "INFLIGHT_WORKER_STEP_TARGET")]
+    pub step_target: StepTargetArg,
+    /// Objective for the time to first token: prefill gets more time while its backlog would exceed it
+    #[arg(long, value_name = "DURATION", env = "INFLIGHT_WORKER_SLO_TTFT")]
+    pub slo_ttft: Option<Span>,
+    /// Objective for the gap between tokens: bounds iterations with decodes and prefill; goes before --slo-ttft
+    #[arg(long, value_name = "DURATION", env = "INFLIGHT_WORKER_SLO_GAP")]
+    pub slo_gap: Option<Span>,
     /// Tokens per KV block
     #[arg(long, value_name = "N", default_value_t = Options::default().block_tokens, env = "INFLIGHT_WORKER_BLOCK_TOKENS")]
     pub block_tokens: u32,
@@ -171,7 +178,7 @@ impl Args {
             policy: engine.policy,
             prefix_cache: !engine.no_prefix_cache,
             overlap: engine.overlap,
-            step_target: Some(engine.step_target.0),
+            step_target: engine.step_target()?,
             block_tokens: engine.block_tokens,
             max_sequences: engine.max_sequences,
             max_batch_tokens: engine.max_batch_tokens,

@@ -294,6 +294,11 @@ impl<D: Device> Simulation<D> {
         }
         for (id, _) in &plan.admitted {
             if let Some(live) = self.live.get_mut(id.index()).and_then(Option::as_mut) {
+                // It owns the blocks of its known tokens, also without a chunk in this step.
+                if live.stored_tokens == 0 && !live.on_device {
+                    live.on_device = true;
+                    self.known_tokens += u64::from(live.known_tokens);
+                }
                 observer.request(self.now, live.index, &requests[live.index], &RequestEvent::Started);
             }
         }

@@ -29,6 +29,25 @@ impl LengthDistribution {
     }
 }
 
+/// Lognormal distribution of lengths, as of chats.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct LognormalLengths {
+    /// Mean length in tokens before the bound.
+    pub mean: f64,
+    /// Standard deviation of the logarithm.
+    pub sigma: f64,
+    /// Maximum length in tokens.
+    pub max: u32,
+}
+
+impl LognormalLengths {
+    /// Draws a length in tokens; at least 1.
+    pub fn sample(&self, random: &mut SplitMix64) -> u32 {
+        let logarithm = self.mean.ln() - self.sigma * self.sigma / 2.0 + self.sigma * random.normal();
+        (logarithm.exp().round() as u32).clamp(1, self.max)
+    }
+}
+
 /// Workload of several tenants with Poisson arrivals.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Workload {

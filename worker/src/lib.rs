@@ -15,7 +15,9 @@ mod worker;
 pub use inflight_models::ModelSource;
 pub use inflight_runtime_cpu::Quantization;
 pub use inflight_worker_core::policy::{PolicyKind, UnknownPolicy};
-pub use inflight_worker_core::{BlockedBy, Iteration, Preemption, ReplayError, replay};
+pub use inflight_worker_core::{
+    BlockedBy, Iteration, LatencyObjectives, Preemption, ReplayError, StepTarget, replay,
+};
 
 pub use bundle::Bundle;
 pub use device::usable_gpus;

@@ -25,6 +25,7 @@ const HOST_CACHED_TOKENS: &str = "inflight_worker_host_cached_tokens_total";
 const OFFLOADED_BLOCKS: &str = "inflight_worker_offloaded_blocks_total";
 const SWAPPED_BLOCKS: &str = "inflight_worker_swapped_blocks_total";
 const RECOMPUTED: &str = "inflight_worker_recomputed_tokens_total";
+const SLO_UNMET: &str = "inflight_worker_slo_unmet_iterations_total";
 const BLOCKED: &str = "inflight_worker_admission_blocked_total";
 const RECEIVE_BYTES: &str = "inflight_worker_receive_bytes";
 const VIOLATIONS: &str = "inflight_worker_protocol_violations_total";
@@ -94,6 +95,12 @@ pub const INVENTORY: &[(&str, MetricKind, Unit, &str)] = &[
         "KV blocks swapped between device and host, by direction",
     ),
     (RECOMPUTED, MetricKind::Counter, Unit::Count, "Computed tokens discarded by recompute preemptions"),
+    (
+        SLO_UNMET,
+        MetricKind::Counter,
+        Unit::Count,
+        "Iterations that could not meet an objective, by objective: ttft (--slo-ttft) or gap (--slo-gap)",
+    ),
     (
         BLOCKED,
         MetricKind::Counter,
@@ -166,6 +173,8 @@ pub(crate) struct StepMetrics {
     offloaded: Counter,
     blocks_out: Counter,
     blocks_in: Counter,
+    ttft_unmet: Counter,
+    gap_unmet: Counter,
 }
 
 impl StepMetrics {
@@ -192,6 +201,8 @@ impl StepMetrics {
             offloaded: metrics::counter!(OFFLOADED_BLOCKS),
             blocks_out: metrics::counter!(SWAPPED_BLOCKS, "direction" => "out"),
             blocks_in: metrics::counter!(SWAPPED_BLOCKS, "direction" => "in"),
+            ttft_unmet: metrics::counter!(SLO_UNMET, "objective" => "ttft"),
+            gap_unmet: metrics::counter!(SLO_UNMET, "objective" => "gap"),
         }
     }
 
@@ -211,6 +222,8 @@ impl StepMetrics {
         self.offloaded.increment(now.blocks_offloaded - before.blocks_offloaded);
         self.blocks_out.increment(now.blocks_swapped_out - before.blocks_swapped_out);
         self.blocks_in.increment(now.blocks_swapped_in - before.blocks_swapped_in);
+        self.ttft_unmet.increment(now.first_token_objective_unmet - before.first_token_objective_unmet);
+        self.gap_unmet.increment(now.gap_objective_unmet - before.gap_objective_unmet);
     }
 }
 

@@ -10,8 +10,8 @@ use inflight_net::ServerTlsFiles;
 use inflight_runtime::sharding::RANKS_MAX;
 use inflight_runtime_cpu::Quantization;
 use inflight_runtime_sim::{SpecError, read_profile};
-use inflight_worker_core::DeviceProfile;
 use inflight_worker_core::policy::PolicyKind;
+use inflight_worker_core::{DeviceProfile, LatencyObjectives, StepTarget};
 
 /// Device that runs the model.
 #[derive(Debug, Clone, Copy, PartialEq, Default)]
@@ -140,8 +140,8 @@ pub struct Options {
     pub policy: PolicyKind,
     /// Enables prefix caching, per tenant.
     pub prefix_cache: bool,
-    /// Target duration of an iteration with decodes; bounds the prefill chunks beside them. `None`: no bound.
-    pub step_target: Option<Duration>,
+    /// Bound of the duration of an iteration with decodes, and so of the prefill chunks beside them.
+    pub step_target: StepTarget,
     /// Plans the next iteration while one runs. On CPUs, steps then run on a dedicated thread, which pays
     /// where a core is idle.
     pub overlap: bool,
@@ -187,7 +187,7 @@ impl Default for Options {
             host_cache_bytes: 256 << 20,
             policy: PolicyKind::default(),
             prefix_cache: true,
-            step_target: Some(Duration::from_millis(50)),
+            step_target: StepTarget::adaptive(),
             overlap: false,
             block_tokens: 16,
             max_sequences: 256,
@@ -243,7 +243,16 @@ impl Options {
         let utilization = self.gpu_memory_utilization > 0.0 && self.gpu_memory_utilization <= 1.0;
         let range = "above 0 and at most 1";
         check(utilization, "gpu_memory_utilization", &self.gpu_memory_utilization, range)?;
-        check(self.step_target != Some(Duration::ZERO), "step_target", &"0", "above 0, or off")?;
+        match self.step_target {
+            StepTarget::Unbounded => {}
+            StepTarget::Fixed(target) => {
+                check(!target.is_zero(), "step_target", &"0", "above 0, auto or off")?
+            }
+            StepTarget::Adaptive(LatencyObjectives { first_token, gap }) => {
+                check(first_token != Some(Duration::ZERO), "slo_ttft", &"0", "above 0")?;
+                check(gap != Some(Duration::ZERO), "slo_gap", &"0", "above 0")?;
+            }
+        }
         check(self.max_context_tokens != Some(0), "max_context_tokens", &0, "at least 1")?;
         check(self.threads != Some(0), "threads", &0, "at least 1")?;
         let (stores, range) = match (self.device, self.kv_cache_dtype) {
@@ -339,7 +348,7 @@ mod tests {
         assert!(named(Options { max_batch_tokens: 255, ..Options::default() }).contains("max_batch_tokens"));
         assert!(named(Options { max_waiting: 0, ..Options::default() }).contains("max_waiting"));
         assert!(
-            named(Options { step_target: Some(Duration::ZERO), ..Options::default() })
+            named(Options { step_target: StepTarget::Fixed(Duration::ZERO), ..Options::default() })
                 .contains("step_target")
         );
         assert_eq!(

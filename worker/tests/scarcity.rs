@@ -24,7 +24,7 @@ use inflight_worker::PolicyKind;
 use inflight_worker::engine::{
     Command, Engine, EngineOptions, Finish, Request, RequestKey, ResumedChoice, SessionId,
 };
-use inflight_worker_core::{CostPrior, Load, Time};
+use inflight_worker_core::{CostPrior, Load, StepTarget, Time};
 use proptest::prelude::*;
 use proptest::test_runner::{Config, RngSeed, TestRunner};
 
@@ -321,7 +321,7 @@ struct Workload {
     ranks: usize,
     cheap_copies: bool,
     policy: PolicyKind,
-    step_target: Option<Duration>,
+    step_target: StepTarget,
     overlap: bool,
 }
 
@@ -329,10 +329,14 @@ fn workload(specs: std::ops::Range<usize>) -> impl Strategy<Value = Workload> {
     use PolicyKind::{Fair, Fcfs, Priority, Static};
     let specs = prop::collection::vec(spec(), specs);
     let policy = prop_oneof![2 => Just(Fair), 2 => Just(Priority), 1 => Just(Fcfs), 1 => Just(Static)];
-    let target = prop::option::of(1u64..3000);
+    let target = prop_oneof![
+        1 => Just(StepTarget::Unbounded),
+        1 => (1u64..3000).prop_map(|target| StepTarget::Fixed(Duration::from_micros(target))),
+        2 => Just(StepTarget::adaptive()),
+    ];
     let ranks = prop_oneof![3 => Just(1usize), 1 => Just(2)];
     (specs, 16u64..30, 0u64..40, 1usize..3, ranks, any::<bool>(), policy, target, any::<bool>()).prop_map(
-        |(specs, blocks, host_blocks, threads, ranks, cheap_copies, policy, target, overlap)| Workload {
+        |(specs, blocks, host_blocks, threads, ranks, cheap_copies, policy, step_target, overlap)| Workload {
             specs,
             blocks,
             host_blocks,
@@ -340,7 +344,7 @@ fn workload(specs: std::ops::Range<usize>) -> impl Strategy<Value = Workload> {
             ranks,
             cheap_copies,
             policy,
-            step_target: target.map(Duration::from_micros),
+            step_target,
             overlap,
         },
     )

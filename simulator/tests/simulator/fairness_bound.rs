@@ -5,7 +5,7 @@ use std::time::Duration;
 use inflight_contract::{TokenCost, Weight};
 use inflight_simulator::{Request, ServiceGap, Simulation};
 use inflight_worker_core::policy::Fair;
-use inflight_worker_core::{CostModel, CostPrior, SchedulerLimits, Time};
+use inflight_worker_core::{CostModel, CostPrior, SchedulerLimits, StepTarget, Time};
 use proptest::prelude::*;
 use proptest::test_runner::{Config, RngSeed, TestRunner};
 
@@ -39,6 +39,7 @@ fn limits() -> impl Strategy<Value = SchedulerLimits> {
                 bypass_max,
                 host_blocks: if swaps { blocks } else { 0 },
                 prefix_cache: false,
+                step_target: if extra % 2 == 0 { StepTarget::adaptive() } else { StepTarget::Unbounded },
                 ..SchedulerLimits::new(1 << block_log, blocks, running_max, running_max + extra)
             }
         })

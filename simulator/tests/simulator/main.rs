@@ -7,6 +7,7 @@ mod batching;
 mod common;
 mod fairness;
 mod fairness_bound;
+mod first_token;
 mod kv_memory;
 mod placement;
 mod prefix_index;

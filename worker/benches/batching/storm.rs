@@ -4,6 +4,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use inflight_worker::engine::EngineOptions;
+use inflight_worker_core::StepTarget;
 
 use crate::engine_driver::{EngineDriver, EngineSize};
 use crate::model::BenchModel;
@@ -70,16 +71,16 @@ pub fn run(options: &Options) -> BenchResult<()> {
         machine_load(),
     );
     // Warm-up of caches and clock frequency.
-    phase(&model, &size, None, &load, false)?;
+    phase(&model, &size, StepTarget::Unbounded, &load, false)?;
     let (mut calm, mut chunked, mut unchunked) = (Vec::new(), Vec::new(), Vec::new());
     for _ in 0..runs {
-        let alone = phase(&model, &size, None, &load, false)?;
+        let alone = phase(&model, &size, StepTarget::Unbounded, &load, false)?;
         // The step target follows the calm P99 of the same round, as the machine's speed may drift.
         let target = Duration::from_secs_f64(factor * quantile(&alone.between, 0.99) / 1e3);
         println!("step target {:.2} ms, {factor} times the calm P99", 1e3 * target.as_secs_f64());
         calm.push(alone);
-        chunked.push(phase(&model, &size, Some(target), &load, true)?);
-        unchunked.push(phase(&model, &whole, None, &load, true)?);
+        chunked.push(phase(&model, &size, StepTarget::Fixed(target), &load, true)?);
+        unchunked.push(phase(&model, &whole, StepTarget::Unbounded, &load, true)?);
     }
     println!(
         "\n| medians of {runs} | between tokens P50 / P99 / P99.9 / longest ms | streams tok/s | long prompts: first \
@@ -135,7 +136,7 @@ pub fn run(options: &Options) -> BenchResult<()> {
 fn phase(
     model: &BenchModel,
     size: &EngineSize,
-    target: Option<Duration>,
+    target: StepTarget,
     load: &StormLoad,
     storm: bool,
 ) -> BenchResult<PhaseResult> {

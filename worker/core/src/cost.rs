@@ -151,6 +151,11 @@ impl CostModel {
         seconds(self.steps.predict(&work.features()))
     }
 
+    /// Returns the predicted duration of a step at the 0.9 quantile of steps with prefills.
+    pub fn step_tail(&self, work: &StepWork) -> Duration {
+        self.step(work).mul_f64(self.tail_factor)
+    }
+
     /// Returns the predicted duration of a one-way copy of `blocks` blocks.
     pub fn copy(&self, blocks: u32) -> Duration {
         seconds(self.copies.predict(&[1.0, f64::from(blocks)]))

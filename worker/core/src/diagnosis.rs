@@ -305,10 +305,10 @@ fn idle_share<'a>(steps: impl Iterator<Item = &'a IterationSummary> + Clone) -> 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::Time;
+    use crate::{StepTarget, Time};
 
     const LIMITS: fn() -> SchedulerLimits = || SchedulerLimits {
-        step_target: Some(Duration::from_millis(20)),
+        step_target: StepTarget::Fixed(Duration::from_millis(20)),
         ..SchedulerLimits::new(16, 100, 64, 512)
     };
 
@@ -318,6 +318,7 @@ mod tests {
             planned: Time::from_nanos(number * 10_000_000),
             took: Some(Duration::from_millis(10)),
             predicted: Duration::from_millis(10),
+            bound: Some(Duration::from_millis(20)),
             decodes: 40,
             prefills: 0,
             prefill_tokens: 0,

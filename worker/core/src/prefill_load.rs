@@ -9,27 +9,38 @@ use std::time::Duration;
 /// step adds up to `k` times its decode time of prefill, a share `r / k` of the steps must be mixed, and
 /// prompts wait as at a server with that utilization. So `k` must exceed `r`, and with `k` at several times
 /// `r` prompts hardly wait for each other; larger values only lengthen the gaps. A prompt that computes takes
-/// `1 + 1 / k` times as long as alone, which is little from `k = 3` on. So `k` is the larger of 3 and
-/// `HEADROOM * r`. A single long prompt raises `r` although nobody waits for it, so beyond 3, `k` is bounded
-/// by the number of prompts.
+/// `1 + 1 / k` times as long as alone, which is little from `k = 4` on. So `k` is the larger of 4 and
+/// `HEADROOM * r`. A single long prompt raises `r` although nobody waits for it, so beyond the minimum, `k` is
+/// bounded by the number of prompts.
+///
+/// Few long steps do not change the P99 of the gaps but finish prompts earlier, so a share of the steps may be
+/// longer: each step earns a part of a credit, and a longer one costs a whole one.
 #[derive(Debug, Clone, Default)]
 pub struct PrefillLoad {
     /// Decayed time of prefills in seconds.
     prefill_s: f64,
     /// Decayed time of decodes in seconds.
     decode_s: f64,
+    /// Credits for longer steps.
+    credits: f64,
 }
 
 impl PrefillLoad {
     /// Prefill time per decode time of a step at low load.
-    pub const FACTOR_MIN: f64 = 3.0;
+    pub const FACTOR_MIN: f64 = 4.0;
     /// Maximum prefill time per decode time of a step.
-    pub const FACTOR_MAX: f64 = 16.0;
+    pub const FACTOR_MAX: f64 = 8.0;
     /// Prefill time per decode time over the ratio of both on average: mixed steps are then at most a share of
     /// `1 / HEADROOM` of all.
-    pub const HEADROOM: f64 = 3.3;
+    pub const HEADROOM: f64 = 4.0;
     /// Prefill time per decode time that each prompt beyond the second may add.
-    pub const FACTOR_PER_PROMPT: f64 = 1.5;
+    pub const FACTOR_PER_PROMPT: f64 = 2.0;
+    /// Prefill time per decode time of a longer step.
+    pub const FACTOR_LONGER: f64 = 12.0;
+    /// Share of the steps that may be longer; below 0.01, so that the P99 of the gaps does not change.
+    pub const LONGER_SHARE: f64 = 0.0075;
+    /// Maximum number of credits for longer steps.
+    pub const CREDITS_MAX: f64 = 2.0;
     /// Time constant in steps.
     const WINDOW: f64 = 256.0;
 
@@ -38,6 +49,17 @@ impl PrefillLoad {
         let (took, keep) = (took.as_secs_f64(), 1.0 - 1.0 / Self::WINDOW);
         self.prefill_s = keep * self.prefill_s + took * prefill_share;
         self.decode_s = keep * self.decode_s + took * (1.0 - prefill_share);
+    }
+
+    /// Returns true if a step may be longer.
+    pub fn may_be_longer(&self) -> bool {
+        self.credits >= 1.0
+    }
+
+    /// Earns the part of a credit of a step with decodes, and spends one if the step is longer.
+    pub fn spend(&mut self, longer: bool) {
+        self.credits = (self.credits + Self::LONGER_SHARE).min(Self::CREDITS_MAX);
+        self.credits -= if longer { 1.0 } else { 0.0 };
     }
 
     /// Returns the prefill time per decode time.

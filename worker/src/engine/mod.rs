@@ -24,7 +24,7 @@ use inflight_worker_core::policy::PolicyKind;
 use inflight_worker_core::{
     CacheEvent, CacheTier, Capacity, Chunk, CostModel, CostPrior, DispatchAhead, Ended, Grant, Grants,
     History, Iteration, IterationOutcome, LimitsError, Load, PrefillEstimate, Scheduler, SchedulerLimits,
-    SequenceId, Time, TokenVerdict,
+    SequenceId, StepTarget, Time, TokenVerdict,
 };
 
 use live_choice::LiveChoice;
@@ -42,8 +42,8 @@ pub struct EngineOptions {
     pub policy: PolicyKind,
     /// Enables prefix caching.
     pub prefix_cache: bool,
-    /// Target duration of an iteration with decodes.
-    pub step_target: Option<Duration>,
+    /// Bound of the duration of an iteration with decodes.
+    pub step_target: StepTarget,
     /// Prior of the cost model.
     pub prior: CostPrior,
     /// Records all scheduler inputs for replay.
@@ -57,7 +57,7 @@ impl Default for EngineOptions {
             queue_ahead: 16,
             policy: PolicyKind::default(),
             prefix_cache: true,
-            step_target: None,
+            step_target: StepTarget::Unbounded,
             prior: CostPrior::default(),
             record: false,
         }

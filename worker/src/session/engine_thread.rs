@@ -318,6 +318,7 @@ impl EngineThread {
             outbox.deliver(of_session, &report);
         }
         drop(events);
+        warn_of_unmet_objectives(&self.recorded_load, &load);
         self.metrics.record(&self.recorded_load, &load);
         self.metrics.commands.set(self.messages.len() as f64);
         self.recorded_load = load;
@@ -363,5 +364,17 @@ impl EngineThread {
         if let Some(blocked) = self.engine.last_plan().blocked {
             crate::metrics::blocked(blocked.by.label());
         }
+    }
+}
+
+/// Warns once of each objective that cannot be met.
+fn warn_of_unmet_objectives(before: &Load, now: &Load) {
+    if before.gap_objective_unmet == 0 && now.gap_objective_unmet > 0 {
+        tracing::warn!(
+            "decodes alone take too long for --slo-gap; allow a longer gap, fewer --max-sequences, or add workers"
+        );
+    }
+    if before.first_token_objective_unmet == 0 && now.first_token_objective_unmet > 0 {
+        tracing::warn!("prompts arrive faster than --slo-ttft allows to compute them; add workers");
     }
 }

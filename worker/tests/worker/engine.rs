@@ -15,7 +15,9 @@ use inflight_worker::engine::{
     SessionId,
 };
 use inflight_worker_core::policy::PolicyKind;
-use inflight_worker_core::{CostModel, CostPrior, Direction, Grant, StepWork, Time, Transfer, replay};
+use inflight_worker_core::{
+    CostModel, CostPrior, Direction, Grant, StepTarget, StepWork, Time, Transfer, replay,
+};
 use proptest::prelude::*;
 
 const VOCAB: u32 = 50;
@@ -325,7 +327,7 @@ proptest! {
         let policy = if fcfs { PolicyKind::Fcfs } else { PolicyKind::Fair };
         let prior = CostPrior { trust: 1e-3, ..CostPrior::default().with_copies(0.0, 1e-9) };
         let engine_options = EngineOptions {
-            waiting_max: 64, queue_ahead: 4, policy, prefix_cache, prior, step_target: None, record: true,
+            waiting_max: 64, queue_ahead: 4, policy, prefix_cache, prior, step_target: StepTarget::Unbounded, record: true,
         };
         let mut engine = Engine::new(Box::new(runtime), &[EOS], engine_options).unwrap();
         let mut events = Vec::new();

@@ -10,7 +10,7 @@ use inflight_runtime_cuda::CudaRuntime;
 use inflight_worker::engine::{
     Command, Engine, EngineOptions, Finish, Request, RequestKey, ResumedChoice, SessionId,
 };
-use inflight_worker_core::Time;
+use inflight_worker_core::{StepTarget, Time};
 use serde::Deserialize;
 use serde_json::{Value, json};
 
@@ -29,7 +29,7 @@ pub fn serve(runtime: CudaRuntime, task: &Serve) -> JobResult<Value> {
     let options = EngineOptions {
         waiting_max: 65_536,
         prefix_cache: false,
-        step_target: None,
+        step_target: StepTarget::Unbounded,
         ..EngineOptions::default()
     };
     let mut engine = Engine::new(Box::new(runtime), &[], options)?;

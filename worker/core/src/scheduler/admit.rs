@@ -8,6 +8,10 @@ use crate::policy::SequenceView;
 use crate::sequence::SequenceState;
 use crate::{Block, Blocked, BlockedBy, Copy, Direction, Time};
 
+/// Prompts admitted ahead of their first chunk hold at most one in so many blocks.
+const AHEAD_BLOCKS_DIVISOR: u32 = 8;
+/// Prompts admitted ahead of their first chunk hold at most one in so many slots.
+const AHEAD_SLOTS_DIVISOR: usize = 4;
 /// Maximum number of inadmissible sequences examined per step.
 const INADMISSIBLE_MAX: usize = 16;
 
@@ -127,7 +131,7 @@ impl Scheduler {
                 return;
             }
             let index = self.heads[head].index;
-            let admission = if draft.budget == 0 {
+            let admission = if !self.has_tokens_left(draft) && !self.may_admit_ahead(index) {
                 Err(BlockedBy::Budget)
             } else if draft.preempted >= Some(self.sequence(index).priority) {
                 Err(BlockedBy::Preemption)
@@ -235,6 +239,21 @@ impl Scheduler {
         self.take_budget(index, len, draft);
         self.prefills.push((index, self.sequence(index).uncomputed()));
         Ok(())
+    }
+
+    /// Returns true if the step may have another prefill chunk.
+    fn has_tokens_left(&self, draft: &PlanDraft) -> bool {
+        draft.budget > 0
+            && draft.bound.is_none_or(|bound| self.cost.chunk_within(&draft.work, 0, 1, bound.all) > 0)
+    }
+
+    /// Returns true if a prompt for which the step has no tokens may be admitted: while such prompts hold a
+    /// bounded part of the blocks and slots.
+    fn may_admit_ahead(&self, index: u32) -> bool {
+        let uncomputed = self.prefills.iter().map(|(_, uncomputed)| *uncomputed);
+        let tokens = uncomputed.fold(self.sequence(index).known_tokens, u32::saturating_add);
+        self.limits.blocks_for(tokens) <= self.device.total() / AHEAD_BLOCKS_DIVISOR
+            && self.prefills.len() < self.limits.running_max as usize / AHEAD_SLOTS_DIVISOR
     }
 
     /// Returns the length of the block table at admission, and the blocks that must be free for it.

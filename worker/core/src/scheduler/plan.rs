@@ -4,8 +4,9 @@
 //! 2. Each decoding sequence gets one token, subtracted from the token budget.
 //! 3. Up to half of the rest is reserved for the first running prefill in policy order, so that it always
 //!    makes progress.
-//! 4. Swapped sequences are resumed, waiting ones admitted by reservation of all blocks of their known tokens,
-//!    while the token budget lasts.
+//! 4. Swapped sequences are resumed, waiting ones admitted by reservation of all blocks of their known tokens.
+//!    Prompts for which the step has no tokens are admitted while they hold a small part of the pool: the more
+//!    prompts to choose from, the lower the mean TTFT, but their memory is kept from decodes.
 //! 5. The other prefills share the rest, the shortest first, so that short prompts do not wait behind long
 //!    ones; what they leave goes to the first.
 //!
@@ -71,6 +72,9 @@ impl Scheduler {
             self.push_history(now, predicted, &draft);
             launched.work = draft.work;
             launched.prefill_share = self.prefill_share(&decodes, predicted);
+            if let Some(bound) = draft.bound {
+                self.prefill_load.spend(self.cost.step_tail(&draft.work) > bound.usual);
+            }
             self.count_unmet_objectives(&decodes, now);
             launched.sources.append(&mut draft.sources);
             launched.chunks.extend_from_slice(&self.iteration.chunks);
@@ -214,7 +218,8 @@ impl Scheduler {
         let (position, index) = indices.min_by(order)?;
         prefills.swap_remove(position);
         let (start, max) = (self.sequence(index).computed_tokens, self.chunk_max(index, draft));
-        let len = draft.bound.map_or(max, |bound| self.cost.chunk_within(&draft.work, start, max, bound.first));
+        let len =
+            draft.bound.map_or(max, |bound| self.cost.chunk_within(&draft.work, start, max, bound.first));
         let reserved = len.max(1).min(draft.budget.div_ceil(2));
         draft.budget -= reserved;
         draft.scores -= self.scores(index, reserved);

@@ -5,7 +5,7 @@ use std::time::Duration;
 use super::Scheduler;
 use crate::cost::StepWork;
 use crate::sequence::SequenceState;
-use crate::{LatencyObjectives, StepTarget, Time};
+use crate::{LatencyObjectives, PrefillLoad, StepTarget, Time};
 
 /// Ratio of decodes to prefilling prompts at which, under a tight fixed target, both get equal time.
 const DECODES_PER_PREFILL: u32 = 24;
@@ -25,6 +25,8 @@ pub(super) struct StepBound {
     /// Whether the reserved chunk counts towards `all`; else the first prompt may take as much time again as
     /// the others.
     pub shared: bool,
+    /// Duration beyond which the step counts as longer, see [`crate::PrefillLoad`].
+    pub usual: Duration,
 }
 
 /// Prompts and the time to prefill them.
@@ -53,7 +55,7 @@ impl Scheduler {
                 let min = self.cost.target_with_slack(decodes, self.fixed_slack(target, decodes, prompts));
                 let tight = is_tight(target, self.cost.step(decodes));
                 let all = if tight { target.max(min) } else { target };
-                Some(StepBound { all, first: all.max(min), shared: tight })
+                Some(StepBound { all, first: all.max(min), shared: tight, usual: all.max(min) })
             }
             StepTarget::Adaptive(objectives) => {
                 let mut factor = self.prefill_load.factor(prompts);
@@ -62,12 +64,17 @@ impl Scheduler {
                 }
                 let decode = self.cost.target_with_slack(decodes, 0.0);
                 let min = self.cost.target_with_slack(decodes, PREFILL_TIME_FACTOR_MIN);
-                let target = self.cost.target_with_slack(decodes, factor);
+                let usual = self.cost.target_with_slack(decodes, factor);
+                let target = if self.prefill_load.may_be_longer() {
+                    usual.max(self.cost.target_with_slack(decodes, PrefillLoad::FACTOR_LONGER))
+                } else {
+                    usual
+                };
                 let all = objectives.gap.map_or(target, |gap| gap.min(target)).max(min);
                 // Half of the prefill time is for the first prompt in policy order; the rest goes to the
                 // shortest.
                 let first = (decode + (all - decode) / 2).max(min);
-                Some(StepBound { all, first, shared: true })
+                Some(StepBound { all, first, shared: true, usual: usual.max(min) })
             }
         }
     }
@@ -97,7 +104,7 @@ impl Scheduler {
             // With a factor `k`, prefills take `1 + 1 / k` times their time alone.
             time / (left - time)
         } else {
-            crate::PrefillLoad::FACTOR_MAX
+            PrefillLoad::FACTOR_MAX
         }
     }
 

@@ -23,7 +23,7 @@ use inflight_contract::{TokenCost, VirtualTokenCounters, Weight};
 use inflight_worker_core::policy::PolicyKind;
 use inflight_worker_core::{
     CostModel, CostPrior, IterationOutcome, NewSequence, Scheduler, SchedulerLimits, ScoredRange, SequenceId,
-    Time, TokenVerdict, TransferId,
+    StepTarget, Time, TokenVerdict, TransferId,
 };
 use proptest::prelude::*;
 use proptest::test_runner::{Config, RngSeed, TestRunner};
@@ -81,6 +81,7 @@ fn flood() -> impl Strategy<Value = Flood> {
                 watermark_blocks: watermark,
                 waiting_max: 8,
                 prefix_cache: false,
+                step_target: if extra % 2 == 0 { StepTarget::adaptive() } else { StepTarget::Unbounded },
                 ..SchedulerLimits::new(1 << block_log, tokens >> block_log, running_max, running_max + extra)
             };
             // With an even prompt length, the observed sequence takes the whole pool.

@@ -31,7 +31,7 @@ use inflight_contract::{BlockHash, CostCoefficients, FinishReason, TokenCost, Vi
 use inflight_worker_core::policy::PolicyKind;
 use inflight_worker_core::{
     BlockedBy, CostModel, CostPrior, Direction, Ended, Iteration, IterationOutcome, NewSequence, Preemption,
-    Scheduler, SchedulerLimits, ScoredRange, SequenceId, Time, TokenVerdict, Transfer,
+    Scheduler, SchedulerLimits, ScoredRange, SequenceId, StepTarget, Time, TokenVerdict, Transfer,
 };
 
 /// Scheduler whose iterations and transfers are completed by the test.
@@ -463,7 +463,7 @@ fn prompts_make_progress_beside_decodes_that_exceed_the_target() {
     for (target, most) in [(50, 4.0), (1_000, f64::INFINITY)] {
         let limits = SchedulerLimits {
             sequence_tokens: 256,
-            step_target: Some(Duration::from_millis(target)),
+            step_target: StepTarget::Fixed(Duration::from_millis(target)),
             ..limits(4096, 16, 512)
         };
         let mut bench = Bench::on(limits, PolicyKind::Fair, prior, took);
@@ -501,8 +501,10 @@ fn step_time(tokens: u32) -> Duration {
 fn eight_decodes(target: u64) -> Bench {
     let cost = CostCoefficients { step_s: 0.05, token_s: 0.0025, ..CostPrior::default().cost };
     let prior = CostPrior { cost, trust: 0.01 };
-    let limits =
-        SchedulerLimits { step_target: Some(Duration::from_millis(target)), ..limits(4096, 16, 512) };
+    let limits = SchedulerLimits {
+        step_target: StepTarget::Fixed(Duration::from_millis(target)),
+        ..limits(4096, 16, 512)
+    };
     let mut bench = Bench::on(limits, PolicyKind::Fair, prior, |plan| step_time(plan.tokens()));
     for _ in 0..8 {
         bench.submit(4, 60);

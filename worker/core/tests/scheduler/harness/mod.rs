@@ -12,8 +12,8 @@ use inflight_contract::{BlockHash, FinishReason, TokenCost, VirtualTokenCounters
 use inflight_worker_core::policy::{PolicyKind, SchedulingPolicy};
 use inflight_worker_core::{
     CacheEvent, CacheTier, Chunk, Copy, CostModel, CostPrior, Direction, Iteration, IterationOutcome,
-    NewSequence, Preempted, Preemption, Scheduler, SchedulerLimits, ScoredRange, SequenceId, SubmitError,
-    Time, TokenVerdict, Transfer, replay,
+    LatencyObjectives, NewSequence, Preempted, Preemption, Scheduler, SchedulerLimits, ScoredRange,
+    SequenceId, StepTarget, SubmitError, Time, TokenVerdict, Transfer, replay,
 };
 use proptest::prelude::*;
 
@@ -88,11 +88,22 @@ pub fn op() -> impl Strategy<Value = Op> {
     ]
 }
 
+/// Generates step targets.
+fn step_target() -> impl Strategy<Value = StepTarget> {
+    let duration = || (1u64..40).prop_map(Duration::from_millis);
+    let objectives = (prop::option::of(duration()), prop::option::of(duration()));
+    prop_oneof![
+        1 => Just(StepTarget::Unbounded),
+        1 => duration().prop_map(StepTarget::Fixed),
+        2 => objectives.prop_map(|(first_token, gap)| StepTarget::Adaptive(LatencyObjectives { first_token, gap })),
+    ]
+}
+
 /// Generates scheduler limits.
 pub fn limits() -> impl Strategy<Value = SchedulerLimits> {
     (
         (1u32..=4, 2u32..40, 0u32..30, 1u32..6, 1u32..16, 0u32..24),
-        (0u32..4, 0u32..20, 1u32..=2, 0u32..4, 0u64..6, any::<bool>(), prop::option::of(1u64..40)),
+        (0u32..4, 0u32..20, 1u32..=2, 0u32..4, 0u64..6, any::<bool>(), step_target()),
         1u32..30,
     )
         .prop_map(
@@ -105,7 +116,7 @@ pub fn limits() -> impl Strategy<Value = SchedulerLimits> {
                     bypass_max,
                     cooldown_steps,
                     prefix_cache,
-                    target,
+                    step_target,
                 ),
                 iteration_scores,
             )| SchedulerLimits {
@@ -119,7 +130,7 @@ pub fn limits() -> impl Strategy<Value = SchedulerLimits> {
                 bypass_max,
                 cooldown_steps,
                 prefix_cache,
-                step_target: target.map(Duration::from_millis),
+                step_target,
                 ..SchedulerLimits::new(1 << block_log, blocks, running_max, running_max + extra)
             },
         )
