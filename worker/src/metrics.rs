@@ -1,5 +1,7 @@
 //! Inventory of the worker's Prometheus metrics, and handles to those that change with every iteration.
 
+use std::time::Duration;
+
 use inflight_runtime::DEVICE_COMMANDS;
 use inflight_worker_core::Load;
 use metrics::{Counter, Gauge, Histogram, Unit};
@@ -25,6 +27,7 @@ const HOST_CACHED_TOKENS: &str = "inflight_worker_host_cached_tokens_total";
 const OFFLOADED_BLOCKS: &str = "inflight_worker_offloaded_blocks_total";
 const SWAPPED_BLOCKS: &str = "inflight_worker_swapped_blocks_total";
 const RECOMPUTED: &str = "inflight_worker_recomputed_tokens_total";
+const ANTICIPATION_SECONDS: &str = "inflight_worker_anticipation_seconds";
 const SLO_UNMET: &str = "inflight_worker_slo_unmet_iterations_total";
 const BLOCKED: &str = "inflight_worker_admission_blocked_total";
 const RECEIVE_BYTES: &str = "inflight_worker_receive_bytes";
@@ -96,6 +99,12 @@ pub const INVENTORY: &[(&str, MetricKind, Unit, &str)] = &[
     ),
     (RECOMPUTED, MetricKind::Counter, Unit::Count, "Computed tokens discarded by recompute preemptions"),
     (
+        ANTICIPATION_SECONDS,
+        MetricKind::Histogram,
+        Unit::Seconds,
+        "Waits before an iteration for requests that follow ended ones, by outcome: followed or in_vain",
+    ),
+    (
         SLO_UNMET,
         MetricKind::Counter,
         Unit::Count,
@@ -125,9 +134,15 @@ pub const STEP_TOKENS_BUCKETS: &[f64] =
 pub const STEP_SECONDS_BUCKETS: &[f64] =
     &[0.0005, 0.001, 0.002, 0.004, 0.008, 0.016, 0.032, 0.064, 0.128, 0.256, 0.512, 1.024, 2.048];
 
+/// Histogram buckets of the waits for following requests, in seconds.
+pub const ANTICIPATION_SECONDS_BUCKETS: &[f64] = &[0.0005, 0.001, 0.002, 0.004, 0.008, 0.016];
+
 /// Histogram buckets by metric name.
-pub const BUCKETS: &[(&str, &[f64])] =
-    &[(STEP_TOKENS, STEP_TOKENS_BUCKETS), (STEP_SECONDS, STEP_SECONDS_BUCKETS)];
+pub const BUCKETS: &[(&str, &[f64])] = &[
+    (STEP_TOKENS, STEP_TOKENS_BUCKETS),
+    (STEP_SECONDS, STEP_SECONDS_BUCKETS),
+    (ANTICIPATION_SECONDS, ANTICIPATION_SECONDS_BUCKETS),
+];
 
 /// Describes every metric to the exporter.
 pub fn describe() {
@@ -175,6 +190,8 @@ pub(crate) struct StepMetrics {
     blocks_in: Counter,
     ttft_unmet: Counter,
     gap_unmet: Counter,
+    anticipation_followed: Histogram,
+    anticipation_in_vain: Histogram,
 }
 
 impl StepMetrics {
@@ -203,7 +220,15 @@ impl StepMetrics {
             blocks_in: metrics::counter!(SWAPPED_BLOCKS, "direction" => "in"),
             ttft_unmet: metrics::counter!(SLO_UNMET, "objective" => "ttft"),
             gap_unmet: metrics::counter!(SLO_UNMET, "objective" => "gap"),
+            anticipation_followed: metrics::histogram!(ANTICIPATION_SECONDS, "outcome" => "followed"),
+            anticipation_in_vain: metrics::histogram!(ANTICIPATION_SECONDS, "outcome" => "in_vain"),
         }
+    }
+
+    /// Records a wait for the requests that follow ended ones.
+    pub fn anticipation(&self, took: Duration, followed: bool) {
+        let waits = if followed { &self.anticipation_followed } else { &self.anticipation_in_vain };
+        waits.record(took.as_secs_f64());
     }
 
     /// Sets the gauges to `now` and adds the difference between `before` and `now` to the counters.

@@ -373,7 +373,10 @@ fn receive_limits(path: &str, submit_bytes_max: usize) -> ReceiveLimits {
 }
 
 fn spawn_engine_thread(engine: EngineThread, ended: oneshot::Sender<Result<(), Error>>) -> Result<(), Error> {
+    let runtime = tokio::runtime::Handle::current();
     let thread = std::thread::Builder::new().name("engine".to_owned()).spawn(move || {
+        // For its timers.
+        let _runtime = runtime.enter();
         let run = || futures::executor::block_on(engine.run(EngineExecution::Thread));
         let outcome = std::panic::catch_unwind(std::panic::AssertUnwindSafe(run));
         // The receiver is gone if the server has failed already.

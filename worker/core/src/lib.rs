@@ -4,6 +4,7 @@
 //! The crate uses no clock, I/O, threads or unordered iteration: equal calls give equal plans, whether a
 //! device, a simulator or a test drives the scheduler.
 
+mod anticipation;
 mod block_pool;
 mod cost;
 mod diagnosis;
@@ -23,6 +24,7 @@ mod sequence;
 mod step_target;
 mod time;
 
+pub use anticipation::Anticipation;
 pub use block_pool::{Block, BlockPool, CacheEvent, CacheTier};
 pub use cost::{CostModel, CostPrior, StepWork};
 pub use diagnosis::{Bottleneck, Finding, Objectives, diagnose};

@@ -73,6 +73,8 @@ pub struct StepReport {
     pub sampled: u32,
     /// Duration of the completed iteration.
     pub took: Duration,
+    /// Sequences that the completed iteration has ended.
+    pub ended: u32,
     /// No work is left until the next command.
     pub idle: bool,
 }
@@ -454,11 +456,13 @@ impl Engine {
         let outcome = IterationOutcome { verdicts: &self.verdicts, took };
         self.scheduler.commit(launched.number, outcome).map_err(|error| EngineFailed(error.to_string()))?;
         self.spare.push(launched);
+        let before = self.ended_since_completion;
         self.settle(events);
+        let ended = self.ended_since_completion - before;
         self.queue_ahead.learn(took, std::mem::take(&mut self.ended_since_completion));
         self.grants.set_sequences(self.scheduler.limits().running_max + self.queue_ahead.depth());
         // Whether the engine is idle is known after the next plan, which may still offload cold blocks.
-        Ok(StepReport { tokens, sampled, took, idle: false })
+        Ok(StepReport { tokens, sampled, took, ended, idle: false })
     }
 
     /// Reports finished transfers to the scheduler.

@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use inflight_contract::CostCoefficients;
 use inflight_proto::v1;
-use inflight_worker_core::{CacheEvent, CacheTier, Grant, Load, Time};
+use inflight_worker_core::{Anticipation, CacheEvent, CacheTier, Grant, Load, Time};
 use tokio::sync::{mpsc, oneshot};
 
 use super::load_report;
@@ -97,6 +97,7 @@ pub(crate) struct EngineThread {
     /// Load at the last metrics update.
     recorded_load: Load,
     watchdog: Arc<Watchdog>,
+    anticipation: Anticipation,
     /// Cost coefficients last sent to the routers.
     last_sent_cost: CostCoefficients,
 }
@@ -126,6 +127,7 @@ impl EngineThread {
             cache_sequence: 0,
             recorded_load: Load::default(),
             watchdog,
+            anticipation: Anticipation::default(),
             last_sent_cost: CostCoefficients::default(),
         }
     }
@@ -168,8 +170,39 @@ impl EngineThread {
             if let (Ok(step), EngineExecution::Task) = (&stepped, execution) {
                 tokio::time::sleep(step.took.max(STEP_MIN)).await;
             }
+            let ended = stepped.as_ref().map_or(0, |step| step.ended);
             self.finish_step(stepped)?;
+            if !self.anticipate(ended).await {
+                return Ok(());
+            }
         }
+    }
+
+    /// Waits for the requests that follow `ended` sequences, if that pays and the device has work but none in
+    /// flight. Returns false to stop.
+    async fn anticipate(&mut self, ended: u32) -> bool {
+        if self.engine.in_flight() > 0 || self.engine.load().running == 0 || self.draining {
+            return true;
+        }
+        let most = self.anticipation.wait(ended);
+        if most.is_zero() {
+            return true;
+        }
+        let begin = tokio::time::Instant::now();
+        let mut followed = 0;
+        while followed < ended {
+            let Ok(message) = tokio::time::timeout_at(begin + most, self.messages.recv()).await else {
+                break;
+            };
+            let Some(message) = message else { return false };
+            followed += u32::from(matches!(message, Message::Command(Command::Submit(_))));
+            if !self.handle(message) {
+                return false;
+            }
+        }
+        self.anticipation.observe_wait(begin.elapsed(), followed > 0);
+        self.metrics.anticipation(begin.elapsed(), followed > 0);
+        true
     }
 
     /// Handles queued messages: at most a queue's length, so that a flood of commands can't starve the
@@ -361,6 +394,7 @@ impl EngineThread {
         self.metrics.step_tokens.record(step.tokens);
         self.metrics.tokens.increment(step.tokens.into());
         self.metrics.sampled.increment(step.sampled.into());
+        self.anticipation.observe_step(elapsed);
         if let Some(blocked) = self.engine.last_plan().blocked {
             crate::metrics::blocked(blocked.by.label());
         }
