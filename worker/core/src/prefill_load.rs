@@ -9,7 +9,7 @@ use std::time::Duration;
 /// step adds up to `k` times its decode time of prefill, a share `r / k` of the steps must be mixed, and
 /// prompts wait as at a server with that utilization. So `k` must exceed `r`, and with `k` at several times
 /// `r` prompts hardly wait for each other; larger values only lengthen the gaps. A prompt that computes takes
-/// `1 + 1 / k` times as long as alone, which is little from `k = 4` on. So `k` is the larger of 4 and
+/// `1 + 1 / k` times as long as alone, which is little from `k = 3` on. So `k` is the larger of 3 and
 /// `HEADROOM * r`. A single long prompt raises `r` although nobody waits for it, so beyond the minimum, `k` is
 /// bounded by the number of prompts.
 ///
@@ -27,18 +27,20 @@ pub struct PrefillLoad {
 
 impl PrefillLoad {
     /// Prefill time per decode time of a step at low load.
-    pub const FACTOR_MIN: f64 = 4.0;
+    pub const FACTOR_MIN: f64 = 3.0;
+    /// Prefill time per decode time of a step with a single prompt, which is gone the sooner.
+    pub const FACTOR_ALONE: f64 = 4.0;
     /// Maximum prefill time per decode time of a step.
     pub const FACTOR_MAX: f64 = 8.0;
     /// Prefill time per decode time over the ratio of both on average: mixed steps are then at most a share of
     /// `1 / HEADROOM` of all.
-    pub const HEADROOM: f64 = 4.0;
+    pub const HEADROOM: f64 = 3.3;
     /// Prefill time per decode time that each prompt beyond the second may add.
     pub const FACTOR_PER_PROMPT: f64 = 2.0;
     /// Prefill time per decode time of a longer step.
     pub const FACTOR_LONGER: f64 = 12.0;
     /// Share of the steps that may be longer; below 0.01, so that the P99 of the gaps does not change.
-    pub const LONGER_SHARE: f64 = 0.0075;
+    pub const LONGER_SHARE: f64 = 0.009;
     /// Maximum number of credits for longer steps.
     pub const CREDITS_MAX: f64 = 2.0;
     /// Time constant in steps.
@@ -51,9 +53,10 @@ impl PrefillLoad {
         self.decode_s = keep * self.decode_s + took * (1.0 - prefill_share);
     }
 
-    /// Returns true if a step may be longer.
-    pub fn may_be_longer(&self) -> bool {
-        self.credits >= 1.0
+    /// Returns true if a step may be longer while `prompts` prompts compute or wait. Where several do, all of
+    /// them would gain little, and the longest gaps would become the usual ones.
+    pub fn may_be_longer(&self, prompts: u32) -> bool {
+        prompts <= 1 && self.credits >= 1.0
     }
 
     /// Earns the part of a credit of a step with decodes, and spends one if the step is longer.
@@ -70,6 +73,7 @@ impl PrefillLoad {
     /// Returns the prefill time per decode time for a step while `prompts` prompts compute or wait.
     pub fn factor(&self, prompts: u32) -> f64 {
         let needed = (Self::HEADROOM * self.ratio()).min(Self::FACTOR_PER_PROMPT * f64::from(prompts));
-        needed.clamp(Self::FACTOR_MIN, Self::FACTOR_MAX)
+        let min = if prompts <= 1 { Self::FACTOR_ALONE } else { Self::FACTOR_MIN };
+        needed.clamp(min, Self::FACTOR_MAX)
     }
 }

@@ -65,7 +65,7 @@ impl Scheduler {
                 let decode = self.cost.target_with_slack(decodes, 0.0);
                 let min = self.cost.target_with_slack(decodes, PREFILL_TIME_FACTOR_MIN);
                 let usual = self.cost.target_with_slack(decodes, factor);
-                let target = if self.prefill_load.may_be_longer() {
+                let target = if self.prefill_load.may_be_longer(prompts) {
                     usual.max(self.cost.target_with_slack(decodes, PrefillLoad::FACTOR_LONGER))
                 } else {
                     usual
