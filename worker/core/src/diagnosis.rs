@@ -25,6 +25,10 @@ pub enum Bottleneck {
     DeviceIdle,
     /// Prefill chunks are too small.
     ChunkBudget,
+    /// Decodes alone take longer than the objective for gaps.
+    GapObjective,
+    /// Prompts arrive faster than the objective for first tokens allows.
+    FirstTokenObjective,
 }
 
 impl Bottleneck {
@@ -39,6 +43,8 @@ impl Bottleneck {
             Self::LowPrefixHits => "low_prefix_hits",
             Self::DeviceIdle => "device_idle",
             Self::ChunkBudget => "chunk_budget",
+            Self::GapObjective => "slo_gap",
+            Self::FirstTokenObjective => "slo_ttft",
         }
     }
 
@@ -63,6 +69,8 @@ impl Bottleneck {
                 "check what delays the engine thread: other processes on its cores, or slow routers"
             }
             Self::ChunkBudget => "raise --step-target or --max-batch-tokens for larger prefill chunks",
+            Self::GapObjective => "raise --slo-gap, lower --max-sequences, or add workers",
+            Self::FirstTokenObjective => "add workers, or raise --slo-gap or --slo-ttft",
         }
     }
 }
@@ -124,6 +132,8 @@ pub fn diagnose<'a>(
         window.queue_time(),
         window.prefill_starves_decode(),
         window.chunk_budget(),
+        window.objective(Bottleneck::GapObjective, |load| load.gap_objective_unmet),
+        window.objective(Bottleneck::FirstTokenObjective, |load| load.first_token_objective_unmet),
         window.low_prefix_hits(),
         window.device_idle(),
     ];
@@ -258,6 +268,19 @@ impl<'a, I: Iterator<Item = &'a IterationSummary> + Clone> DiagnosisWindow<'_, I
         Finding::new(Bottleneck::ChunkBudget, crawling, figure)
     }
 
+    /// Returns the finding of an objective that more than one iteration in twenty could not meet.
+    fn objective(&self, limit: Bottleneck, unmet: fn(&Load) -> u64) -> Option<Finding> {
+        let share = (unmet(self.now) - unmet(self.before)) as f64 / self.total;
+        if share <= 0.05 {
+            return None;
+        }
+        Finding::new(
+            limit,
+            share,
+            format!("{:.0} % of iterations could not meet the objective", share * 100.0),
+        )
+    }
+
     fn low_prefix_hits(&self) -> Option<Finding> {
         let (before, now) = (self.before, self.now);
         let hits = ratio(now.cached_tokens - before.cached_tokens, self.admitted());
@@ -373,6 +396,10 @@ mod tests {
             (step.prefills, step.prefill_tokens, step.load.waiting) = (1, 16, 3)
         };
         assert_eq!(found(crawling), [Bottleneck::ChunkBudget]);
+        let late = |step: &mut IterationSummary| step.load.gap_objective_unmet = step.number;
+        assert_eq!(found(late), [Bottleneck::GapObjective]);
+        let late = |step: &mut IterationSummary| step.load.first_token_objective_unmet = step.number;
+        assert_eq!(found(late), [Bottleneck::FirstTokenObjective]);
         let gaps = |step: &mut IterationSummary| step.planned = Time::from_nanos(step.number * 15_000_000);
         assert_eq!(found(gaps), [Bottleneck::DeviceIdle]);
         let cold = |step: &mut IterationSummary| {

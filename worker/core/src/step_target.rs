@@ -33,13 +33,4 @@ impl StepTarget {
     pub fn adaptive() -> Self {
         Self::Adaptive(LatencyObjectives::default())
     }
-
-    /// Returns the duration that the operator gave: that of a fixed target, or the objective for gaps.
-    pub fn given(self) -> Option<Duration> {
-        match self {
-            Self::Unbounded => None,
-            Self::Fixed(target) => Some(target),
-            Self::Adaptive(objectives) => objectives.gap,
-        }
-    }
 }

@@ -184,6 +184,12 @@ impl Scheduler {
         self.start_waiting(now, draft);
         let mut prefills = std::mem::take(&mut self.prefills);
         (draft.budget, draft.work, draft.scores) = (budget, work, scores);
+        // An admission may have preempted some.
+        let prefills_still = |index: u32| {
+            let sequence = self.sequence(index);
+            matches!(sequence.state, SequenceState::Prefilling { .. }) && !sequence.is_marked()
+        };
+        prefills.retain(|(index, _)| prefills_still(*index));
         self.shortest_first(&mut prefills);
         for &(index, _) in &prefills {
             let len = self.prefill_len(index, draft);
