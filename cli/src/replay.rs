@@ -6,7 +6,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use inflight_router::{Command, Event};
-use inflight_worker::Iteration;
+use inflight_worker::{FirstTokenParts, FirstTokens, Iteration, ReplayEvent};
 
 use crate::exit::{CommandError, Exit};
 
@@ -19,6 +19,9 @@ pub struct Args {
     /// Print every plan of a worker, or every event of a router with the number of its commands
     #[arg(long)]
     pub plans: bool,
+    /// Print where the time to first token goes in a worker: mean, P50 and P90 of its parts
+    #[arg(long)]
+    pub first_tokens: bool,
 }
 
 /// Replays a recording and prints the number of decisions, all of which equal the recorded ones.
@@ -45,11 +48,18 @@ pub fn run(args: &Args) -> Result<(), CommandError> {
         let events = replayed.map_err(|error| failed(&error))?;
         format!("{events} events replayed, each with the commands that were recorded")
     } else {
-        let replayed = inflight_worker::replay(&bytes, |plan, now| {
-            print(Duration::from_nanos(now.as_nanos()), summary_line(plan));
+        let mut first_tokens = FirstTokens::default();
+        let replayed = inflight_worker::replay(&bytes, |event| {
+            if args.first_tokens {
+                first_tokens.observe(&event);
+            }
+            if let ReplayEvent::Planned { plan, at } = event {
+                print(Duration::from_nanos(at.as_nanos()), summary_line(plan));
+            }
         });
         let plans = replayed.map_err(|error| failed(&error))?;
-        format!("{plans} plans replayed, each as it was recorded")
+        let table = if args.first_tokens { first_token_table(first_tokens.parts()) } else { String::new() };
+        format!("{table}{plans} plans replayed, each as it was recorded")
     };
     // A closed pipe is ignored.
     let _ = written.and_then(|()| writeln!(out, "{total}"));
@@ -84,6 +94,27 @@ fn event_line(event: &Event, commands: &[Command]) -> String {
         Event::Tick => "tick".to_owned(),
     };
     format!("{what}: {} commands", commands.len())
+}
+
+/// Describes where the time to first token went.
+fn first_token_table(parts: &[FirstTokenParts]) -> String {
+    let columns: [(&str, fn(&FirstTokenParts) -> Duration); 4] = [
+        ("iteration in flight", |parts| parts.iteration),
+        ("waiting for tokens", |parts| parts.wait),
+        ("computing", |parts| parts.compute),
+        ("total", FirstTokenParts::total),
+    ];
+    let mut table =
+        format!("first tokens of {} sequences, ms          mean       P50       P90\n", parts.len());
+    for (name, part) in columns {
+        let mut times: Vec<f64> = parts.iter().map(|parts| 1e3 * part(parts).as_secs_f64()).collect();
+        times.sort_by(f64::total_cmp);
+        let quantile = |p: f64| times.get((p * times.len() as f64) as usize).copied().unwrap_or_default();
+        let mean = times.iter().sum::<f64>() / times.len().max(1) as f64;
+        // Writing to a String cannot fail.
+        let _ = writeln!(table, "  {name:36} {mean:9.1} {:9.1} {:9.1}", quantile(0.5), quantile(0.9));
+    }
+    table
 }
 
 fn summary_line(plan: &Iteration) -> String {

@@ -16,7 +16,8 @@ pub use inflight_models::ModelSource;
 pub use inflight_runtime_cpu::Quantization;
 pub use inflight_worker_core::policy::{PolicyKind, UnknownPolicy};
 pub use inflight_worker_core::{
-    BlockedBy, Iteration, LatencyObjectives, Preemption, ReplayError, StepTarget, replay,
+    BlockedBy, FirstTokenParts, FirstTokens, Iteration, LatencyObjectives, Preemption, ReplayError,
+    ReplayEvent, StepTarget, replay,
 };
 
 pub use bundle::Bundle;

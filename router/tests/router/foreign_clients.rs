@@ -47,7 +47,7 @@ async fn serve(mut session: ScriptedSession) {
             if fails {
                 session.fail(&submit, choice, tonic::Code::Internal);
             } else {
-                session.finish(&submit, choice, &[], v1::FinishReason::Stop);
+                session.finish(&submit, choice, &[], v1::FinishReason::Length);
             }
         }
     }
@@ -131,6 +131,7 @@ async fn third_party_clients_get_split_characters_stop_strings_choices_and_failu
     let responses = Expected { stops: false, choices: false, broken: "RuntimeError", ..Expected::default() };
     let anthropic =
         Expected { stop: "stop_sequence", choices: false, broken: "APIStatusError", ..Expected::default() };
+    let langchain = Expected { refused: ("OpenAIInvalidRequestError", Some(400)), ..Expected::default() };
     let triton = Expected {
         refused: ("InferenceServerException", None),
         broken: "InferenceServerException",
@@ -142,7 +143,7 @@ async fn third_party_clients_get_split_characters_stop_strings_choices_and_failu
         ("openai responses", main, responses),
         ("anthropic", main, anthropic),
         ("tritonclient", main, triton),
-        ("langchain", frameworks, Expected::default()),
+        ("langchain", frameworks, langchain),
         ("llama_index", frameworks, Expected::default()),
         ("litellm", proxy, Expected::default()),
     ] {

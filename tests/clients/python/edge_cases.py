@@ -155,6 +155,7 @@ def anthropic_messages(url: str, model: str) -> dict:
 
 
 def langchain(url: str, model: str) -> dict:
+    from langchain_core.messages import HumanMessage
     from langchain_openai import ChatOpenAI
 
     def chain(**more):
@@ -173,7 +174,7 @@ def langchain(url: str, model: str) -> dict:
     whole = chain().invoke("Hello", stop=[STOP])
     return result(
         chain().invoke("Hello").content,
-        [one.text for one in chain(n=3).generate([[("user", "Hello")]]).generations[0]],
+        [one.text for one in chain(n=3).generate([[HumanMessage("Hello")]]).generations[0]],
         [whole.content, whole.response_metadata["finish_reason"]],
         streamed,
         stopped,
@@ -186,7 +187,7 @@ def llama_index(url: str, model: str) -> dict:
     from llama_index.core.llms import ChatMessage
     from llama_index.llms.openai_like import OpenAILike
 
-    def index(temperature=0.0, **more):
+    def index(**more):
         return OpenAILike(
             model=model,
             api_base=f"{url}/v1",
@@ -195,7 +196,6 @@ def llama_index(url: str, model: str) -> dict:
             context_window=256,
             max_tokens=99,
             max_retries=0,
-            temperature=temperature,
             additional_kwargs=more,
         )
 
@@ -220,7 +220,8 @@ def llama_index(url: str, model: str) -> dict:
         [whole.message.content, whole.raw.choices[0].finish_reason],
         streamed,
         stopped,
-        caught(lambda: list(index(temperature=-1).stream_chat(question()))),
+        # It checks temperatures itself.
+        caught(lambda: list(index(top_p=-1).stream_chat(question()))),
         until_error(pieces(BREAKS)),
     )
 

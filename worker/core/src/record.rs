@@ -255,24 +255,62 @@ pub enum ReplayError {
     },
 }
 
-/// Replays a log and calls `each` with every plan and its time. Returns the number of plans. A log truncated
-/// in the middle of a record, as by a killed process, is replayed up to that record.
+/// Event of a replay.
+#[derive(Debug, Clone, Copy)]
+pub enum ReplayEvent<'a> {
+    /// A sequence was submitted and not rejected.
+    Submitted {
+        /// The sequence.
+        id: SequenceId,
+        /// Time of the submission.
+        at: Time,
+    },
+    /// An iteration was planned, as it was recorded.
+    Planned {
+        /// The plan; without chunks, it is not executed.
+        plan: &'a Iteration,
+        /// Time of the plan.
+        at: Time,
+    },
+    /// An iteration was committed.
+    Committed {
+        /// Number of the iteration.
+        number: u64,
+        /// Measured duration.
+        took: Duration,
+    },
+}
+
+/// Record of a log that was applied.
+enum Applied {
+    Submitted(SequenceId, Time),
+    /// Time and recorded digest.
+    Planned(Time, u64),
+    Committed(u64, Duration),
+    Other,
+}
+
+/// Replays a log and calls `each` with every event. Returns the number of plans. A log truncated in the middle
+/// of a record, as by a killed process, is replayed up to that record.
 ///
 /// # Errors
-/// [`ReplayError`]; the plans passed to `each` before are correct.
-pub fn replay(bytes: &[u8], mut each: impl FnMut(&Iteration, Time)) -> Result<u64, ReplayError> {
+/// [`ReplayError`]; the events passed to `each` before are correct.
+pub fn replay(bytes: &[u8], mut each: impl FnMut(ReplayEvent<'_>)) -> Result<u64, ReplayError> {
     let mut reader = RecordReader { bytes, at: 0 };
     let mut scheduler = reader.header()?;
     let mut plans = 0;
     while reader.at < bytes.len() {
         let at = reader.at;
         match reader.record(&mut scheduler) {
-            Ok(None) => {}
-            Ok(Some((now, recorded))) => {
-                if digest(scheduler.iteration()) != recorded {
+            Ok(Applied::Other) => {}
+            Ok(Applied::Submitted(id, at)) => each(ReplayEvent::Submitted { id, at }),
+            Ok(Applied::Committed(number, took)) => each(ReplayEvent::Committed { number, took }),
+            Ok(Applied::Planned(now, recorded)) => {
+                let plan = scheduler.iteration();
+                if digest(plan) != recorded {
                     return Err(ReplayError::Diverged { plan: plans, at });
                 }
-                each(scheduler.iteration(), now);
+                each(ReplayEvent::Planned { plan, at: now });
                 plans += 1;
             }
             Err(ReplayError::Malformed { at, .. }) if at >= bytes.len() => break,
@@ -332,10 +370,10 @@ impl RecordReader<'_> {
             .map_err(|_| self.malformed("limits that agree with each other"))
     }
 
-    /// Applies one record to the scheduler. Returns time and digest if it is a plan.
-    fn record(&mut self, scheduler: &mut Scheduler) -> Result<Option<(Time, u64)>, ReplayError> {
+    /// Applies one record to the scheduler.
+    fn record(&mut self, scheduler: &mut Scheduler) -> Result<Applied, ReplayError> {
         match self.take(1)?[0] {
-            kind if kind == RecordKind::Submit as u8 => self.submit(scheduler)?,
+            kind if kind == RecordKind::Submit as u8 => return self.submit(scheduler),
             kind if kind == RecordKind::Cancel as u8 => {
                 let id = SequenceId { index: self.small()?, generation: self.small()? };
                 scheduler.cancel(id);
@@ -351,7 +389,7 @@ impl RecordReader<'_> {
                     return Err(self.malformed("a commit before the next plan"));
                 }
                 scheduler.plan(now);
-                return Ok(Some((now, digest)));
+                return Ok(Applied::Planned(now, digest));
             }
             kind if kind == RecordKind::Commit as u8 => {
                 let (number, took) = (self.number()?, self.duration()?);
@@ -363,6 +401,7 @@ impl RecordReader<'_> {
                 }
                 let done = scheduler.commit(number, IterationOutcome { verdicts: &verdicts, took });
                 done.map_err(|_| self.malformed("the commit of the iteration in flight"))?;
+                return Ok(Applied::Committed(number, took));
             }
             kind if kind == RecordKind::Fail as u8 => {
                 let number = self.number()?;
@@ -387,10 +426,10 @@ impl RecordReader<'_> {
             }
             _ => return Err(self.malformed("the kind of a record")),
         }
-        Ok(None)
+        Ok(Applied::Other)
     }
 
-    fn submit(&mut self, scheduler: &mut Scheduler) -> Result<(), ReplayError> {
+    fn submit(&mut self, scheduler: &mut Scheduler) -> Result<Applied, ReplayError> {
         let now = Time::from_nanos(self.number()?);
         let (known_tokens, max_tokens) = (self.small()?, self.small()?);
         let priority = self.number()?.rotate_right(1) as i64 as i32;
@@ -420,8 +459,7 @@ impl RecordReader<'_> {
             scored,
         };
         // A submission that was rejected at recording time is rejected again.
-        let _ = scheduler.submit(new, now);
-        Ok(())
+        Ok(scheduler.submit(new, now).map_or(Applied::Other, |id| Applied::Submitted(id, now)))
     }
 
     fn malformed(&self, what: &'static str) -> ReplayError {

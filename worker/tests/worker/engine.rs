@@ -427,7 +427,7 @@ proptest! {
         // Beyond the slots, the learned queue-ahead depth.
         prop_assert!((slots + 1..=slots + 4).contains(&granted), "{} granted", granted);
         prop_assert_eq!(engine.granted_in_use(), Grant::default(), "not all credits were returned");
-        prop_assert!(replay(&engine.take_log(), |_, _| ()).is_ok(), "a replay plans differently");
+        prop_assert!(replay(&engine.take_log(), |_| ()).is_ok(), "a replay plans differently");
     }
 }
 

@@ -12,8 +12,8 @@ use inflight_contract::{BlockHash, FinishReason, TokenCost, VirtualTokenCounters
 use inflight_worker_core::policy::{PolicyKind, SchedulingPolicy};
 use inflight_worker_core::{
     CacheEvent, CacheTier, Chunk, Copy, CostModel, CostPrior, Direction, Iteration, IterationOutcome,
-    LatencyObjectives, NewSequence, Preempted, Preemption, Scheduler, SchedulerLimits, ScoredRange,
-    SequenceId, StepTarget, SubmitError, Time, TokenVerdict, Transfer, replay,
+    LatencyObjectives, NewSequence, Preempted, Preemption, ReplayEvent, Scheduler, SchedulerLimits,
+    ScoredRange, SequenceId, StepTarget, SubmitError, Time, TokenVerdict, Transfer, replay,
 };
 use proptest::prelude::*;
 
@@ -612,16 +612,21 @@ impl Harness {
         assert_eq!((load.blocks_used, load.host_blocks_used), (0, 0));
         let log = self.scheduler.take_log();
         let mut replayed = Vec::new();
-        let plans = replay(&log, |plan, _| replayed.push(plan.clone())).unwrap();
+        let plans = replay(&log, |event| {
+            if let ReplayEvent::Planned { plan, .. } = event {
+                replayed.push(plan.clone());
+            }
+        })
+        .unwrap();
         assert_eq!(plans as usize, self.plans.len());
         assert!(replayed == self.plans, "a replay plans otherwise");
         // A truncated log, as of a killed process, replays up to the truncation; a corrupt one is rejected.
         if plans > 0 {
             let truncated = &log[..log.len() - 3];
-            assert!(replay(truncated, |_, _| {}).is_ok_and(|fewer| fewer <= plans));
+            assert!(replay(truncated, |_| {}).is_ok_and(|fewer| fewer <= plans));
         }
         let mut corrupt = log;
         corrupt[3] ^= 1;
-        assert!(replay(&corrupt, |_, _| {}).is_err());
+        assert!(replay(&corrupt, |_| {}).is_err());
     }
 }
