@@ -96,9 +96,12 @@ fn event_line(event: &Event, commands: &[Command]) -> String {
     format!("{what}: {} commands", commands.len())
 }
 
+/// One part of a time to first token, or all of it.
+type Part = fn(&FirstTokenParts) -> Duration;
+
 /// Describes where the time to first token went.
 fn first_token_table(parts: &[FirstTokenParts]) -> String {
-    let columns: [(&str, fn(&FirstTokenParts) -> Duration); 4] = [
+    let columns: [(&str, Part); 4] = [
         ("iteration in flight", |parts| parts.iteration),
         ("waiting for tokens", |parts| parts.wait),
         ("computing", |parts| parts.compute),
