@@ -2,11 +2,17 @@
 
 use std::io::Write as _;
 
+use inflight_net::SecretFile;
+use inflight_proto::prove;
 use inflight_proto::v1::worker_client::WorkerClient;
 use inflight_proto::v1::{DiagnoseRequest, DiagnoseResponse, IterationSummary, Load};
 
 use crate::exit::{self, CommandError, Exit};
 use crate::generate::connect;
+use crate::worker_secret::WorkerSecretArgs;
+
+/// Path of the method that reports bottlenecks.
+const DIAGNOSE_PATH: &str = "/inflight.v1.Worker/Diagnose";
 
 /// Options of `inflight diagnose`.
 #[derive(Debug, Clone, clap::Args)]
@@ -17,6 +23,8 @@ pub struct Args {
     /// Also print this many of the last iterations
     #[arg(long, value_name = "N", default_value_t = 0, value_parser = clap::value_parser!(u32).range(0..=1024))]
     pub iterations: u32,
+    #[command(flatten)]
+    pub secret: WorkerSecretArgs,
 }
 
 /// Queries each worker in turn and prints its diagnosis.
@@ -24,9 +32,11 @@ pub struct Args {
 /// # Errors
 /// A worker did not answer; the others are queried nevertheless.
 pub async fn run(args: Args) -> Result<(), CommandError> {
+    let secret = args.secret.open()?;
+    let secrets = secret.as_ref().map(SecretFile::secrets).unwrap_or_default();
     let mut outcome = Ok(());
     for worker in &args.workers {
-        match diagnose(worker, args.iterations).await {
+        match diagnose(worker, args.iterations, &secrets).await {
             Ok(answer) => {
                 let text = render(worker, &answer);
                 if std::io::stdout().lock().write_all(text.as_bytes()).is_err() {
@@ -42,10 +52,16 @@ pub async fn run(args: Args) -> Result<(), CommandError> {
     outcome
 }
 
-async fn diagnose(worker: &str, iterations: u32) -> Result<DiagnoseResponse, CommandError> {
+async fn diagnose(
+    worker: &str,
+    iterations: u32,
+    secrets: &[Vec<u8>],
+) -> Result<DiagnoseResponse, CommandError> {
     let url = if worker.contains("://") { worker.to_owned() } else { format!("http://{worker}") };
     let mut client = WorkerClient::new(connect(&url).await?);
-    let answer = client.diagnose(DiagnoseRequest { iterations }).await;
+    let request = prove(&mut client, secrets, DIAGNOSE_PATH, DiagnoseRequest { iterations }).await;
+    let (request, _) = request.map_err(|error| CommandError::new(Exit::Unavailable, error.to_string()))?;
+    let answer = client.diagnose(request).await;
     answer.map(tonic::Response::into_inner).map_err(|status| {
         let message = format!("{:?}: {}", status.code(), status.message());
         CommandError::new(Exit::Unavailable, message)

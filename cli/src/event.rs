@@ -65,6 +65,8 @@ pub enum ClusterEvent<'a> {
         router: &'a ClusterMember,
         /// Worker processes.
         workers: &'a [&'a ClusterMember],
+        /// File with the workers' secret, for tools that call workers.
+        worker_secret_file: &'a std::path::Path,
     },
     /// A member died and will be restarted.
     Lost {

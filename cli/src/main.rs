@@ -14,7 +14,6 @@ mod key;
 mod metrics_endpoint;
 mod renamed;
 mod replay;
-mod resume_key;
 mod role;
 mod router;
 mod sampling;
@@ -22,12 +21,14 @@ mod signals;
 mod step_target;
 mod supervisor;
 mod telemetry;
+mod temporary_secret;
 mod tls;
 mod transcript;
 mod units;
 mod up;
 mod usage;
 mod worker;
+mod worker_secret;
 
 use std::process::ExitCode;
 

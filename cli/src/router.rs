@@ -12,12 +12,12 @@ use inflight_router::{HttpOptions, Options, PlacementKind, Router, UsageLogOptio
 use crate::event::{self, RoleEvent};
 use crate::exit::{CommandError, Exit};
 use crate::metrics_endpoint;
-use crate::resume_key;
 use crate::role;
 use crate::signals;
 use crate::telemetry;
 use crate::tls;
 use crate::units::{ByteSize, ListenAt, Span};
+use crate::worker_secret::WorkerSecretArgs;
 
 /// Time for closing connections in addition to the drain timeout.
 const CLOSE_MARGIN: Duration = Duration::from_secs(1);
@@ -196,6 +196,8 @@ pub struct Args {
     #[command(flatten)]
     pub worker_tls: tls::WorkerClientArgs,
     #[command(flatten)]
+    pub worker_secret: WorkerSecretArgs,
+    #[command(flatten)]
     pub telemetry: telemetry::Args,
     /// TOML configuration file; its keys are the names of these flags. Flags and environment variables
     /// override it
@@ -215,6 +217,14 @@ impl Args {
             timings: self.http_timings,
             keepalive: self.http_keepalive.0,
         })
+    }
+
+    fn resume_keys(&self) -> Result<Vec<Vec<u8>>, CommandError> {
+        let Some(path) = &self.resume_key_file else { return Ok(Vec::new()) };
+        let secrets = inflight_net::read_secrets(path);
+        secrets
+            .map(|secrets| secrets.to_vec())
+            .map_err(|error| CommandError::chain("--resume-key-file", &error))
     }
 
     fn options(&self) -> Result<Options, CommandError> {
@@ -255,10 +265,11 @@ impl Args {
                 files_max: self.usage_log_files,
                 on_error: self.usage_log_on_error,
             }),
-            resume_keys: self.resume_key_file.as_deref().map_or(Ok(Vec::new()), resume_key::read)?,
+            resume_keys: self.resume_keys()?,
             resume_age_max: self.resume_max_age.0,
             tls: self.tls.files()?,
             worker_tls: self.worker_tls.tls()?,
+            worker_secret: self.worker_secret.open()?,
             connections: ConnectionLimits {
                 connections_max: self.connections_max,
                 per_address_max: self.address_connections_max,

@@ -19,10 +19,10 @@ use crate::config::given_flags;
 use crate::event::{self, ClusterEvent, ClusterMember};
 use crate::exit::{self, CommandError, Exit};
 use crate::gpus;
-use crate::resume_key::TemporaryKey;
 use crate::signals::{self, Stop};
 use crate::supervisor::{ChildEvent, ChildSpec, ChildSupervisor, LogSink};
 use crate::telemetry;
+use crate::temporary_secret::TemporarySecret;
 use crate::units::{OptionalPort, Span};
 use crate::worker::EngineArgs;
 
@@ -63,6 +63,9 @@ pub struct Args {
     /// File with the secrets that sign the cursors of streams [default: a random one until `up` ends]
     #[arg(long, value_name = "FILE", env = "INFLIGHT_ROUTER_RESUME_KEY_FILE")]
     pub resume_key_file: Option<PathBuf>,
+    /// File with the secret that router and workers share [default: a random one until `up` ends]
+    #[arg(long, value_name = "FILE", env = "INFLIGHT_WORKER_SECRET_FILE")]
+    pub worker_secret_file: Option<PathBuf>,
     /// Time for open streams to finish after Ctrl-C; a second Ctrl-C ends at once
     #[arg(long, value_name = "DURATION", default_value = "30s", env = "INFLIGHT_DRAIN_TIMEOUT")]
     pub drain_timeout: Span,
@@ -127,8 +130,10 @@ struct ClusterPlan {
     router_flags: Vec<OsString>,
     telemetry_flags: Vec<OsString>,
     drain_timeout: Duration,
+    /// File with the secret of the workers.
+    worker_secret: SecretPath,
     /// Key of the router that outlives its restarts.
-    _resume_key: Option<TemporaryKey>,
+    _resume_key: SecretPath,
 }
 
 impl ClusterPlan {
@@ -182,11 +187,10 @@ impl ClusterPlan {
             let threads = (cores / workers).max(args.engine.tensor_parallel).max(1);
             worker_flags.push(format!("--threads={threads}").into());
         }
-        let resume_key = args.resume_key_file.is_none().then(TemporaryKey::create).transpose();
-        let resume_key =
-            resume_key.map_err(|error| CommandError::chain("cannot write a resume key", &error))?;
-        let resume_key_file = args.resume_key_file.as_deref().or(resume_key.as_ref().map(TemporaryKey::path));
-        let router_flags = router_flags(args, resume_key_file);
+        let resume_key = SecretPath::new(args.resume_key_file.as_deref(), "resume-key")?;
+        let worker_secret = SecretPath::new(args.worker_secret_file.as_deref(), "worker-secret")?;
+        let router_flags = router_flags(args, resume_key.path(), worker_secret.path());
+        worker_flags.push(path_flag("--secret-file=", worker_secret.path()));
         let given = |flag: &OsString| flag.to_string_lossy().starts_with("--gpu-memory-utilization");
         let divide_memory = !worker_flags.iter().any(given);
         let gpu_flags = (0..workers).map(|worker| -> Vec<OsString> {
@@ -212,6 +216,7 @@ impl ClusterPlan {
             router_flags,
             telemetry_flags,
             drain_timeout: args.drain_timeout.0,
+            worker_secret,
             _resume_key: resume_key,
         })
     }
@@ -248,19 +253,46 @@ impl ClusterPlan {
     }
 }
 
+/// File with a secret: the user's, or a random one until `up` ends.
+#[derive(Debug)]
+enum SecretPath {
+    Given(PathBuf),
+    Temporary(TemporarySecret),
+}
+
+impl SecretPath {
+    fn new(given: Option<&Path>, what: &str) -> Result<Self, CommandError> {
+        match given {
+            Some(path) => Ok(Self::Given(path.to_owned())),
+            None => TemporarySecret::create(what)
+                .map(Self::Temporary)
+                .map_err(|error| CommandError::chain(&format!("cannot write a file for the {what}"), &error)),
+        }
+    }
+
+    fn path(&self) -> &Path {
+        match self {
+            Self::Given(path) => path,
+            Self::Temporary(secret) => secret.path(),
+        }
+    }
+}
+
 /// Returns the router's flags that name files.
-fn router_flags(args: &Args, resume_key_file: Option<&Path>) -> Vec<OsString> {
+fn router_flags(args: &Args, resume_key_file: &Path, worker_secret_file: &Path) -> Vec<OsString> {
     let files = [
         ("--tenants-file=", args.tenants_file.as_deref()),
         ("--usage-log=", args.usage_log.as_deref()),
-        ("--resume-key-file=", resume_key_file),
+        ("--resume-key-file=", Some(resume_key_file)),
+        ("--worker-secret-file=", Some(worker_secret_file)),
     ];
-    let flag = |(name, path): (&str, Option<&Path>)| {
-        let mut flag = OsString::from(name);
-        flag.push(path?);
-        Some(flag)
-    };
-    files.into_iter().filter_map(flag).collect()
+    files.into_iter().filter_map(|(name, path)| Some(path_flag(name, path?))).collect()
+}
+
+fn path_flag(name: &str, path: &Path) -> OsString {
+    let mut flag = OsString::from(name);
+    flag.push(path);
+    flag
 }
 
 fn probe_port(address: SocketAddr, flag: &str) -> Result<TcpListener, CommandError> {
@@ -435,6 +467,7 @@ impl LocalCluster {
                 http: http.as_deref(),
                 router,
                 workers: &members,
+                worker_secret_file: self.plan.worker_secret.path(),
             });
             return;
         }
@@ -463,6 +496,10 @@ impl LocalCluster {
                 text.push_str(&format!("  metrics  http://{metrics}/metrics ({})\n", member.name));
             }
         }
+        let (secret, workers) = (self.plan.worker_secret.path().display(), addresses(&members));
+        text.push_str(&format!(
+            "\nSee what limits the workers:\n\n  {command} diagnose --worker-secret-file {secret} {workers}\n"
+        ));
         let curl = http.map_or_else(String::new, |http| curl(&http, models.first()));
         text.push_str(&format!(
             "\nTry, from another terminal:\n\n  {command} generate {endpoint_flag}\"What is continuous batching?\"\n{curl}  \
@@ -513,6 +550,11 @@ fn from_here(address: SocketAddr) -> SocketAddr {
         ip => ip,
     };
     SocketAddr::new(ip, address.port())
+}
+
+/// Returns the addresses of members as command-line arguments.
+fn addresses(members: &[&ClusterMember]) -> String {
+    members.iter().map(|member| member.address.to_string()).collect::<Vec<_>>().join(" ")
 }
 
 /// Returns a command line that calls the HTTP APIs: a conversation, or a text if the model has no chat

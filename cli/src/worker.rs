@@ -8,6 +8,7 @@ use std::time::{Duration, Instant};
 
 use indicatif::{ProgressBar, ProgressStyle};
 
+use inflight_net::SecretFile;
 use inflight_worker::metrics::BUCKETS;
 use inflight_worker::{Device, KvCacheDtype, ModelSource, Options, PolicyKind, Quantization, Worker};
 
@@ -139,6 +140,13 @@ pub struct Args {
     /// Record all inputs of the scheduler to this file, for `inflight replay`
     #[arg(long, value_name = "FILE", env = "INFLIGHT_WORKER_RECORD")]
     pub record: Option<PathBuf>,
+    /// File with the secret that routers must prove, and that the worker proves to them, one on each line: all
+    /// are accepted, so that a secret can be replaced step by step. Reread when it changes
+    #[arg(long, value_name = "FILE", env = "INFLIGHT_WORKER_SECRET_FILE")]
+    pub secret_file: Option<PathBuf>,
+    /// Permit --listen on other addresses than loopback without --secret-file or --tls-client-ca
+    #[arg(long, env = "INFLIGHT_WORKER_INSECURE")]
+    pub insecure: bool,
     #[command(flatten)]
     pub engine: EngineArgs,
     #[command(flatten)]
@@ -159,6 +167,9 @@ impl Args {
         Ok(Options {
             listen: self.listen,
             tls: self.tls.files()?,
+            secret: (self.secret_file.as_deref().map(SecretFile::open).transpose())
+                .map_err(|error| CommandError::chain("--secret-file", &error))?,
+            insecure: self.insecure,
             model: match &engine.model {
                 Some(directory) => ModelSource::Directory(directory.clone()),
                 None => ModelSource::Embedded,

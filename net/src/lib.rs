@@ -1,4 +1,4 @@
-//! Connections of routers and workers: accepting within limits, TLS with certificates reloaded from disk,
+//! Connections of routers and workers: accepting within limits, TLS certificates and secrets reloaded from disk,
 //! receive budgets, and HTTP serving that writes the messages of many streams with one system call.
 
 mod acceptor;
@@ -14,6 +14,7 @@ mod open_calls;
 mod receive;
 mod registry;
 mod response_streams;
+mod secret_file;
 mod tls;
 mod wakeups;
 mod write_timeout;
@@ -29,5 +30,6 @@ pub use open_calls::{OpenCalls, OpenCallsLayer, hold};
 pub use receive::{
     Framing, Receive, ReceiveBudget, ReceiveError, ReceiveLayer, ReceiveLimits, ReservedBytes,
 };
+pub use secret_file::{SECRET_BYTES_MIN, SecretError, SecretFile, Secrets, read_secrets};
 pub use tls::{ClientTls, ServerTls, ServerTlsFiles, TlsError};
 pub use wakeups::batch_wakeups;

@@ -15,7 +15,11 @@ pub const METRICS: [(&str, &str, &[&str]); 3] = [
         "Connections closed by this side, by reason: slow (no call in time), idle, handshake (failed), evicted (for another connection), full or address (rejected at the limit)",
         &["listener", "reason"],
     ),
-    (RELOADS, "Reloads of TLS certificates and tenants files, by file and result", &["file", "result"]),
+    (
+        RELOADS,
+        "Reloads of TLS certificates, secrets and tenants files, by file and result",
+        &["file", "result"],
+    ),
 ];
 
 /// Registers the help texts with the installed recorder.
@@ -28,7 +32,7 @@ pub fn describe() {
     }
 }
 
-/// Counts a reload of `what`: `certificate` or `tenants`.
+/// Counts a reload of `what`: `certificate`, `secret` or `tenants`.
 pub fn reloaded(what: &'static str, ok: bool) {
     metrics::counter!(RELOADS, "file" => what, "result" => if ok { "ok" } else { "error" }).increment(1);
 }

@@ -4,10 +4,14 @@
 //! Only this crate and the RPC layers of router, worker and CLI use protobuf types.
 
 mod bundle;
+mod call_proof;
 mod codec;
 mod convert;
 
 pub use bundle::bundle_digest;
+pub use call_proof::{
+    AnswerProof, CHALLENGE_AGE_MAX, CallProof, Challenges, ProofError, ProveError, SESSION_PATH, prove,
+};
 pub use codec::StrictCodec;
 
 /// Version 1 of the API, documented in the .proto files.

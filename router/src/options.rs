@@ -6,7 +6,7 @@ use std::path::PathBuf;
 use std::str::FromStr;
 use std::time::Duration;
 
-use inflight_net::{ClientTls, ConnectionLimits, ServerTlsFiles};
+use inflight_net::{ClientTls, ConnectionLimits, SecretFile, ServerTlsFiles};
 use inflight_router_core::PlacementKind;
 use tonic::transport::Endpoint;
 
@@ -151,6 +151,8 @@ pub struct Options {
     pub tls: Option<ServerTlsFiles>,
     /// TLS towards workers; without it connections are plaintext.
     pub worker_tls: Option<ClientTls>,
+    /// Secret that the router proves to workers and requires of them; `None`: neither.
+    pub worker_secret: Option<SecretFile>,
     /// Limits of client connections.
     pub connections: ConnectionLimits,
     /// Maximum size of a client's header list, in bytes.
@@ -212,6 +214,7 @@ impl Default for Options {
             tenants_file: None,
             tls: None,
             worker_tls: None,
+            worker_secret: None,
             connections: ConnectionLimits::default(),
             header_bytes_max: 16 << 10,
             message_time_max: Duration::from_secs(30),

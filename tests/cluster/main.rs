@@ -1,6 +1,5 @@
 //! Whole-cluster tests: `inflight up`, routers, workers and clients as real processes.
 
-mod attacks;
 mod bench;
 mod chaos;
 mod chat;

@@ -32,6 +32,7 @@ const SLO_UNMET: &str = "inflight_worker_slo_unmet_iterations_total";
 const BLOCKED: &str = "inflight_worker_admission_blocked_total";
 const RECEIVE_BYTES: &str = "inflight_worker_receive_bytes";
 const VIOLATIONS: &str = "inflight_worker_protocol_violations_total";
+const UNAUTHENTICATED: &str = "inflight_worker_unauthenticated_calls_total";
 const REFUSED_SESSIONS: &str = "inflight_worker_sessions_rejected_total";
 
 /// Type of a metric.
@@ -124,6 +125,12 @@ pub const INVENTORY: &[(&str, MetricKind, Unit, &str)] = &[
         Unit::Count,
         "Sessions closed after a protocol violation by the router, by kind",
     ),
+    (
+        UNAUTHENTICATED,
+        MetricKind::Counter,
+        Unit::Count,
+        "Calls rejected for want of a valid proof of the shared secret, by reason: missing, stale, wrong or full",
+    ),
     (REFUSED_SESSIONS, MetricKind::Counter, Unit::Count, "Sessions rejected because the limit is reached"),
 ];
 
@@ -159,6 +166,11 @@ pub fn describe() {
 /// Counts a session closed after a protocol violation by its router.
 pub(crate) fn protocol_violation(kind: &'static str) {
     metrics::counter!(VIOLATIONS, "kind" => kind).increment(1);
+}
+
+/// Counts a call rejected for want of authentication.
+pub(crate) fn unauthenticated(reason: &'static str) {
+    metrics::counter!(UNAUTHENTICATED, "reason" => reason).increment(1);
 }
 
 /// Gauge of the bytes of messages being received.

@@ -6,7 +6,7 @@ use std::str::FromStr;
 use std::time::Duration;
 
 use inflight_models::ModelSource;
-use inflight_net::ServerTlsFiles;
+use inflight_net::{SecretFile, ServerTlsFiles};
 use inflight_runtime::sharding::RANKS_MAX;
 use inflight_runtime_cpu::Quantization;
 use inflight_runtime_sim::{SpecError, read_profile};
@@ -108,6 +108,11 @@ pub struct Options {
     pub listen: SocketAddr,
     /// TLS certificate, key and trusted client CAs; `None`: plaintext.
     pub tls: Option<ServerTlsFiles>,
+    /// Secret that callers must prove, and that the worker proves to routers; `None`: whoever can connect is
+    /// served, unless TLS requires client certificates.
+    pub secret: Option<SecretFile>,
+    /// Permits listening on other addresses than loopback although callers need not authenticate.
+    pub insecure: bool,
     /// Model to serve.
     pub model: ModelSource,
     /// Model name that clients request; defaults to the name of the model's directory.
@@ -172,6 +177,8 @@ impl Default for Options {
         Self {
             listen: SocketAddr::from((Ipv4Addr::LOCALHOST, 0)),
             tls: None,
+            secret: None,
+            insecure: false,
             model: ModelSource::Embedded,
             model_name: None,
             device: Device::Auto,
@@ -216,6 +223,12 @@ pub enum OptionsError {
         /// Allowed range.
         range: &'static str,
     },
+    /// Callers need not authenticate, and others than this host's processes can connect.
+    #[error(
+        "listening on {0} without authentication: everyone who can connect could read prompts and take the worker's capacity; \
+         give --secret-file, or --tls-client-ca for client certificates, or --insecure where only routers can connect"
+    )]
+    Unauthenticated(SocketAddr),
 }
 
 impl Options {
@@ -252,6 +265,9 @@ impl Options {
                 check(first_token != Some(Duration::ZERO), "slo_ttft", &"0", "above 0")?;
                 check(gap != Some(Duration::ZERO), "slo_gap", &"0", "above 0")?;
             }
+        }
+        if !(self.listen.ip().is_loopback() || self.authenticates_callers() || self.insecure) {
+            return Err(OptionsError::Unauthenticated(self.listen));
         }
         check(self.max_context_tokens != Some(0), "max_context_tokens", &0, "at least 1")?;
         check(self.threads != Some(0), "threads", &0, "at least 1")?;
@@ -293,6 +309,12 @@ impl Options {
 }
 
 impl Options {
+    /// Whether callers need the shared secret or a client certificate.
+    pub fn authenticates_callers(&self) -> bool {
+        let certificates = |tls: &ServerTlsFiles| tls.client_ca.is_some() && !tls.client_optional;
+        self.secret.is_some() || self.tls.as_ref().is_some_and(certificates)
+    }
+
     /// GPU ordinals by rank, if the model runs on GPUs.
     pub fn gpus_of_ranks(&self) -> Vec<u32> {
         let first = match self.device {
@@ -319,6 +341,21 @@ mod tests {
             assert!(error.contains("block_tokens") && error.contains("power of two"), "{error}");
         }
         assert!(named(Options { kv_cache_bytes: 0, ..Options::default() }).contains("kv_cache_bytes"));
+        let public = || Options { listen: ([0, 0, 0, 0], 8652).into(), ..Options::default() };
+        let error = named(public());
+        assert!(error.contains("0.0.0.0:8652") && error.contains("--secret-file"), "{error}");
+        let secret = SecretFile::fixed([vec![b'a'; 32]].into());
+        for safe in [Options { secret: Some(secret), ..public() }, Options { insecure: true, ..public() }] {
+            assert_eq!(named(safe), "");
+        }
+        let tls = |optional| ServerTlsFiles {
+            certificate: "cert.pem".into(),
+            key: "key.pem".into(),
+            client_ca: Some("ca.pem".into()),
+            client_optional: optional,
+        };
+        assert_eq!(named(Options { tls: Some(tls(false)), ..public() }), "");
+        assert!(named(Options { tls: Some(tls(true)), ..public() }).contains("without authentication"));
         for (device, works, fails, clue) in [
             ("cpu", "int8", "fp8", "only GPUs"),
             ("cuda", "fp8", "int8", "int8 is for CPUs"),

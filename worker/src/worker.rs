@@ -29,8 +29,8 @@ use crate::device;
 use crate::engine::{Engine, EngineOptions};
 use crate::options::{Options, OptionsError};
 use crate::session::{
-    COMMANDS_MAX, Clock, EngineExecution, EngineThread, Message, ServiceTables, SessionContext, Watchdog,
-    WorkerService,
+    AuthenticationLayer, Authenticator, COMMANDS_MAX, Clock, EngineExecution, EngineThread, Message,
+    ServiceTables, SessionContext, Watchdog, WorkerService,
 };
 
 /// HTTP/2 keep-alive: a dead peer is detected after interval plus timeout, and its requests are cancelled.
@@ -242,6 +242,7 @@ impl Core {
                 host_kv_blocks: limits.host_blocks,
             }),
             heartbeat_interval_ms: u32::try_from(options.heartbeat.as_millis()).unwrap_or(u32::MAX),
+            secret_proof: Vec::new(),
         };
         let service_tables = ServiceTables::new(&hello.incarnation);
         let (sender, messages) = mpsc::channel(COMMANDS_MAX);
@@ -258,6 +259,7 @@ impl Core {
             next: AtomicU64::new(1),
             watchdog: watchdog.clone(),
             service_tables,
+            authenticator: options.secret.clone().map(Authenticator::new),
         });
         let engine = EngineThread::new(engine, messages, clock, recording, watchdog);
         Ok(Self { engine, sessions, drain_timeout: options.drain_timeout })
@@ -314,6 +316,7 @@ impl Core {
             .http2_keepalive_timeout(Some(KEEP_ALIVE_TIMEOUT))
             .max_concurrent_streams(Some(CONNECTION_STREAMS_MAX))
             .layer(OpenCallsLayer)
+            .layer(AuthenticationLayer(sessions.authenticator.clone()))
             .layer(ReceiveLayer::new(receive_budget(sessions_max, submit_bytes_max), move |path: &str| {
                 receive_limits(path, submit_bytes_max)
             }))

@@ -95,6 +95,13 @@ impl Worker for Source {
     type SessionStream = Boxed<v1::SessionResponse>;
     type FetchBundleStream = Boxed<v1::FetchBundleResponse>;
 
+    async fn challenge(
+        &self,
+        _: Request<v1::ChallengeRequest>,
+    ) -> Result<Response<v1::ChallengeResponse>, Status> {
+        Ok(Response::new(v1::ChallengeResponse::default()))
+    }
+
     async fn session(
         &self,
         request: Request<Streaming<v1::SessionRequest>>,
@@ -118,6 +125,7 @@ impl Worker for Source {
                 ..Default::default()
             }),
             heartbeat_interval_ms: 1000,
+            ..Default::default()
         };
         let (updates, outgoing) = mpsc::unbounded_channel();
         let _ = updates.send(Message::Hello(hello));

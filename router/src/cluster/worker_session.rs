@@ -8,10 +8,11 @@ use std::sync::{Arc, Mutex, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
 use inflight_contract::ModelLimits;
-use inflight_proto::v1::session_request::Message as Request;
+use inflight_net::SecretFile;
+use inflight_proto::v1::session_request::Message as ToWorker;
 use inflight_proto::v1::session_response::Message as Response;
 use inflight_proto::v1::worker_client::WorkerClient;
-use inflight_proto::{PROTOCOL_VERSION, v1};
+use inflight_proto::{CallProof, PROTOCOL_VERSION, ProveError, SESSION_PATH, prove, v1};
 use inflight_router_core::{Credits, ResubmissionReason, SessionId, Violation, WorkerId, WorkerInfo};
 use tokio::sync::mpsc;
 use tokio::time::timeout;
@@ -19,7 +20,7 @@ use tokio_stream::StreamExt as _;
 use tokio_stream::wrappers::UnboundedReceiverStream;
 use tokio_util::sync::CancellationToken;
 use tonic::transport::Channel;
-use tonic::{Status, Streaming};
+use tonic::{Request, Status, Streaming};
 
 use crate::clock;
 use crate::cluster::bundle::{BundleError, BundleFiles, Model};
@@ -28,6 +29,9 @@ use crate::cluster::wire;
 use crate::dispatcher::{SharedDispatcher, WorkerConnection};
 use crate::metrics as names;
 use crate::options::{Options, OptionsError, secure_endpoint};
+
+/// Path of the method that streams a bundle.
+const FETCH_BUNDLE_PATH: &str = "/inflight.v1.Worker/FetchBundle";
 
 /// Failure to open a session, or end of one.
 #[derive(Debug, thiserror::Error)]
@@ -38,6 +42,10 @@ enum SessionError {
     Connect(String),
     #[error("no answer to {what} within {} s", .limit.as_secs_f64())]
     Timeout { what: &'static str, limit: Duration },
+    #[error(transparent)]
+    Prove(#[from] ProveError),
+    #[error("the worker does not know the secret of --worker-secret-file: it did not prove it")]
+    Unproven,
     #[error("the worker refused {what}: {} ({:?})", .status.message(), .status.code())]
     Refused { what: &'static str, status: Status },
     #[error("protocol violation by the worker: {0}")]
@@ -221,10 +229,11 @@ impl SessionTask {
             router_id: self.options.router_id.clone(),
             incarnation: self.options.incarnation.clone(),
         };
-        let open = tokio_stream::once(v1::SessionRequest { message: Some(Request::Open(open)) });
+        let open = tokio_stream::once(v1::SessionRequest { message: Some(ToWorker::Open(open)) });
         let requests = open.chain(UnboundedReceiverStream::new(receiver).map(wire::command));
+        let (request, proof) = self.prove(&mut client, SESSION_PATH, requests).await?;
         let what = "the opening of a session";
-        let response = within(limit, what, client.session(requests)).await?;
+        let response = within(limit, what, client.session(request)).await?;
         let mut updates = response.into_inner();
         let first = within(limit, what, updates.message()).await?;
         let hello = match first.and_then(|response| response.message) {
@@ -234,8 +243,11 @@ impl SessionTask {
             }
             None => return Err(SessionError::Closed),
         };
+        if proof.is_some_and(|proof| !proof.verify_answer(&hello.secret_proof)) {
+            return Err(SessionError::Unproven);
+        }
         let (limits, block_tokens, capacity) = check_hello(&hello)?;
-        let fetch = fetch_bundle(client.clone(), hello.bundle_digest.clone(), limit);
+        let fetch = self.fetch_bundle(client.clone(), hello.bundle_digest.clone(), limit);
         let model = self.models.get(&hello.bundle_digest, fetch).await?;
         let heartbeat = match hello.heartbeat_interval_ms {
             0 => self.options.session_timeout / 3,
@@ -269,6 +281,39 @@ impl SessionTask {
         let mut guard = OpenSession { task: self, session, reason: ResubmissionReason::SessionLost };
         *opened = Some(clock::now());
         self.process_updates(&mut updates, &mut guard, silence).await
+    }
+
+    /// Returns `message` as a request with a proof of the workers' secret, if the router has one.
+    async fn prove<T>(
+        &self,
+        client: &mut WorkerClient<Channel>,
+        path: &str,
+        message: T,
+    ) -> Result<(Request<T>, Option<CallProof>), SessionError> {
+        let limit = self.options.connect_timeout;
+        // Read at each call, as the file may have changed.
+        let secrets = self.options.worker_secret.as_ref().map(SecretFile::secrets);
+        let proved = prove(client, secrets.as_deref().unwrap_or_default(), path, message);
+        let proved = timeout(limit, proved).await;
+        Ok(proved.map_err(|_| SessionError::Timeout { what: "a challenge", limit })??)
+    }
+
+    /// Fetches a bundle; each chunk must arrive within `limit`.
+    async fn fetch_bundle(
+        &self,
+        mut client: WorkerClient<Channel>,
+        digest: String,
+        limit: Duration,
+    ) -> Result<BundleFiles, SessionError> {
+        let what = "its bundle";
+        let request = v1::FetchBundleRequest { digest };
+        let (request, _) = self.prove(&mut client, FETCH_BUNDLE_PATH, request).await?;
+        let mut pieces = within(limit, what, client.fetch_bundle(request)).await?.into_inner();
+        let mut bundle = BundleFiles::default();
+        while let Some(piece) = within(limit, what, pieces.message()).await? {
+            bundle.append(&piece.file, &piece.data)?;
+        }
+        Ok(bundle)
     }
 
     /// Processes the updates of a session until it ends, which `guard` closes. A worker that is silent for
@@ -374,22 +419,6 @@ fn check_hello(hello: &v1::Hello) -> Result<(ModelLimits, u32, Credits), Session
     let model =
         ModelLimits { vocab_size: limits.vocab_size, context_tokens: limits.context_tokens, kv_tokens };
     Ok((model, limits.block_tokens, Credits { sequences: max_sequences, blocks: kv_blocks }))
-}
-
-/// Fetches a bundle; each chunk must arrive within `limit`.
-async fn fetch_bundle(
-    mut client: WorkerClient<Channel>,
-    digest: String,
-    limit: Duration,
-) -> Result<BundleFiles, SessionError> {
-    let what = "its bundle";
-    let request = v1::FetchBundleRequest { digest };
-    let mut pieces = within(limit, what, client.fetch_bundle(request)).await?.into_inner();
-    let mut bundle = BundleFiles::default();
-    while let Some(piece) = within(limit, what, pieces.message()).await? {
-        bundle.append(&piece.file, &piece.data)?;
-    }
-    Ok(bundle)
 }
 
 /// Formats an error with its causes: the transport's own message has no detail.

@@ -230,6 +230,13 @@ impl Worker for Service {
     type SessionStream = Boxed<v1::SessionResponse>;
     type FetchBundleStream = Boxed<v1::FetchBundleResponse>;
 
+    async fn challenge(
+        &self,
+        _: Request<v1::ChallengeRequest>,
+    ) -> Result<Response<v1::ChallengeResponse>, Status> {
+        Ok(Response::new(v1::ChallengeResponse::default()))
+    }
+
     async fn session(
         &self,
         request: Request<Streaming<v1::SessionRequest>>,
@@ -257,6 +264,7 @@ impl Worker for Service {
                 host_kv_blocks: 0,
             }),
             heartbeat_interval_ms: profile.heartbeat_interval_ms,
+            secret_proof: Vec::new(),
         };
         let (updates, outgoing) = mpsc::unbounded_channel();
         let (incoming, commands) = mpsc::unbounded_channel();

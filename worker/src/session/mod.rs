@@ -1,5 +1,6 @@
 //! gRPC service of the worker: sessions with routers, model bundles, diagnosis.
 
+mod authentication;
 mod cache_feed;
 mod engine_thread;
 mod load_report;
@@ -15,6 +16,7 @@ use std::time::Duration;
 
 use futures::{Stream, StreamExt as _};
 use inflight_net::Peer;
+use inflight_proto::AnswerProof;
 use inflight_proto::v1::{self, session_request, session_response, worker_server};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc, oneshot};
 use tokio_util::sync::CancellationToken;
@@ -22,6 +24,7 @@ use tonic::{Request, Response, Status, Streaming};
 
 use crate::bundle::Bundle;
 use crate::engine::{Command, RequestKey, SessionId};
+pub(crate) use authentication::{AuthenticationLayer, Authenticator};
 pub use engine_thread::EngineExecution;
 pub(crate) use engine_thread::{COMMANDS_MAX, Clock, EngineThread, Message, RouterName};
 use outbox::Outbox;
@@ -46,6 +49,8 @@ pub(crate) struct SessionContext {
     pub watchdog: Arc<Watchdog>,
     /// Service tables of other incarnations.
     pub service_tables: ServiceTables,
+    /// Verifies callers; `None` without a shared secret.
+    pub authenticator: Option<Authenticator>,
 }
 
 /// Implementation of the gRPC service `Worker`; cheap to clone.
@@ -58,6 +63,15 @@ type ResponseStream<T> = Pin<Box<dyn Stream<Item = Result<T, Status>> + Send>>;
 impl worker_server::Worker for WorkerService {
     type SessionStream = ResponseStream<v1::SessionResponse>;
     type FetchBundleStream = ResponseStream<v1::FetchBundleResponse>;
+
+    async fn challenge(
+        &self,
+        _: Request<v1::ChallengeRequest>,
+    ) -> Result<Response<v1::ChallengeResponse>, Status> {
+        let challenge = self.0.authenticator.as_ref().map(Authenticator::challenge).unwrap_or_default();
+        let protocol_version = inflight_proto::PROTOCOL_VERSION;
+        Ok(Response::new(v1::ChallengeResponse { protocol_version, challenge }))
+    }
 
     async fn session(
         &self,
@@ -75,6 +89,8 @@ impl worker_server::Worker for WorkerService {
             return Err(Status::resource_exhausted("the worker has as many sessions as it takes"));
         };
         let peer = request.extensions().get::<Peer>().cloned();
+        let secret_proof = request.extensions().get::<AnswerProof>().cloned();
+        let secret_proof = secret_proof.map_or_else(Vec::new, |proof| proof.0);
         let mut requests = request.into_inner();
         let (router, protocol_version) = receive_open(&mut requests).await?;
         if let Some(peer) = peer {
@@ -94,7 +110,7 @@ impl worker_server::Worker for WorkerService {
             _permit: permit,
         };
         tokio::spawn(receive(requests, id, sessions.clone(), outbox.clone(), guard.inbound.clone()));
-        let hello = v1::Hello { protocol_version, ..sessions.hello.clone() };
+        let hello = v1::Hello { protocol_version, secret_proof, ..sessions.hello.clone() };
         let hello = session_response::Message::Hello(hello);
         let updates = updates(outbox, sessions.clone(), guard);
         let messages = futures::stream::once(async { hello }).chain(updates);

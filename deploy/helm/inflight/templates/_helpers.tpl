@@ -136,9 +136,14 @@ grpc: { port: {{ index . 1 }} }
 {{- .Values.router.resumeKey.secretName | default (printf "%s-resume-key" (include "inflight.fullname" .)) -}}
 {{- end -}}
 
+{{/* Name of the Secret with the secret of routers and workers. */}}
+{{- define "inflight.workerSecret" -}}
+{{- .Values.workerSecret.secretName | default (printf "%s-worker-secret" (include "inflight.fullname" .)) -}}
+{{- end -}}
+
 {{/* Secrets that a router mounts, as a list of name and secret. */}}
 {{- define "inflight.routerSecrets" -}}
-{{- range $name, $secret := dict "tenants" .Values.router.tenants.secretName "resume-key" (include "inflight.resumeKeySecret" .) "tls" .Values.router.tls.secretName "worker-tls" .Values.router.workerTls.secretName }}
+{{- range $name, $secret := dict "tenants" .Values.router.tenants.secretName "resume-key" (include "inflight.resumeKeySecret" .) "worker-secret" (include "inflight.workerSecret" .) "tls" .Values.router.tls.secretName "worker-tls" .Values.router.workerTls.secretName }}
 {{- if $secret }}
 - { name: {{ $name }}, secret: {{ $secret }} }
 {{- end }}

@@ -2,7 +2,7 @@
 
 use std::ffi::OsString;
 use std::net::SocketAddr;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::{ExitStatus, Stdio};
 use std::sync::{Arc, Mutex as StdMutex, PoisonError};
 
@@ -53,6 +53,8 @@ pub struct LocalCluster {
     pub router: ClusterMember,
     /// Worker processes.
     pub workers: Vec<ClusterMember>,
+    /// File with the secret of the workers.
+    pub worker_secret_file: PathBuf,
     /// Tag of all processes of the cluster.
     pub tag: ProcessTag,
     events: tokio::io::Lines<BufReader<ChildStdout>>,
@@ -121,7 +123,21 @@ impl LocalCluster {
         let router = member(&ready["router"])?;
         let workers =
             ready["workers"].as_array().context("no workers")?.iter().map(member).collect::<Result<_>>()?;
-        Ok(Self { child, pid, endpoint, http, router, workers, tag, events, log, _shared: shared })
+        let secret = ready["worker_secret_file"].as_str().context("no worker_secret_file")?;
+        let worker_secret_file = PathBuf::from(secret);
+        Ok(Self {
+            child,
+            pid,
+            endpoint,
+            http,
+            router,
+            workers,
+            worker_secret_file,
+            tag,
+            events,
+            log,
+            _shared: shared,
+        })
     }
 
     /// Waits for the next event of this name on the JSON output; other events are skipped.

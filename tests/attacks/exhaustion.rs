@@ -19,13 +19,9 @@ use tonic::transport::Channel;
 use tonic::{Code, Request, Status};
 use tower::{Service as _, ServiceExt as _};
 
-use crate::program;
-use crate::requests::sampled;
+use crate::{TENANTS, program, short_request};
 
 const MIB: f64 = (1 << 20) as f64;
-/// Tenants file with the SHA-256 of the API key `t`.
-const TENANTS: &str = "[tenants.t]\nkeys = [{ sha256 = \"e3b98a4da31a127d4bde6e43033f66ba274cab0eb7eb1c70ec41402bf6273dd8\" }]\n";
-
 /// Body with one gRPC message of `announced` bytes whose last byte is never sent.
 struct Unfinished {
     announced: u32,
@@ -78,7 +74,7 @@ async fn resident(cluster: &LocalCluster) -> Result<f64> {
 
 /// Completes a request of the tenant.
 async fn serve_tenant(cluster: &LocalCluster) -> Result<()> {
-    let mut request = Request::new(sampled("Once upon a time", 4, 0));
+    let mut request = Request::new(short_request());
     request.metadata_mut().insert("authorization", "Bearer t".parse()?);
     let mut stream = cluster.client().await?.generate(request).await?.into_inner();
     while stream.message().await?.is_some() {}
@@ -163,9 +159,10 @@ async fn probes_and_calls_succeed_beside_a_thousand_one_byte_connections() -> Re
         }
     }
     let mut client = cluster.client().await?;
-    let mut stream = client.generate(sampled("Once upon a time", 4, 0)).await?.into_inner();
+    let mut stream = client.generate(short_request()).await?.into_inner();
     while stream.message().await?.is_some() {}
-    let diagnosed = run(program(), &["diagnose", &worker.address.to_string()], "").await?;
+    let secret = format!("--worker-secret-file={}", cluster.worker_secret_file.display());
+    let diagnosed = run(program(), &["diagnose", &secret, &worker.address.to_string()], "").await?;
     ensure!(diagnosed.code == Some(0), "diagnose said {}", diagnosed.stderr);
     Ok(())
 }

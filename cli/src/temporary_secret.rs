@@ -1,0 +1,55 @@
+//! Files with random secrets for the processes that `inflight up` starts.
+
+use std::fs;
+use std::io::{self, Write as _};
+use std::os::unix::fs::OpenOptionsExt as _;
+use std::path::{Path, PathBuf};
+
+/// File with a random secret, readable by this user only, which is removed on drop.
+#[derive(Debug)]
+pub struct TemporarySecret(PathBuf);
+
+impl TemporarySecret {
+    /// Creates the file; `what` is part of its name.
+    ///
+    /// # Errors
+    /// I/O error.
+    pub fn create(what: &str) -> io::Result<Self> {
+        let name = format!("inflight-{what}-{:032x}", rand::random::<u128>());
+        let path = std::env::temp_dir().join(name);
+        let mut file = fs::OpenOptions::new().write(true).create_new(true).mode(0o600).open(&path)?;
+        let created = Self(path);
+        writeln!(file, "{:032x}{:032x}", rand::random::<u128>(), rand::random::<u128>())?;
+        Ok(created)
+    }
+
+    /// Returns its path.
+    pub fn path(&self) -> &Path {
+        &self.0
+    }
+}
+
+impl Drop for TemporarySecret {
+    fn drop(&mut self) {
+        // A file that is left in the folder of temporary files does no harm.
+        let _ = fs::remove_file(&self.0);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_temporary_secret_is_valid_private_and_removed() {
+        use std::os::unix::fs::PermissionsExt as _;
+        let path = {
+            let secret = TemporarySecret::create("test").unwrap();
+            assert_eq!(inflight_net::read_secrets(secret.path()).unwrap().len(), 1);
+            let mode = fs::metadata(secret.path()).unwrap().permissions().mode();
+            assert_eq!(mode & 0o777, 0o600);
+            secret.path().to_owned()
+        };
+        assert!(!path.exists());
+    }
+}

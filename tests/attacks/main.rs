@@ -1,0 +1,31 @@
+//! Attacks by hostile clients, strangers on the network and lying peers: each is bounded, and tenants are served
+//! meanwhile.
+
+mod connections;
+mod endurance;
+mod exhaustion;
+mod lying_worker;
+mod secrets;
+mod worker_port;
+
+use std::path::Path;
+
+use inflight_proto::v1::generate_request::Input;
+use inflight_proto::v1::{GenerateRequest, StopConditions};
+
+/// Path of the `inflight` binary of this build.
+fn program() -> &'static Path {
+    Path::new(env!("CARGO_BIN_EXE_inflight"))
+}
+
+/// Tenants file with the SHA-256 of the API key `t`.
+const TENANTS: &str = "[tenants.t]\nkeys = [{ sha256 = \"e3b98a4da31a127d4bde6e43033f66ba274cab0eb7eb1c70ec41402bf6273dd8\" }]\n";
+
+/// Returns a request for four tokens.
+fn short_request() -> GenerateRequest {
+    GenerateRequest {
+        input: Some(Input::Text("Once upon a time".to_owned())),
+        stop: Some(StopConditions { max_tokens: Some(4), ignore_eos: true, ..StopConditions::default() }),
+        ..GenerateRequest::default()
+    }
+}
