@@ -2,7 +2,8 @@
 //! are preempted, swapped and recomputed, also at random; shared prefixes; forked choices; cancellation and
 //! deadlines; tenants of different weight; every policy, with and without a step target. Each choice gets the
 //! tokens and log probabilities, bit for bit, that it gets alone with enough blocks and no prefix cache: for
-//! every dtype and instruction set, on simulated GPUs, and with tensor parallelism.
+//! every dtype, weights of 8 and 4 bits, an 8-bit KV cache and every instruction set, on simulated GPUs, and
+//! with tensor parallelism.
 
 #![allow(clippy::unwrap_used, reason = "helpers of tests fail like tests")]
 #![allow(clippy::disallowed_methods, reason = "the seeds come from the environment")]
@@ -13,9 +14,9 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use inflight_contract::{FinishReason, SamplingParams, SamplingSpec, Weight};
-use inflight_fixtures::{Arch, BenchmarkShape, Checkpoint, Dtype, TempDir};
+use inflight_fixtures::{Arch, BenchmarkShape, Checkpoint, Dtype, TempDir, skipped};
 use inflight_harness::SimulatedGpu;
-use inflight_kernels::cpu::Isa;
+use inflight_kernels::cpu::{Isa, KvDtype};
 use inflight_models::{ModelDir, ModelSource};
 use inflight_runtime::{PromptLogprobs, Runtime};
 use inflight_runtime_cpu::{CpuOptions, CpuRuntime, kv_bytes_per_token};
@@ -127,10 +128,51 @@ fn request(spec: &RequestSpec, id: u64, vocab: u32) -> Request {
     }
 }
 
+/// Storage of weights and KV cache on the CPU.
+#[derive(Debug, Clone, Copy)]
+struct StorageFormat {
+    /// Dtype of the checkpoint.
+    dtype: Dtype,
+    /// Weight quantization, with groups that divide the matrices of two ranks; `None`: as in the checkpoint.
+    weights: Option<&'static str>,
+    /// Type of keys and values; `None`: as in the checkpoint.
+    kv: Option<KvDtype>,
+}
+
+impl StorageFormat {
+    const fn new(dtype: Dtype, weights: Option<&'static str>, kv: Option<KvDtype>) -> Self {
+        Self { dtype, weights, kv }
+    }
+
+    /// Returns the type in which keys and values are stored.
+    fn stored_kv(self) -> KvDtype {
+        let plain = match self.dtype {
+            Dtype::F32 => inflight_kernels::Dtype::F32,
+            Dtype::Bf16 => inflight_kernels::Dtype::Bf16,
+            Dtype::F16 => inflight_kernels::Dtype::F16,
+        };
+        self.kv.unwrap_or(plain.into())
+    }
+}
+
+/// Formats under test: unquantized ones, then those with quantized weights, KV cache, or both.
+const FORMATS: [StorageFormat; 7] = [
+    StorageFormat::new(Dtype::F32, None, None),
+    StorageFormat::new(Dtype::Bf16, None, None),
+    StorageFormat::new(Dtype::F16, None, None),
+    StorageFormat::new(Dtype::Bf16, Some("int8:8"), None),
+    StorageFormat::new(Dtype::Bf16, Some("int4:8"), None),
+    StorageFormat::new(Dtype::Bf16, None, Some(KvDtype::Int8)),
+    StorageFormat::new(Dtype::Bf16, Some("int8:8"), Some(KvDtype::Int8)),
+];
+
+/// Instruction sets under test; those that this machine lacks are reported as skipped.
+const ISAS: [&str; 5] = ["portable", "avx2", "avx512", "avx512-vnni", "avx512-bf16"];
+
 /// Device under test.
 #[derive(Debug, Clone, Copy)]
 enum TestDevice {
-    Cpu(Dtype, Isa),
+    Cpu(StorageFormat, Isa),
     Gpu,
 }
 
@@ -149,8 +191,8 @@ impl TestDevice {
         host_blocks: u64,
     ) -> Box<dyn Runtime> {
         match self {
-            Self::Cpu(dtype, isa) => {
-                let runtime = on_cpu(folder, dtype, isa, threads, ranks, blocks, host_blocks);
+            Self::Cpu(format, isa) => {
+                let runtime = on_cpu(folder, format, isa, threads, ranks, blocks, host_blocks);
                 if overlap { Box::new(runtime.overlapped().unwrap()) } else { Box::new(runtime) }
             }
             Self::Gpu => Box::new(on_gpu(folder, ranks, overlap, blocks, host_blocks)),
@@ -186,7 +228,7 @@ fn on_gpu(folder: &TempDir, ranks: usize, overlap: bool, blocks: u64, host_block
 
 fn on_cpu(
     folder: &TempDir,
-    dtype: Dtype,
+    format: StorageFormat,
     isa: Isa,
     threads: usize,
     ranks: usize,
@@ -194,14 +236,10 @@ fn on_cpu(
     host_blocks: u64,
 ) -> CpuRuntime {
     let model = ModelDir::open(&ModelSource::Directory(folder.path().to_owned())).unwrap();
-    let stored = match dtype {
-        Dtype::F32 => inflight_kernels::Dtype::F32,
-        Dtype::Bf16 => inflight_kernels::Dtype::Bf16,
-        Dtype::F16 => inflight_kernels::Dtype::F16,
-    };
     // With fewer KV heads than ranks, KV heads are replicated.
     let copies = ranks.div_ceil(model.config().kv_heads) as u64;
-    let block = u64::from(BLOCK_TOKENS) * kv_bytes_per_token(model.config(), stored.into()) as u64 * copies;
+    let block =
+        u64::from(BLOCK_TOKENS) * kv_bytes_per_token(model.config(), format.stored_kv()) as u64 * copies;
     let options = CpuOptions {
         threads: Some(threads),
         kv_bytes: blocks * block,
@@ -211,8 +249,8 @@ fn on_cpu(
         batch_tokens: BATCH_TOKENS,
         context_tokens: None,
         isa: Some(isa),
-        quantize: None,
-        kv_dtype: None,
+        quantize: format.weights.map(|name| name.parse().unwrap()),
+        kv_dtype: format.kv,
         tensor_parallel: ranks,
     };
     CpuRuntime::load(&model, &options, &|_, _| {}).unwrap()
@@ -415,36 +453,50 @@ fn seeds() -> std::ops::Range<u64> {
 
 #[test]
 fn scarcity_never_changes_the_answer() {
-    let dtypes = [Dtype::F32, Dtype::Bf16, Dtype::F16];
     let archs = [Arch::Llama32, Arch::Qwen3, Arch::Mistral];
-    let coverage = RefCell::new(Coverage::default());
+    let mut isas = Vec::new();
+    for name in ISAS {
+        match Isa::by_name(name) {
+            Some(isa) => isas.push(isa),
+            None => skipped("scarcity", &format!("this machine has no {name}")),
+        }
+    }
+    let coverages = FORMATS.map(|_| RefCell::new(Coverage::default()));
     for seed in seeds() {
-        for (d, dtype) in dtypes.into_iter().enumerate() {
-            for (i, isa) in Isa::available().into_iter().enumerate() {
+        for (d, (format, coverage)) in FORMATS.into_iter().zip(&coverages).enumerate() {
+            for (i, isa) in isas.iter().copied().enumerate() {
                 let arch = archs[(d + i + seed as usize) % archs.len()];
-                let folder = Checkpoint::new(arch, dtype).write_temp().unwrap();
+                let folder = Checkpoint::new(arch, format.dtype).write_temp().unwrap();
                 let config = Config {
-                    cases: 6,
+                    // Enough that any two instruction sets cover every event.
+                    cases: 12,
                     failure_persistence: None,
                     rng_seed: RngSeed::Fixed(seed << 8 | (d << 4 | i) as u64),
                     ..Config::default()
                 };
                 let outcome = TestRunner::new(config).run(&workload(4..12), |workload| {
-                    check(&workload, &folder, TestDevice::Cpu(dtype, isa), &mut coverage.borrow_mut())
+                    check(&workload, &folder, TestDevice::Cpu(format, isa), &mut coverage.borrow_mut())
                 });
                 if let Err(error) = outcome {
-                    panic!("seed {seed} (INFLIGHT_SEEDS={seed}..{}), {arch:?}: {error}", seed + 1);
+                    panic!(
+                        "seed {seed} (INFLIGHT_SEEDS={seed}..{}), {arch:?}, {format:?}, {}: {error}",
+                        seed + 1,
+                        isa.name()
+                    );
                 }
             }
         }
     }
-    let coverage = coverage.into_inner();
-    println!("seeds {:?}: {coverage:?}", seeds());
-    // The workloads must have exercised every event.
-    assert!(coverage.recomputed > 10 && coverage.swapped > 10 && coverage.swapped_in > 10, "{coverage:?}");
-    assert!(coverage.cached > 100 && coverage.host_cached > 10, "{coverage:?}");
-    assert!(coverage.forced > 10 && coverage.overlapped > 100 && coverage.cut_short > 10, "{coverage:?}");
-    assert!(coverage.group_swapped_in > 0 && coverage.scored > 1000, "{coverage:?}");
+    // The workloads of each format must have exercised every event.
+    for (format, coverage) in FORMATS.into_iter().zip(coverages) {
+        let coverage = coverage.into_inner();
+        println!("seeds {:?}, {format:?}: {coverage:?}", seeds());
+        assert!(coverage.recomputed > 0 && coverage.swapped > 0, "{format:?}: {coverage:?}");
+        assert!(coverage.swapped_in > 0 && coverage.group_swapped_in > 0, "{format:?}: {coverage:?}");
+        assert!(coverage.cached > 0 && coverage.host_cached > 0, "{format:?}: {coverage:?}");
+        assert!(coverage.forced > 0 && coverage.overlapped > 0, "{format:?}: {coverage:?}");
+        assert!(coverage.cut_short > 0 && coverage.scored > 0, "{format:?}: {coverage:?}");
+    }
 }
 
 /// Smaller workloads with more preemptions.
