@@ -3,6 +3,7 @@
 mod bench;
 mod chaos;
 mod chat;
+mod failover;
 mod fairness;
 mod foreign_clients;
 mod gpu;
