@@ -11,3 +11,16 @@ mod quantization;
 mod service;
 mod simulated;
 mod tensor_parallel;
+
+use inflight_fixtures::skipped;
+use inflight_kernels::cpu::Isa;
+
+/// Returns the instruction sets of this machine; reports those that it lacks as skipped for `what`.
+fn instruction_sets(what: &str) -> Vec<Isa> {
+    for name in ["avx2", "avx512", "avx512-vnni", "avx512-bf16"] {
+        if Isa::by_name(name).is_none() {
+            skipped(what, &format!("this machine has no {name}"));
+        }
+    }
+    Isa::available()
+}

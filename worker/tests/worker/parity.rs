@@ -73,7 +73,7 @@ fn decode(
 fn f32_logits_agree_within_1e_4_and_greedy_tokens_are_identical() {
     for arch in Arch::all() {
         let reference = Reference::load(*arch, Dtype::F32).unwrap();
-        for isa in Isa::available() {
+        for isa in crate::instruction_sets("parity") {
             let mut runtime = load(&Checkpoint::new(*arch, Dtype::F32), isa);
             for (run, chunk) in reference.runs().iter().zip([1, 64]) {
                 let (mut tokens, mut apart) = (Vec::new(), Vec::new());
@@ -101,7 +101,7 @@ fn sixteen_bit_logits_agree_within_2e_2_and_top_tokens_beyond_that_margin() {
     let mut compared = 0;
     for (arch, dtype) in all.filter(|(arch, dtype)| *dtype == Dtype::Bf16 || *arch == Arch::Llama31) {
         let reference = Reference::load(arch, dtype).unwrap();
-        for isa in Isa::available() {
+        for isa in crate::instruction_sets("parity") {
             let mut runtime = load(&Checkpoint::new(arch, dtype), isa);
             for run in reference.runs() {
                 let (mut tops, mut apart) = (Vec::new(), Vec::new());

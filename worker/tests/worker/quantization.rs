@@ -71,7 +71,7 @@ fn perplexity_is_within_1_percent_with_8_bits_and_within_4_with_4() {
     let stories: Vec<Vec<u32>> =
         TEXT.split("***").map(str::trim).filter(|story| !story.is_empty()).map(encode).collect();
     assert!(stories.iter().all(|story| story.len() <= 512), "a story does not fit a batch");
-    for isa in Isa::available() {
+    for isa in crate::instruction_sets("quantization") {
         let plain = perplexity(&mut load(&model, isa, None, None), &stories);
         let bytes = Some(KvDtype::Int8);
         for (quantization, kv, most) in [

@@ -155,7 +155,7 @@ fn two_and_four_ranks_agree_with_one_within_1e_5_in_f32() {
     for (seed, (name, folder)) in models.iter().enumerate() {
         let model = open(folder);
         let (heads, kv_heads) = (model.config().heads, model.config().kv_heads);
-        for isa in Isa::available() {
+        for isa in crate::instruction_sets("tensor parallelism") {
             let batches = batches(model.config().vocab_size as u32, seed as u32);
             let (whole, tokens) = run(&mut load(&model, isa, None, 1, 2), &batches);
             assert!(whole.len() > 30 && batches.iter().any(|batch| batch.rows() > batch.sequences() + 20));
