@@ -80,6 +80,7 @@ impl From<Status> for AnswerError {
 pub async fn run(args: Args) -> Result<(), CommandError> {
     let channel = connect_with(&args.endpoint, &args.connection).await?;
     let key = ApiKey::new(args.connection.api_key.as_deref())?;
+    args.connection.warn_of_plaintext_key([args.endpoint.as_str()]);
     let mut client = InferenceClient::with_interceptor(channel, key);
     let model = chat_model(&mut client, args.model.as_deref()).await?;
     let terminal = io::stdin().is_terminal();

@@ -190,6 +190,7 @@ fn read_prompt(given: Option<&str>) -> Result<String, CommandError> {
 
 async fn generate(args: &Args, prompt: String, transcript: &mut dyn Transcript) -> Result<(), GenerateError> {
     let key = ApiKey::new(args.connection.api_key.as_deref()).map_err(GenerateError::Failure)?;
+    args.connection.warn_of_plaintext_key(args.endpoint.iter().map(String::as_str));
     let channels = connect_any(&args.endpoint, &args.connection).await.map_err(GenerateError::Failure)?;
     let client = |channel| InferenceClient::with_interceptor(channel, key.clone());
     let mut clients: Vec<_> = channels.into_iter().map(client).collect();

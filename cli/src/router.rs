@@ -122,6 +122,17 @@ pub struct Args {
     /// is required
     #[arg(long, value_name = "FILE", env = "INFLIGHT_ROUTER_TENANTS_FILE")]
     pub tenants_file: Option<PathBuf>,
+    /// Failed API keys per minute from one IP address (one /64 for IPv6) that are answered UNAUTHENTICATED; further
+    /// ones are answered RESOURCE_EXHAUSTED. Valid keys are not affected
+    #[arg(long, value_name = "N", default_value_t = Options::default().key_failures_per_minute, env = "INFLIGHT_ROUTER_KEY_FAILURES_PER_MINUTE")]
+    pub key_failures_per_minute: u64,
+    /// Maximum client addresses whose failed API keys are counted
+    #[arg(long, value_name = "N", default_value_t = Options::default().key_failure_addresses_max, env = "INFLIGHT_ROUTER_KEY_FAILURE_ADDRESSES_MAX")]
+    pub key_failure_addresses_max: usize,
+    /// Without --tenants-file: schedule requests by the weight and priority that they give, which are ignored
+    /// otherwise
+    #[arg(long, value_name = "BOOL", default_value_t = Options::default().anonymous_weights, action = clap::ArgAction::Set, env = "INFLIGHT_ROUTER_ANONYMOUS_WEIGHTS")]
+    pub anonymous_weights: bool,
     /// Record all events of the dispatcher to this file, for `inflight replay`. It holds names of tenants and
     /// generated token ids, but no prompts
     #[arg(long, value_name = "FILE", env = "INFLIGHT_ROUTER_RECORD")]
@@ -258,6 +269,9 @@ impl Args {
             aging_tokens_max: self.aging_tokens_max,
             bypass_max: self.bypass_max,
             tenants_file: self.tenants_file.clone(),
+            key_failures_per_minute: self.key_failures_per_minute,
+            key_failure_addresses_max: self.key_failure_addresses_max,
+            anonymous_weights: self.anonymous_weights,
             record: self.record.clone(),
             usage_log: self.usage_log.clone().map(|directory| UsageLogOptions {
                 directory,

@@ -4,7 +4,7 @@ use std::path::PathBuf;
 
 use inflight_net::{ClientTls, ServerTlsFiles, TlsError};
 
-use crate::exit::{CommandError, Exit};
+use crate::exit::{self, CommandError, Exit};
 
 fn usage(error: &TlsError) -> CommandError {
     CommandError::new(Exit::Usage, error.to_string())
@@ -115,5 +115,39 @@ impl ClientArgs {
             self.tls_name.clone(),
         );
         tls.map_err(|error| usage(&error))
+    }
+    /// Warns, once, if the API key would be sent over a network without TLS to one of these endpoints.
+    pub fn warn_of_plaintext_key<'a>(&self, endpoints: impl IntoIterator<Item = &'a str>) {
+        if self.api_key.is_none() {
+            return;
+        }
+        if let Some(endpoint) = endpoints.into_iter().find(|endpoint| is_plaintext_network(endpoint)) {
+            exit::print_stderr(format_args!(
+                "warning: the API key is sent to {endpoint} without encryption; use https:// (--tls-ca)"
+            ));
+        }
+    }
+}
+
+/// Whether an endpoint is reached over a network and without TLS.
+fn is_plaintext_network(endpoint: &str) -> bool {
+    let Ok(uri) = endpoint.parse::<tonic::codegen::http::Uri>() else { return false };
+    let host = uri.host().unwrap_or_default().trim_start_matches('[').trim_end_matches(']');
+    let loopback = host.eq_ignore_ascii_case("localhost")
+        || host.parse::<std::net::IpAddr>().is_ok_and(|address| address.to_canonical().is_loopback());
+    uri.scheme_str() == Some("http") && !loopback
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_plaintext_over_a_network_exposes_a_key() {
+        let safe =
+            ["http://127.0.0.1:8650", "http://[::1]:8650", "http://localhost:1", "https://router:1", "?"];
+        assert_eq!(safe.map(is_plaintext_network), [false; 5]);
+        let exposed = ["http://router:8650", "http://192.0.2.1:8650", "http://[2001:db8::1]:8650"];
+        assert_eq!(exposed.map(is_plaintext_network), [true; 3]);
     }
 }

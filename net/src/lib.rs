@@ -30,6 +30,7 @@ pub use open_calls::{OpenCalls, OpenCallsLayer, hold};
 pub use receive::{
     Framing, Receive, ReceiveBudget, ReceiveError, ReceiveLayer, ReceiveLimits, ReservedBytes,
 };
+pub use registry::AddressKey;
 pub use secret_file::{SECRET_BYTES_MIN, SecretError, SecretFile, Secrets, read_secrets};
 pub use tls::{ClientTls, ServerTls, ServerTlsFiles, TlsError};
 pub use wakeups::batch_wakeups;

@@ -14,12 +14,13 @@ use crate::connection_limits::ConnectionLimits;
 /// not cost a full scan each.
 const SEARCH_PAUSE: Duration = Duration::from_millis(20);
 
-/// Key of the per-address limit: an IPv4 address, or the /64 prefix of an IPv6 address, usually one host's.
+/// Key of limits per address: an IPv4 address, or the /64 prefix of an IPv6 address, usually one host's.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-struct AddressKey(IpAddr);
+pub struct AddressKey(IpAddr);
 
 impl AddressKey {
-    fn of(address: IpAddr) -> Self {
+    /// Returns the key of an address.
+    pub fn of(address: IpAddr) -> Self {
         match address.to_canonical() {
             v4 @ IpAddr::V4(_) => Self(v4),
             IpAddr::V6(v6) => {

@@ -64,6 +64,12 @@ metrics_table! {
         "Routers that share the workers; cluster-wide limits are divided by it";
     TENANT_REJECTIONS = "inflight_router_tenant_rejections_total", MetricKind::Counter, Unit::Count, ["tenant", "quota"],
         "Requests rejected by a limit of their tenant, by tenant and limit";
+    THROTTLED_KEY_FAILURES = "inflight_router_throttled_key_failures_total", MetricKind::Counter, Unit::Count, [],
+        "Calls with a failed API key beyond the rate of their address";
+    KEY_FAILURE_ADDRESSES = "inflight_router_key_failure_addresses", MetricKind::Gauge, Unit::Count, [],
+        "Client addresses whose failed API keys are counted";
+    IGNORED_WEIGHTS = "inflight_router_ignored_weights_total", MetricKind::Counter, Unit::Count, [],
+        "Requests without a key whose weight or priority was ignored";
     TOKENIZE_WAITING = "inflight_router_tokenize_queue_requests", MetricKind::Gauge, Unit::Count, [],
         "Requests with large prompts that wait for a tokenizer thread";
     STREAMS = "inflight_router_open_calls", MetricKind::Gauge, Unit::Count, [],

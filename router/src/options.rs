@@ -147,6 +147,13 @@ pub struct Options {
     pub retry_delay: Duration,
     /// File of tenants with their keys and limits; without it every call is accepted.
     pub tenants_file: Option<PathBuf>,
+    /// Failed API keys per minute and client address that are answered UNAUTHENTICATED; further ones are
+    /// answered RESOURCE_EXHAUSTED.
+    pub key_failures_per_minute: u64,
+    /// Maximum client addresses whose failed API keys are counted.
+    pub key_failure_addresses_max: usize,
+    /// Whether weight and priority of requests count without a tenants file.
+    pub anonymous_weights: bool,
     /// Server certificate, key and trusted client certificates; without it connections are plaintext.
     pub tls: Option<ServerTlsFiles>,
     /// TLS towards workers; without it connections are plaintext.
@@ -212,6 +219,9 @@ impl Default for Options {
             bypass_max: 16,
             retry_delay: Duration::from_secs(1),
             tenants_file: None,
+            key_failures_per_minute: 60,
+            key_failure_addresses_max: 16 << 10,
+            anonymous_weights: false,
             tls: None,
             worker_tls: None,
             worker_secret: None,
@@ -296,6 +306,8 @@ impl Options {
             ("first_call_timeout", self.connections.first_call_max.is_zero()),
             ("idle_timeout", self.connections.idle_max.is_zero()),
             ("handshake_timeout", self.connections.handshake_max.is_zero()),
+            ("key_failures_per_minute", self.key_failures_per_minute == 0),
+            ("key_failure_addresses_max", self.key_failure_addresses_max == 0),
             ("header_bytes_max", self.header_bytes_max == 0),
             ("connection_streams_max", self.connection_streams_max == 0),
             ("aging_threshold", self.aging_threshold.is_zero()),

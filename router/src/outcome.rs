@@ -16,7 +16,7 @@ pub(crate) struct Overload {
     what: String,
     /// Stable name of the limit.
     quota: &'static str,
-    /// Owner of the limit: `router`, or `tenant:NAME`.
+    /// Owner of the limit: `router`, `address`, or `tenant:NAME`.
     subject: String,
     retry: Duration,
 }
@@ -28,6 +28,11 @@ impl Overload {
     /// Limit of the router.
     pub(crate) fn of_router(what: String, quota: &'static str, retry: Duration) -> Self {
         Self { what, quota, subject: "router".to_owned(), retry }
+    }
+
+    /// Rate of failed API keys of a client address.
+    pub(crate) fn of_address(what: String, quota: &'static str, retry: Duration) -> Self {
+        Self { what, quota, subject: "address".to_owned(), retry }
     }
 
     /// Bound of the queue.
@@ -89,7 +94,7 @@ pub(crate) enum Outcome {
     Denied(String),
     /// A limit of the router or its queue is exceeded.
     Full(Box<Overload>),
-    /// A limit of the tenant is exceeded.
+    /// A limit of the tenant or of the client's address is exceeded.
     Limited(Box<Overload>),
     /// Displaced in a full queue by a request of a higher priority or of a tenant that holds less.
     Displaced { retry: Duration },

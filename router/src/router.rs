@@ -26,6 +26,7 @@ use crate::api::admission::Admission;
 use crate::api::arrival::receive_budget;
 use crate::api::http::RenderMetrics;
 use crate::api::ingress::Ingress;
+use crate::api::key_failures::KeyFailures;
 use crate::api::serve::Shared;
 use crate::clock;
 use crate::cluster::connector::Connector;
@@ -276,7 +277,9 @@ impl Core {
 
         let admission = Admission::new(dispatch.clone());
         let ingress = Arc::new(Ingress::new(&options, dispatch, open.clone(), usage.clone()));
-        let shared = Shared { options, tenants, admission, ingress, open, drain: drain.clone() };
+        let key_failures = Arc::new(KeyFailures::new(&options));
+        let shared =
+            Shared { options, tenants, key_failures, admission, ingress, open, drain: drain.clone() };
         let budget = receive_budget(&shared.options);
         let grpc = shared.serve_grpc(incoming, health, budget.clone())?;
         let http = http.zip(shared.options.http.as_ref());

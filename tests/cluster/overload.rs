@@ -177,7 +177,11 @@ async fn at_ten_times_capacity_goodput_holds_and_the_excess_is_rejected_at_once(
         workers.push(RoleProcess::start(program().to_owned(), "worker", &worker).await?);
     }
     let addresses: Vec<String> = workers.iter().map(|worker| worker.address.to_string()).collect();
-    let router = flags(&[&format!("--workers={}", addresses.join(",")), "--queue-requests-max=128"]);
+    let router = flags(&[
+        &format!("--workers={}", addresses.join(",")),
+        "--queue-requests-max=128",
+        "--anonymous-weights=true",
+    ]);
     let router = RoleProcess::start(program().to_owned(), "router", &router).await?;
     all_connected(&router).await?;
     let clients: Vec<_> = (0..4).map(|_| router.client()).collect::<Result<_>>()?;

@@ -6,6 +6,7 @@
 mod budget;
 mod dispatch_rate;
 mod dispatcher;
+mod failure_throttle;
 mod fair_queue;
 mod ids;
 mod journal;
@@ -28,6 +29,7 @@ pub use dispatcher::{
     Lane, Notice, RequestPlaced, RequestSpec, ResolveError, ResubmissionReason, ResumedChoice, Submission,
     Violation, WorkerCommand, WorkerInfo, WorkerUsage, prompt_chains,
 };
+pub use failure_throttle::{FailureLimits, FailureThrottle};
 pub use fair_queue::{
     Admitted, Arrival, Dequeued, FairQueue, FairQueueOptions, QueuePosition, RequestsAhead,
 };

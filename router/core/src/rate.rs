@@ -60,6 +60,11 @@ impl Gcra {
         }
     }
 
+    /// Returns the time at which the bucket is empty.
+    pub fn empty_at(&self) -> Duration {
+        Duration::from_nanos(u64::try_from(self.paid_at).unwrap_or(u64::MAX))
+    }
+
     /// Charges `amount` without a check.
     pub fn take(&mut self, limit: RateLimit, amount: u64, now: Duration) -> RateCharge {
         let nanos = limit.span(amount);

@@ -139,14 +139,28 @@ impl Drop for TokenCharge {
 }
 
 /// Returns the terms of a caller's request. Weight and maximum priority of a configured tenant come from the
-/// tenants' file.
+/// tenants' file. Those that a caller without a key gives count only with `anonymous_weights`: with them, one
+/// caller could starve all others.
 pub(crate) fn terms(
     caller: &Caller,
     tenant: String,
     weight: Weight,
     priority: Priority,
+    anonymous_weights: bool,
 ) -> Result<RequestTerms, Outcome> {
     match caller {
+        Caller::Anyone if !anonymous_weights => {
+            let terms = RequestTerms {
+                tenant,
+                weight: Weight::default(),
+                priority: Priority::default(),
+                bounds: QueueLimits::NONE,
+            };
+            if (weight, priority) != (terms.weight, terms.priority) {
+                metrics::counter!(names::IGNORED_WEIGHTS).increment(1);
+            }
+            Ok(terms)
+        }
         Caller::Anyone => Ok(RequestTerms { tenant, weight, priority, bounds: QueueLimits::NONE }),
         Caller::Tenant { tenant: known, .. } if tenant.is_empty() || *tenant == *known.name => {
             let limits = known.limits();

@@ -12,6 +12,7 @@ use tonic::codegen::http::{HeaderMap, Request, Response};
 use tower::{Layer, Service};
 
 use crate::api::admission::reject;
+use crate::api::key_failures::KeyFailures;
 use crate::api::paths::is_open;
 use crate::api::refusal::Refuse;
 use crate::metrics as names;
@@ -23,6 +24,7 @@ use crate::tenants::{AuthenticationError, Caller, Tenant, Tenants};
 #[derive(Debug, Clone)]
 pub(crate) struct AuthLayer {
     pub(crate) tenants: Option<Arc<Tenants>>,
+    pub(crate) failures: Arc<KeyFailures>,
     pub(crate) refuse: Refuse,
 }
 
@@ -30,7 +32,8 @@ impl<S> Layer<S> for AuthLayer {
     type Service = AuthService<S>;
 
     fn layer(&self, inner: S) -> AuthService<S> {
-        AuthService { tenants: self.tenants.clone(), refuse: self.refuse, inner }
+        let (tenants, failures) = (self.tenants.clone(), self.failures.clone());
+        AuthService { tenants, failures, refuse: self.refuse, inner }
     }
 }
 
@@ -38,6 +41,7 @@ impl<S> Layer<S> for AuthLayer {
 #[derive(Debug, Clone)]
 pub(crate) struct AuthService<S> {
     tenants: Option<Arc<Tenants>>,
+    failures: Arc<KeyFailures>,
     refuse: Refuse,
     inner: S,
 }
@@ -46,7 +50,8 @@ impl<S> AuthService<S> {
     fn caller(&self, request: &Request<Body>) -> Result<Caller, Outcome> {
         let Some(tenants) = &self.tenants else { return Ok(Caller::Anyone) };
         let peer = request.extensions().get::<Peer>();
-        let rejected = |unknown: AuthenticationError| Outcome::Unauthenticated(unknown.to_string());
+        let address = peer.and_then(Peer::address).map(|address| address.ip());
+        let rejected = |error: AuthenticationError| self.failures.outcome(&error, address);
         let key = api_key(request.headers()).map_err(rejected)?;
         let identity = peer.and_then(Peer::identity);
         let (tenant, key_id) = tenants.authenticate(key, identity, SystemTime::now()).map_err(rejected)?;

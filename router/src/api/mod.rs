@@ -11,6 +11,7 @@ mod generation;
 pub(crate) mod grpc;
 pub(crate) mod http;
 pub(crate) mod ingress;
+pub(crate) mod key_failures;
 pub(crate) mod kserve;
 mod paths;
 pub(crate) mod refusal;

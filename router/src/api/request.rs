@@ -75,7 +75,7 @@ pub(crate) fn prepare(
     let weight = request.weight.map_or(Ok(Weight::default()), Weight::try_from);
     let weight = weight.map_err(|error| Outcome::field("weight", error))?;
     let priority = Priority::try_from(request.priority).map_err(|error| Outcome::field("priority", error))?;
-    let terms = admission::terms(caller, request.tenant, weight, priority)?;
+    let terms = admission::terms(caller, request.tenant, weight, priority, options.anonymous_weights)?;
     let stop = request.stop;
     check_stops(&stop)?;
     let defaults = SamplingSpec { seed, ..served.model.defaults.clone() };

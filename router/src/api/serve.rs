@@ -26,6 +26,7 @@ use crate::api::auth::AuthLayer;
 use crate::api::grpc::Grpc;
 use crate::api::http::{self, CorsLayer, HttpApi, RenderMetrics, RequestIdLayer};
 use crate::api::ingress::Ingress;
+use crate::api::key_failures::KeyFailures;
 use crate::api::kserve::Kserve;
 use crate::api::refusal::{self, Refuse};
 use crate::options::{HttpOptions, Options};
@@ -36,6 +37,7 @@ use crate::tenants::Tenants;
 pub(crate) struct Shared {
     pub(crate) options: Options,
     pub(crate) tenants: Option<Arc<Tenants>>,
+    pub(crate) key_failures: Arc<KeyFailures>,
     pub(crate) admission: Admission,
     pub(crate) ingress: Arc<Ingress>,
     /// Open API calls.
@@ -82,7 +84,7 @@ impl Shared {
         let service = ServiceBuilder::new()
             .layer(ReceiveLayer::new(budget, limits))
             .layer(ArrivalLayer { open: self.open.clone(), refuse })
-            .layer(AuthLayer { tenants: self.tenants.clone(), refuse })
+            .layer(self.authentication(refuse))
             .layer(AdmissionLayer { admission: self.admission.clone(), refuse })
             .service(routes.prepare());
         Ok(server.serve(incoming, service, self.drain.clone()))
@@ -114,11 +116,15 @@ impl Shared {
             .layer(RequestIdLayer)
             .layer(ReceiveLayer::new(budget, limits))
             .layer(ArrivalLayer { open: self.open.clone(), refuse })
-            .layer(AuthLayer { tenants: self.tenants.clone(), refuse })
+            .layer(self.authentication(refuse))
             .layer(AdmissionLayer { admission: self.admission.clone(), refuse })
             .map_response(|response: Response<axum::body::Body>| response.map(Body::new))
             .service(api.routes());
         server.serve(incoming, service, self.drain.clone())
+    }
+
+    fn authentication(&self, refuse: Refuse) -> AuthLayer {
+        AuthLayer { tenants: self.tenants.clone(), failures: self.key_failures.clone(), refuse }
     }
 
     fn server(&self, protocols: Protocols, fault: fn() -> Response<Body>) -> HttpServer {

@@ -99,7 +99,8 @@ async fn equal_workers_are_used_round_robin_and_higher_priority_goes_first() {
             ScriptedWorker::start(WorkerProfile::default()).await,
             ScriptedWorker::start(WorkerProfile::default()).await,
         ];
-        let mut cluster = Cluster::start(&[&workers[0], &workers[1]], Options::default()).await;
+        let options = Options { anonymous_weights: true, ..Options::default() };
+        let mut cluster = Cluster::start(&[&workers[0], &workers[1]], options).await;
         let mut sessions = [workers[0].session().await, workers[1].session().await];
         while cluster
             .client
@@ -140,7 +141,8 @@ async fn equal_workers_are_used_round_robin_and_higher_priority_goes_first() {
 async fn only_a_request_that_outranks_another_exceeds_the_grant() {
     bounded(async {
         let mut worker = ScriptedWorker::start(WorkerProfile::default()).await;
-        let mut cluster = Cluster::start(&[&worker], Options::default()).await;
+        let options = Options { anonymous_weights: true, ..Options::default() };
+        let mut cluster = Cluster::start(&[&worker], options).await;
         let mut session = worker.session().await;
         session.update(v1::Update {
             grant: Some(v1::Grant { sequences: 1, kv_blocks: 100, priority_sequences: 1 }),

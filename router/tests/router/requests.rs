@@ -297,7 +297,7 @@ async fn unset_fields_get_the_defaults_of_the_model_and_the_router() {
         let config = br#"{"do_sample": true, "temperature": 0.6, "top_k": 20, "repetition_penalty": 1.1}"#;
         files.insert("generation_config.json", config.to_vec());
         let mut worker = ScriptedWorker::start(WorkerProfile { files, ..WorkerProfile::default() }).await;
-        let options = Options { default_max_tokens: 100, ..Options::default() };
+        let options = Options { default_max_tokens: 100, anonymous_weights: true, ..Options::default() };
         let mut cluster = Cluster::start(&[&worker], options).await;
         let mut session = worker.granted().await;
         assert_eq!(session.open.router_id, "router");

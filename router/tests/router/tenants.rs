@@ -400,10 +400,52 @@ async fn bounds_are_divided_by_the_reported_number_of_routers() {
 }
 
 #[tokio::test]
+async fn invalid_keys_are_throttled_and_a_valid_key_of_the_same_address_is_served() {
+    bounded(async {
+        // A burst of one, every minute.
+        let options = Options { key_failures_per_minute: 1, ..Options::default() };
+        let (cluster, session, _folder, _worker) = started(&tenant("acme", ""), options).await;
+        session.grant(8, 1000);
+        let first = generate(&cluster, text("a"), "guess 1").await.err().unwrap();
+        assert_eq!(first.code(), Code::Unauthenticated);
+        for guess in ["guess 2", "guess 3"] {
+            let status = generate(&cluster, text("a"), guess).await.err().unwrap();
+            assert_eq!(status.code(), Code::ResourceExhausted);
+            assert!(status.message().contains("--key-failures-per-minute"), "{status}");
+            let retry = pushback(status.metadata()).unwrap();
+            assert!((1..=60_000).contains(&retry), "{retry} ms");
+        }
+        assert!(generate(&cluster, text("a"), "acme").await.is_ok());
+        let mut bare = InferenceClient::new(cluster.channel.clone());
+        let missing = bare.generate(text("a")).await.map(|_| ()).unwrap_err();
+        assert_eq!(missing.code(), Code::Unauthenticated, "no guess of a key");
+    })
+    .await;
+}
+
+#[tokio::test]
+async fn without_tenants_weight_and_priority_of_a_request_count_only_with_the_option() {
+    bounded(async {
+        for (anonymous_weights, expected) in [(false, (1.0, 0)), (true, (1000.0, 90))] {
+            let mut worker = ScriptedWorker::start(WorkerProfile::default()).await;
+            let options = Options { anonymous_weights, ..Options::default() };
+            let mut cluster = Cluster::start(&[&worker], options).await;
+            let mut session = worker.granted().await;
+            cluster.handle.ready().await;
+            let asked = v1::GenerateRequest { weight: Some(1000.0), priority: 90, ..text("a") };
+            let _stream = cluster.generate(asked).await.unwrap();
+            let submit = session.submit().await;
+            assert_eq!((submit.weight, submit.priority), expected);
+        }
+    })
+    .await;
+}
+
+#[tokio::test]
 async fn in_a_full_queue_lower_priorities_are_displaced() {
     bounded(async {
         let mut worker = ScriptedWorker::start(WorkerProfile::default()).await;
-        let options = Options { queue_requests_max: 2, ..Options::default() };
+        let options = Options { queue_requests_max: 2, anonymous_weights: true, ..Options::default() };
         let mut cluster = Cluster::start(&[&worker], options).await;
         let mut session = worker.session().await;
         cluster.handle.ready().await;
