@@ -144,7 +144,10 @@ async fn a_router_serves_from_no_worker_that_does_not_know_the_secret() -> Resul
     ] {
         let worker = start_worker(of_worker).await?;
         let router = start_router(&worker, of_router).await?;
-        let logged = || async { Ok(ensure!(router.log().contains(clue), "{}", router.log())) };
+        let logged = || async {
+            ensure!(router.log().contains(clue), "{}", router.log());
+            Ok(())
+        };
         eventually("the log says why", logged).await?;
         let answer = router.client()?.list_models(ListModelsRequest {}).await?.into_inner();
         ensure!(answer.models.is_empty(), "{answer:?}");
@@ -159,7 +162,10 @@ async fn a_router_sends_no_request_to_an_impostor_that_accepts_every_proof() -> 
     let impostor = LyingWorker::start(&worker, OLD.as_bytes().to_vec(), true, 0).await?;
     let flags = [format!("--workers={}", impostor.address), secrets.flag("worker-secret-file")];
     let router = RoleProcess::start(program().to_owned(), "router", &flags).await?;
-    let logged = || async { Ok(ensure!(router.log().contains("did not prove it"), "{}", router.log())) };
+    let logged = || async {
+        ensure!(router.log().contains("did not prove it"), "{}", router.log());
+        Ok(())
+    };
     eventually("the log says why", logged).await?;
     let answer = router.client()?.list_models(ListModelsRequest {}).await?.into_inner();
     ensure!(answer.models.is_empty(), "{answer:?}");
