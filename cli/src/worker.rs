@@ -49,6 +49,10 @@ pub struct EngineArgs {
     /// checkpoint's dtype]
     #[arg(long, visible_alias = "quantization", value_name = "KIND", env = "INFLIGHT_WORKER_QUANTIZE")]
     pub quantize: Option<Quantization>,
+    /// Directory that keeps the digests of large weight files, so that they are hashed once and not at every
+    /// start, or `off` [default: inflight in $XDG_CACHE_HOME or ~/.cache; `off` without either]
+    #[arg(long, value_name = "DIR|off", env = "INFLIGHT_WORKER_FINGERPRINT_CACHE")]
+    pub fingerprint_cache: Option<PathBuf>,
     /// KV cache dtype: auto (the model's), int8 (CPUs) or fp8 (GPUs); 8 bits halve its size and lose
     /// precision
     #[arg(long, value_name = "DTYPE", default_value_t = Options::default().kv_cache_dtype, env = "INFLIGHT_WORKER_KV_CACHE_DTYPE")]
@@ -107,6 +111,18 @@ pub struct EngineArgs {
     /// Maximum sequences waiting in the worker
     #[arg(long, value_name = "N", default_value_t = Options::default().max_waiting, env = "INFLIGHT_WORKER_MAX_WAITING")]
     pub max_waiting: u32,
+}
+
+impl EngineArgs {
+    /// Directory of the fingerprint cache; `None` if it is off.
+    fn fingerprint_cache_directory(&self) -> Option<PathBuf> {
+        if let Some(given) = &self.fingerprint_cache {
+            return (given.as_os_str() != "off").then(|| given.clone());
+        }
+        let absolute = |name| std::env::var_os(name).map(PathBuf::from).filter(|path| path.is_absolute());
+        let cache = absolute("XDG_CACHE_HOME").or_else(|| Some(absolute("HOME")?.join(".cache")))?;
+        Some(cache.join("inflight"))
+    }
 }
 
 /// Options of `inflight worker`.
@@ -199,6 +215,7 @@ impl Args {
             heartbeat: self.heartbeat.0,
             drain_timeout: self.role.drain_timeout.0,
             record: self.record.clone(),
+            fingerprint_cache: engine.fingerprint_cache_directory(),
             worker_id: self.worker_id.clone().unwrap_or_else(|| format!("worker@{}", self.listen)),
         })
     }

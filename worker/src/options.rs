@@ -170,6 +170,8 @@ pub struct Options {
     pub worker_id: String,
     /// File that records all scheduler inputs, for `replay`.
     pub record: Option<PathBuf>,
+    /// Directory of the fingerprint cache; `None`: weights are hashed at every start.
+    pub fingerprint_cache: Option<PathBuf>,
 }
 
 impl Default for Options {
@@ -206,6 +208,7 @@ impl Default for Options {
             drain_timeout: Duration::from_secs(300),
             worker_id: "worker".to_owned(),
             record: None,
+            fingerprint_cache: None,
         }
     }
 }

@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use futures::{Stream, StreamExt as _};
 use inflight_contract::SamplingSpec;
-use inflight_models::{self as models, ModelDir};
+use inflight_models::{self as models, FingerprintCache, ModelDir};
 use inflight_net::{
     Acceptor, ConnectionLimits, Framing, OpenCallsLayer, ReceiveBudget, ReceiveLayer, ReceiveLimits,
     ServerTls, TlsError,
@@ -149,7 +149,10 @@ impl Worker {
         listener.set_nonblocking(true).map_err(listen)?;
         let address = listener.local_addr().map_err(listen)?;
         let tls = options.tls.clone().map(ServerTls::load).transpose()?;
-        let model = ModelDir::open(&options.model)?;
+        let mut model = ModelDir::open(&options.model)?;
+        if let Some(directory) = &options.fingerprint_cache {
+            model = model.with_fingerprint_cache(FingerprintCache::new(directory.clone()));
+        }
         let (runtime, prior) = device::load_runtime(options, &model, progress)?;
         let served = Served {
             runtime,

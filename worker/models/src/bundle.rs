@@ -27,8 +27,8 @@ struct Tokenizer {
 pub(super) fn read(files: &Files) -> Result<Vec<(String, Vec<u8>)>, Error> {
     let mut bundle = Vec::new();
     for name in NAMES {
-        match files.open(name)? {
-            Some(bytes) => bundle.push((name.to_owned(), bytes.to_vec())),
+        match files.read(name)? {
+            Some(bytes) => bundle.push((name.to_owned(), bytes.into_owned())),
             None if name == "tokenizer.json" => {
                 return Err(Error::MissingFile {
                     file: files.label(name),

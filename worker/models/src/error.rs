@@ -27,6 +27,17 @@ pub enum Error {
         /// Cause.
         source: std::io::Error,
     },
+    /// A weight file changed between its opening and the end of loading.
+    #[error(
+        "{file} changed while the model was loaded: {change}; start the worker again when the file is complete, and \
+         replace weight files by renaming new ones over them, never by writing into them"
+    )]
+    Changed {
+        /// File label.
+        file: String,
+        /// Difference.
+        change: String,
+    },
     /// A required file is missing.
     #[error("{file} is missing; {advice}")]
     MissingFile {

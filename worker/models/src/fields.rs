@@ -19,7 +19,7 @@ impl Fields {
 
     /// Reads a JSON file; `None` if it does not exist.
     pub(super) fn read(files: &Files, name: &str) -> Result<Option<Self>, Error> {
-        let Some(bytes) = files.open(name)? else { return Ok(None) };
+        let Some(bytes) = files.read(name)? else { return Ok(None) };
         let file = files.label(name);
         match serde_json::from_slice(&bytes) {
             Ok(Value::Object(map)) => Ok(Some(Self { file, map })),

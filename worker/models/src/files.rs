@@ -1,17 +1,14 @@
-//! Read access to model files: memory-mapped from a directory, or embedded in the binary.
+//! Read access to model files: in a directory, or embedded in the binary.
 
-use std::fmt;
+use std::borrow::Cow;
 use std::fs::File;
-use std::io;
-use std::ops::{Deref, Range};
+use std::io::{self, Read as _};
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
-
-use memmap2::{Mmap, UncheckedAdvice};
 
 use super::embedded;
 use super::error::Error;
 use super::source::ModelSource;
+use super::weight_file::WeightFile;
 
 /// Location of a model's files.
 pub(super) enum Files {
@@ -55,93 +52,60 @@ impl Files {
         }
     }
 
-    /// Opens a file; `None` if it does not exist.
-    pub(super) fn open(&self, name: &str) -> Result<Option<Bytes>, Error> {
+    /// Reads a file without tensors into memory; `None` if it does not exist.
+    pub(super) fn read(&self, name: &str) -> Result<Option<Cow<'static, [u8]>>, Error> {
+        let path = match self {
+            Self::Directory(path) => path.join(name),
+            Self::Embedded(files) => return Ok(embedded_file(files, name).map(Cow::Borrowed)),
+        };
+        let read = || {
+            let mut bytes = Vec::new();
+            open_regular(&path)?.read_to_end(&mut bytes)?;
+            Ok(bytes)
+        };
+        Ok(existing(read()).map_err(|source| Error::Read { file: self.label(name), source })?.map(Cow::Owned))
+    }
+
+    /// Opens a weight file; `None` if it does not exist.
+    pub(super) fn open_weights(&self, name: &str) -> Result<Option<WeightFile>, Error> {
+        let label = self.label(name);
         let path = match self {
             Self::Directory(path) => path.join(name),
             Self::Embedded(files) => {
-                return Ok(files
-                    .iter()
-                    .find(|(file, _)| *file == name)
-                    .map(|(_, bytes)| Bytes::Static(bytes)));
+                return Ok(embedded_file(files, name).map(|bytes| WeightFile::embedded(label, bytes)));
             }
         };
-        match map(&path) {
-            Ok(bytes) => Ok(Some(bytes)),
-            Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
-            Err(source) => Err(Error::Read { file: self.label(name), source }),
-        }
+        let opened = open_regular(&path).and_then(|file| WeightFile::new(label.clone(), file));
+        existing(opened).map_err(|source| Error::Read { file: label, source })
     }
 }
 
-/// Opens the file at `path`; returns its directory and content.
-pub(super) fn open_file(path: &Path) -> Result<(Files, Bytes), Error> {
-    let refuse =
-        |error: io::Error| Error::NoFile { path: path.display().to_string(), reason: error.to_string() };
-    let bytes = map(path).map_err(refuse)?;
+/// Opens the weight file at `path`; returns its directory, too.
+pub(super) fn open_file(path: &Path) -> Result<(Files, WeightFile), Error> {
+    let label = path.display().to_string();
+    let refuse = |error: io::Error| Error::NoFile { path: label.clone(), reason: error.to_string() };
+    let file = open_regular(path).and_then(|file| WeightFile::new(label.clone(), file)).map_err(refuse)?;
     let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty());
-    Ok((Files::Directory(folder.unwrap_or(Path::new(".")).to_owned()), bytes))
+    Ok((Files::Directory(folder.unwrap_or(Path::new(".")).to_owned()), file))
 }
 
-/// Content of a file, memory-mapped or embedded. Cheap to clone.
-#[derive(Clone)]
-pub(super) enum Bytes {
-    Mapped(Arc<Mmap>),
-    Static(&'static [u8]),
+fn embedded_file(files: &[(&str, &'static [u8])], name: &str) -> Option<&'static [u8]> {
+    files.iter().find(|(file, _)| *file == name).map(|(_, bytes)| *bytes)
 }
 
-impl Bytes {
-    /// Releases the resident pages within `range`; they stay in the page cache and can be read again.
-    pub(super) fn release(&self, range: Range<usize>) {
-        let Self::Mapped(map) = self else { return };
-        let page = page_size();
-        let (start, end) = (range.start.next_multiple_of(page), range.end / page * page);
-        if start < end {
-            // SAFETY: the mapping is file-backed and read-only, so MADV_DONTNEED only drops clean pages,
-            // which later reads fault in from the file again; the range lies within the mapping.
-            let advised =
-                unsafe { map.unchecked_advise_range(UncheckedAdvice::DontNeed, start, end - start) };
-            if let Err(error) = advised {
-                tracing::debug!(%error, "cannot release mapped pages of the checkpoint");
-            }
-        }
-    }
-}
-
-fn page_size() -> usize {
-    // SAFETY: sysconf has no preconditions.
-    usize::try_from(unsafe { libc::sysconf(libc::_SC_PAGESIZE) }).unwrap_or(4096)
-}
-
-impl Deref for Bytes {
-    type Target = [u8];
-
-    fn deref(&self) -> &[u8] {
-        match self {
-            Self::Mapped(map) => map,
-            Self::Static(bytes) => bytes,
-        }
-    }
-}
-
-impl fmt::Debug for Bytes {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{} bytes", self.len())
-    }
-}
-
-fn map(path: &Path) -> io::Result<Bytes> {
+fn open_regular(path: &Path) -> io::Result<File> {
     let file = File::open(path)?;
-    let metadata = file.metadata()?;
-    if !metadata.is_file() {
+    if !file.metadata()?.is_file() {
         return Err(io::Error::new(io::ErrorKind::InvalidInput, "it is not a file"));
     }
-    if metadata.len() == 0 {
-        // mmap rejects empty files.
-        return Ok(Bytes::Static(&[]));
+    Ok(file)
+}
+
+/// Turns the error for a missing file into `None`.
+fn existing<T>(result: io::Result<T>) -> io::Result<Option<T>> {
+    match result {
+        Ok(value) => Ok(Some(value)),
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
+        Err(error) => Err(error),
     }
-    // SAFETY: the mapping is private to this process and read-only. That the file is not modified while it is
-    // mapped is an operating requirement, as for every engine that maps weights.
-    let map = unsafe { Mmap::map(&file)? };
-    Ok(Bytes::Mapped(Arc::new(map)))
 }

@@ -1,40 +1,46 @@
-//! Model checkpoints: Hugging Face directories and GGUF files, memory-mapped and validated.
+//! Model checkpoints: Hugging Face directories and GGUF files, validated.
 //!
 //! A [`ModelDir`] is opened from a directory, a GGUF file or the embedded model ([`ModelSource`]) by the same
-//! code. Opening reads and validates configuration and headers, not weights; a runtime then reads the tensors
-//! it needs.
+//! code. Opening reads and validates configuration and headers, not weights; a runtime then loads the tensors
+//! it needs into memory of its own, and takes the fingerprint after the last of them. Files are not mapped, so
+//! nothing that happens to them later concerns a running worker.
 
 mod architecture;
 mod bundle;
 mod config;
+mod content;
 mod decoder;
 mod embedded;
 mod error;
 mod fields;
 mod files;
 mod fingerprint;
+mod fingerprint_cache;
 mod generation;
 mod gguf;
 mod source;
 mod tensors;
+mod weight_file;
 
 use std::path::Path;
+use std::sync::Arc;
 
 pub use architecture::Architecture;
 pub use config::ModelConfig;
 pub use decoder::{CheckpointDecoder, CheckpointLayer, DecoderLayer, Matrix, StackedLinear};
 pub use error::Error;
 pub use fingerprint::{fingerprint, fingerprint_of};
+pub use fingerprint_cache::FingerprintCache;
 pub use generation::GenerationDefaults;
 pub use inflight_kernels::cpu::RopeScaling;
 pub use source::ModelSource;
-pub use tensors::{Tensor, Tensors};
+pub use tensors::{LoadedTensor, Tensor, Tensors};
 
 use fields::Fields;
 use files::Files;
 use gguf::Gguf;
 
-/// Opened model: configuration, memory-mapped tensors and bundle files.
+/// Opened model: configuration, located tensors and bundle files.
 #[derive(Debug)]
 pub struct ModelDir {
     name: String,
@@ -66,14 +72,14 @@ impl ModelDir {
     /// Opens a GGUF file. Uses tokenizer.json of its directory or, if that is missing, the tokenizer in the
     /// file.
     fn open_gguf(path: &Path) -> Result<Self, Error> {
-        let (beside, bytes) = files::open_file(path)?;
+        let (beside, file) = files::open_file(path)?;
         let label = path.display().to_string();
-        let gguf = Gguf::parse(&label, &bytes)?;
+        let gguf = Gguf::parse(&file)?;
         let map = gguf::config(&gguf)?;
         let text = serde_json::to_vec(&map).unwrap_or_default();
         let config = ModelConfig::of(&Fields::of(label, map))?;
         let generation = GenerationDefaults::read(&beside, &config)?;
-        let mut bundle = if beside.open("tokenizer.json")?.is_some() {
+        let mut bundle = if beside.read("tokenizer.json")?.is_some() {
             bundle::read(&beside)?
         } else {
             let files = gguf::tokenizer(&gguf)?.into_iter();
@@ -85,8 +91,15 @@ impl ModelDir {
         let name = path.file_stem().map_or("model".into(), |stem| stem.to_string_lossy()).into_owned();
         let interleaved = config.architecture.gguf().is_some_and(|gguf| gguf.interleaved_heads);
         let names = config.architecture.spec().tensors;
-        let tensors = Tensors::of_gguf(gguf, bytes, names, interleaved.then_some(config.head_dim));
+        let tensors = Tensors::of_gguf(gguf, Arc::new(file), names, interleaved.then_some(config.head_dim));
         Ok(Self { name, config, generation, tensors, bundle })
+    }
+
+    /// Uses a fingerprint cache. To be called before a runtime loads the model.
+    #[must_use]
+    pub fn with_fingerprint_cache(mut self, cache: FingerprintCache) -> Self {
+        self.tensors.use_cache(cache);
+        self
     }
 
     /// Default model name: the directory's or file's name, or `inflight-demo`.

@@ -1,47 +1,50 @@
-//! Tensors of a checkpoint, memory-mapped from safetensors or GGUF files under their Hugging Face names.
+//! Tensors of a checkpoint, located in safetensors or GGUF files under their Hugging Face names.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
+use std::sync::Arc;
 
 use inflight_kernels::cpu::WeightRows;
 use inflight_kernels::{Dtype, Encoding};
-use safetensors::SafeTensors;
-use safetensors::tensor::SafeTensorError;
+use safetensors::tensor::Metadata;
 use serde::Deserialize;
 
 use super::Error;
 use super::architecture::TensorNames;
-use super::files::{Bytes, Files};
+use super::content::{Bytes, Digest, TensorContent};
+use super::files::Files;
+use super::fingerprint_cache::FingerprintCache;
 use super::gguf::Gguf;
+use super::weight_file::WeightFile;
 
 const SINGLE: &str = "model.safetensors";
 const INDEX: &str = "model.safetensors.index.json";
+/// Bytes of the length at the start of a safetensors file.
+const LENGTH_BYTES: u64 = 8;
+/// Maximum size of a safetensors header, as in the reference implementation.
+const HEADER_BYTES_MAX: u64 = 100_000_000;
+/// Bytes that are read at once where columns are cut out of rows.
+const CHUNK_BYTES: usize = 64 << 20;
 
-/// Memory-mapped tensors of a model's weight files.
+/// Tensors of a model's weight files. Opening locates them; their content is read when a runtime loads it.
 #[derive(Debug)]
 pub struct Tensors {
-    weight_files: Vec<WeightFile>,
+    weight_files: Vec<Arc<WeightFile>>,
     entries: BTreeMap<String, TensorEntry>,
-}
-
-#[derive(Debug)]
-struct WeightFile {
-    label: String,
-    bytes: Bytes,
+    cache: Option<FingerprintCache>,
 }
 
 #[derive(Debug, Clone)]
 struct TensorEntry {
-    file_index: usize,
     /// Element encoding, or the name of an unsupported one.
     encoding: Result<Encoding, String>,
     /// Head size if the rows of a head are interleaved; see [`WeightRows::interleaved`].
     interleaved: Option<usize>,
     shape: Vec<usize>,
-    range: Range<usize>,
+    content: Arc<TensorContent>,
 }
 
-/// Tensor of validated shape. Keeps its file mapped.
+/// Tensor of validated shape in its file.
 #[derive(Debug, Clone)]
 pub struct Tensor {
     /// Encoding of the elements.
@@ -50,65 +53,26 @@ pub struct Tensor {
     pub shape: Vec<usize>,
     /// Head size if the rows of a head are interleaved; see [`WeightRows::interleaved`].
     interleaved: Option<usize>,
+    content: Arc<TensorContent>,
+}
+
+/// Rows of a tensor in memory; independent of the file.
+#[derive(Debug, Clone)]
+pub struct LoadedTensor {
+    /// Encoding of the elements.
+    pub encoding: Encoding,
+    /// Number of rows.
+    rows: usize,
+    /// Elements of a row.
+    width: usize,
+    interleaved: Option<usize>,
     bytes: Bytes,
-    range: Range<usize>,
 }
 
 impl Tensor {
-    /// Encoded elements: little-endian, row-major, unaligned.
-    pub fn bytes(&self) -> &[u8] {
-        &self.bytes[self.range.clone()]
-    }
-
-    /// Returns the rows of the matrix [shape[0], ...].
-    pub fn rows(&self) -> WeightRows<'_> {
-        WeightRows {
-            encoding: self.encoding,
-            bytes: self.bytes(),
-            rows: self.shape[0],
-            interleaved: self.interleaved,
-        }
-    }
-
-    /// Returns the given rows of a matrix; whole heads if the rows are interleaved.
-    ///
-    /// # Panics
-    /// If the rows are out of range or split a head.
-    pub fn rows_in(&self, rows: Range<usize>) -> WeightRows<'_> {
-        let whole = self.interleaved.is_none_or(|head| (rows.start % head, rows.len() % head) == (0, 0));
-        assert!(whole && rows.end <= self.shape[0], "rows are not in the tensor");
-        let row = self.encoding.bytes(self.shape[1..].iter().product());
-        let bytes = &self.bytes()[rows.start * row..rows.end * row];
-        WeightRows { bytes, rows: rows.len(), ..self.rows() }
-    }
-
-    /// Copies the given columns of a matrix [rows, columns] in the file's encoding; whole quantization
-    /// blocks.
-    ///
-    /// # Panics
-    /// If the columns are out of range or split a block.
-    pub fn columns_in(&self, columns: Range<usize>) -> Vec<u8> {
-        let (block, width) = (self.encoding.block(), self.shape[1]);
-        let whole = columns.start.is_multiple_of(block) && columns.end.is_multiple_of(block);
-        assert!(whole && columns.end <= width, "columns are not in the tensor");
-        let bytes = self.encoding.bytes(columns.start)..self.encoding.bytes(columns.end);
-        let mut columns = Vec::with_capacity(self.shape[0] * bytes.len());
-        for row in self.bytes().chunks_exact(self.encoding.bytes(width)) {
-            columns.extend_from_slice(&row[bytes.clone()]);
-        }
-        columns
-    }
-
-    /// Returns the given columns of logical row `row` of a matrix [rows, columns] in the file's encoding;
-    /// whole quantization blocks. Logical rows are those after de-interleaving; see
-    /// [`WeightRows::interleaved`].
-    ///
-    /// # Panics
-    /// If row or columns are out of range.
-    pub fn columns_of_row(&self, row: usize, columns: Range<usize>) -> &[u8] {
-        let bytes = self.encoding.bytes(self.shape[1]);
-        let at = self.rows().row(row) * bytes;
-        &self.bytes()[at..at + bytes][self.encoding.bytes(columns.start)..self.encoding.bytes(columns.end)]
+    /// Encoded size in bytes.
+    pub fn bytes(&self) -> usize {
+        self.content.len()
     }
 
     /// Returns whether the rows are stored in logical order, not interleaved.
@@ -116,25 +80,83 @@ impl Tensor {
         self.interleaved.is_none()
     }
 
-    /// Converts stored row `row` of a matrix to f32.
+    /// Returns the number of rows, at least one and whole heads, that take about `bytes` bytes.
+    pub fn rows_of_bytes(&self, bytes: usize) -> usize {
+        let (row, head) = (self.row_bytes().max(1), self.interleaved.unwrap_or(1));
+        (bytes / row / head).max(1) * head
+    }
+
+    fn width(&self) -> usize {
+        self.shape[1..].iter().product()
+    }
+
+    fn row_bytes(&self) -> usize {
+        self.encoding.bytes(self.width())
+    }
+
+    /// Reads the tensor.
+    ///
+    /// # Errors
+    /// [`Error::Changed`] or [`Error::Read`].
+    pub fn load(&self) -> Result<LoadedTensor, Error> {
+        let bytes = self.content.read(0..self.bytes())?;
+        Ok(self.loaded(self.shape[0], self.width(), bytes))
+    }
+
+    /// Reads the given rows of a matrix; whole heads if the rows are interleaved.
+    ///
+    /// # Errors
+    /// [`Error::Changed`] or [`Error::Read`].
     ///
     /// # Panics
-    /// If the row is out of range, or `out` is not as long as a row.
-    pub fn row(&self, row: usize, out: &mut [f32]) {
-        let bytes = self.encoding.bytes(out.len());
-        self.encoding.widen(&self.bytes()[row * bytes..(row + 1) * bytes], out);
+    /// If the rows are out of range or split a head.
+    pub fn load_rows(&self, rows: Range<usize>) -> Result<LoadedTensor, Error> {
+        let whole = self.interleaved.is_none_or(|head| (rows.start % head, rows.len() % head) == (0, 0));
+        assert!(whole && rows.end <= self.shape[0], "rows are not in the tensor");
+        let row = self.row_bytes();
+        let bytes = self.content.read(rows.start * row..rows.end * row)?;
+        Ok(self.loaded(rows.len(), self.width(), bytes))
     }
 
-    /// Releases the tensor's resident pages; it can be read again.
-    pub fn release(&self) {
-        self.bytes.release(self.range.clone());
+    /// Reads the given columns of a matrix [rows, columns]; whole quantization blocks. Rows stay in the order
+    /// of the file.
+    ///
+    /// # Errors
+    /// [`Error::Changed`] or [`Error::Read`].
+    ///
+    /// # Panics
+    /// If the columns are out of range or split a block.
+    pub fn load_columns(&self, columns: Range<usize>) -> Result<LoadedTensor, Error> {
+        if columns == (0..self.shape[1]) {
+            return self.load();
+        }
+        let (block, rows) = (self.encoding.block(), self.shape[0]);
+        let whole = columns.start.is_multiple_of(block) && columns.end.is_multiple_of(block);
+        assert!(whole && columns.end <= self.shape[1], "columns are not in the tensor");
+        let range = self.encoding.bytes(columns.start)..self.encoding.bytes(columns.end);
+        let mut bytes = Vec::with_capacity(rows * range.len());
+        let chunk = self.rows_of_bytes(CHUNK_BYTES);
+        for first in (0..rows).step_by(chunk) {
+            let loaded = self.load_rows(first..(first + chunk).min(rows))?;
+            for row in loaded.bytes.chunks_exact(self.row_bytes()) {
+                bytes.extend_from_slice(&row[range.clone()]);
+            }
+        }
+        Ok(self.loaded(rows, columns.len(), Bytes::Owned(bytes)))
     }
 
-    /// Converts all elements to f32, de-interleaved if the tensor is one-dimensional.
-    pub fn to_f32(&self) -> Vec<f32> {
+    fn loaded(&self, rows: usize, width: usize, bytes: Bytes) -> LoadedTensor {
+        LoadedTensor { encoding: self.encoding, rows, width, interleaved: self.interleaved, bytes }
+    }
+
+    /// Reads the tensor and converts all elements to f32, de-interleaved if it is one-dimensional.
+    ///
+    /// # Errors
+    /// [`Error::Changed`] or [`Error::Read`].
+    pub fn to_f32(&self) -> Result<Vec<f32>, Error> {
         let mut out = vec![0.0; self.shape.iter().product()];
-        self.encoding.widen(self.bytes(), &mut out);
-        match self.interleaved {
+        self.encoding.widen(&self.content.read(0..self.bytes())?, &mut out);
+        Ok(match self.interleaved {
             Some(head) if self.shape.len() == 1 => {
                 let halves = |head: &[f32]| {
                     let half = |first| head.iter().skip(first).step_by(2).copied();
@@ -143,7 +165,56 @@ impl Tensor {
                 out.chunks_exact(head).flat_map(halves).collect()
             }
             _ => out,
+        })
+    }
+}
+
+impl LoadedTensor {
+    /// Encoded elements: little-endian, row-major, unaligned.
+    pub fn bytes(&self) -> &[u8] {
+        &self.bytes
+    }
+
+    /// Returns all rows.
+    pub fn rows(&self) -> WeightRows<'_> {
+        WeightRows {
+            encoding: self.encoding,
+            bytes: &self.bytes,
+            rows: self.rows,
+            interleaved: self.interleaved,
         }
+    }
+
+    /// Returns the given rows; whole heads if the rows are interleaved.
+    ///
+    /// # Panics
+    /// If the rows are out of range or split a head.
+    pub fn rows_in(&self, rows: Range<usize>) -> WeightRows<'_> {
+        let whole = self.interleaved.is_none_or(|head| (rows.start % head, rows.len() % head) == (0, 0));
+        assert!(whole && rows.end <= self.rows, "rows are not in the tensor");
+        let row = self.encoding.bytes(self.width);
+        let bytes = &self.bytes[rows.start * row..rows.end * row];
+        WeightRows { bytes, rows: rows.len(), ..self.rows() }
+    }
+
+    /// Returns the given columns of logical row `row` in the file's encoding; whole quantization blocks.
+    /// Logical rows are those after de-interleaving; see [`WeightRows::interleaved`].
+    ///
+    /// # Panics
+    /// If row or columns are out of range.
+    pub fn columns_of_row(&self, row: usize, columns: Range<usize>) -> &[u8] {
+        let bytes = self.encoding.bytes(self.width);
+        let at = self.rows().row(row) * bytes;
+        &self.bytes[at..at + bytes][self.encoding.bytes(columns.start)..self.encoding.bytes(columns.end)]
+    }
+
+    /// Converts stored row `row` to f32.
+    ///
+    /// # Panics
+    /// If the row is out of range, or `out` is not as long as a row.
+    pub fn row(&self, row: usize, out: &mut [f32]) {
+        let bytes = self.encoding.bytes(out.len());
+        self.encoding.widen(&self.bytes[row * bytes..(row + 1) * bytes], out);
     }
 }
 
@@ -155,12 +226,12 @@ struct SafetensorsIndex {
 impl Tensors {
     /// Opens model.safetensors, or the files of model.safetensors.index.json.
     pub(super) fn open(files: &Files) -> Result<Self, Error> {
-        let mut tensors = Self { weight_files: Vec::new(), entries: BTreeMap::new() };
-        if let Some(bytes) = files.open(SINGLE)? {
-            tensors.add(files.label(SINGLE), bytes)?;
+        let mut tensors = Self { weight_files: Vec::new(), entries: BTreeMap::new(), cache: None };
+        if let Some(file) = files.open_weights(SINGLE)? {
+            tensors.add(file)?;
             return Ok(tensors);
         }
-        let Some(bytes) = files.open(INDEX)? else {
+        let Some(bytes) = files.read(INDEX)? else {
             return Err(Error::MissingFile {
                 file: files.label(SINGLE),
                 advice: "nor is there a model.safetensors.index.json; convert the weights to safetensors",
@@ -174,65 +245,107 @@ impl Tensors {
                 let reason = format!("`{name}` is not the name of a file beside it");
                 return Err(Error::Broken { file: files.label(INDEX), reason });
             }
-            let Some(bytes) = files.open(name)? else {
+            let Some(file) = files.open_weights(name)? else {
                 return Err(Error::MissingFile {
                     file: files.label(name),
                     advice: "model.safetensors.index.json names it; was the download completed?",
                 });
             };
-            tensors.add(files.label(name), bytes)?;
+            tensors.add(file)?;
         }
         Ok(tensors)
     }
 
     /// Wraps the tensors of a GGUF file under the names of checkpoints. `head_dim` is set if the rows of
     /// query and key heads are interleaved.
-    pub(super) fn of_gguf(gguf: Gguf, bytes: Bytes, names: &TensorNames, head_dim: Option<usize>) -> Self {
+    pub(super) fn of_gguf(
+        gguf: Gguf,
+        file: Arc<WeightFile>,
+        names: &TensorNames,
+        head_dim: Option<usize>,
+    ) -> Self {
         let mut entries = BTreeMap::new();
         for info in gguf.tensors {
             let Some(name) = names.of_gguf(&info.name) else { continue };
             let rotated = names.is_query_or_key(&name);
             let entry = TensorEntry {
-                file_index: 0,
                 encoding: info.encoding.map_err(|kind| format!("of ggml's type {kind}")),
                 interleaved: head_dim.filter(|_| rotated),
+                content: Arc::new(TensorContent::new(&name, &file, info.range, rows(&info.shape))),
                 shape: info.shape,
-                range: info.range,
             };
             entries.insert(name, entry);
         }
-        Self { weight_files: vec![WeightFile { label: gguf.label, bytes }], entries }
+        Self { weight_files: vec![file], entries, cache: None }
     }
 
-    fn add(&mut self, label: String, bytes: Bytes) -> Result<(), Error> {
-        let broken = |reason: String| Error::Broken { file: label.clone(), reason };
-        let header =
-            SafeTensors::deserialize(&bytes).map_err(|error| broken(explain(&error, bytes.len())))?;
-        let start = bytes.as_ptr() as usize;
-        let file_index = self.weight_files.len();
-        for (name, view) in header.iter() {
-            let from = view.data().as_ptr() as usize - start;
+    /// Adds the tensors of a safetensors file.
+    fn add(&mut self, file: WeightFile) -> Result<(), Error> {
+        let file = Arc::new(file);
+        let broken = |reason: String| Error::Broken { file: file.label().to_owned(), reason };
+        let (header, data) = read_header(&file)?;
+        for (name, info) in header.tensors() {
+            let (start, end) = info.data_offsets;
+            let range = data + start as u64..data + end as u64;
             let entry = TensorEntry {
-                file_index,
-                encoding: match view.dtype() {
+                encoding: match info.dtype {
                     safetensors::Dtype::F32 => Ok(Dtype::F32.into()),
                     safetensors::Dtype::BF16 => Ok(Dtype::Bf16.into()),
                     safetensors::Dtype::F16 => Ok(Dtype::F16.into()),
                     other => Err(other.to_string()),
                 },
                 interleaved: None,
-                shape: view.shape().to_vec(),
-                range: from..from + view.data().len(),
+                content: Arc::new(TensorContent::new(&name, &file, range, rows(&info.shape))),
+                shape: info.shape.clone(),
             };
-            if let Some(other) = self.entries.insert(name.to_owned(), entry) {
-                let reason =
-                    format!("tensor {name} is also in {}", self.weight_files[other.file_index].label);
-                return Err(broken(reason));
+            if let Some(other) = self.entries.insert(name.clone(), entry) {
+                let other = other.content.file().label();
+                return Err(broken(format!("tensor {name} is also in {other}")));
             }
         }
-        drop(header);
-        self.weight_files.push(WeightFile { label, bytes });
+        self.weight_files.push(file);
         Ok(())
+    }
+
+    /// Looks up the digests of large files in a fingerprint cache in `directory`, and saves them there when
+    /// they are computed. To be called before tensors are read.
+    pub(super) fn use_cache(&mut self, cache: FingerprintCache) {
+        for file in &self.weight_files {
+            let Some(digests) = cache.look_up(file) else { continue };
+            let of_file = || self.entries.iter().filter(|(_, entry)| Arc::ptr_eq(entry.content.file(), file));
+            if of_file().all(|(name, _)| digests.contains_key(name)) {
+                tracing::debug!(file = file.label(), "digests of the weights found in the fingerprint cache");
+                of_file().for_each(|(name, entry)| entry.content.set_cached(digests[name]));
+            }
+        }
+        self.cache = Some(cache);
+    }
+
+    /// Returns the digest of every tensor, by name; reads what was not read before. Then checks that no weight
+    /// file has changed since it was opened, and saves the digests to the fingerprint cache.
+    pub(super) fn digests(&self) -> Result<Vec<Digest>, Error> {
+        let digests =
+            self.entries.values().map(|entry| entry.content.digest()).collect::<Result<Vec<_>, _>>()?;
+        self.weight_files.iter().try_for_each(|file| file.verify())?;
+        let Some(cache) = &self.cache else { return Ok(digests) };
+        for file in &self.weight_files {
+            let entries = self.entries.iter().zip(&digests);
+            let computed = entries.filter(|((_, entry), _)| {
+                Arc::ptr_eq(entry.content.file(), file) && !entry.content.is_cached()
+            });
+            let computed: BTreeMap<String, Digest> =
+                computed.map(|((name, _), digest)| (name.clone(), *digest)).collect();
+            if !computed.is_empty() {
+                cache.save(file, &computed);
+            }
+        }
+        Ok(digests)
+    }
+
+    /// Returns whether all digests are from the fingerprint cache.
+    #[cfg(test)]
+    pub(super) fn all_cached(&self) -> bool {
+        self.entries.values().all(|entry| entry.content.is_cached())
     }
 
     /// Returns whether the tensor exists.
@@ -247,13 +360,12 @@ impl Tensors {
     pub fn get(&self, name: &str, shape: &[usize]) -> Result<Tensor, Error> {
         let Some(entry) = self.entries.get(name) else {
             let file = match self.weight_files.as_slice() {
-                [only] => only.label.clone(),
+                [only] => only.label().to_owned(),
                 several => format!("none of the {} weight files", several.len()),
             };
             return Err(Error::MissingTensor { file, tensor: name.to_owned(), expected: shape.to_vec() });
         };
-        let weight_file = &self.weight_files[entry.file_index];
-        let (file, tensor) = (weight_file.label.clone(), name.to_owned());
+        let (file, tensor) = (entry.content.file().label().to_owned(), name.to_owned());
         if entry.shape != shape {
             return Err(Error::Shape { file, tensor, expected: shape.to_vec(), found: entry.shape.clone() });
         }
@@ -265,43 +377,65 @@ impl Tensors {
             encoding,
             interleaved: entry.interleaved,
             shape: entry.shape.clone(),
-            bytes: weight_file.bytes.clone(),
-            range: entry.range.clone(),
+            content: Arc::clone(&entry.content),
         })
     }
 
     /// Total bytes of all tensors.
     pub fn total_bytes(&self) -> u64 {
-        self.entries.values().map(|entry| entry.range.len() as u64).sum()
+        self.entries.values().map(|entry| entry.content.len() as u64).sum()
     }
 
-    /// Iterates over name, type, shape and bytes of every tensor, by name.
-    pub(super) fn iter(&self) -> impl Iterator<Item = (&str, String, &[usize], &[u8])> {
+    /// Iterates over name, type and shape of every tensor, by name.
+    pub(super) fn iter(&self) -> impl Iterator<Item = (&str, String, &[usize])> {
         self.entries.iter().map(|(name, entry)| {
-            let bytes = &self.weight_files[entry.file_index].bytes[entry.range.clone()];
             let kind = match &entry.encoding {
                 Ok(encoding) => encoding.to_string(),
                 Err(other) => other.clone(),
             };
-            (name.as_str(), kind, entry.shape.as_slice(), bytes)
+            (name.as_str(), kind, entry.shape.as_slice())
         })
     }
 }
 
-/// Explains a safetensors error to the user.
-fn explain(error: &SafeTensorError, bytes: usize) -> String {
-    match error {
-        SafeTensorError::HeaderTooSmall | SafeTensorError::InvalidHeaderLength => {
-            format!(
-                "its {bytes} bytes do not hold the header it announces; it is truncated or not safetensors"
-            )
-        }
-        SafeTensorError::MetadataIncompleteBuffer => format!(
-            "its {bytes} bytes are not what its header describes; it is truncated or has something appended"
-        ),
-        SafeTensorError::HeaderTooLarge => {
-            "it announces a header of over 100 MB; it is corrupted or not safetensors".to_owned()
-        }
-        other => format!("{other}; it is corrupted or not safetensors"),
+/// Rows of a matrix; vectors are divided anywhere.
+fn rows(shape: &[usize]) -> usize {
+    if shape.len() > 1 { shape[0] } else { 0 }
+}
+
+/// Reads the header of a safetensors file; returns it with the offset of the tensor data.
+fn read_header(file: &WeightFile) -> Result<(Metadata, u64), Error> {
+    let bytes = file.len();
+    let broken = |reason: String| Error::Broken { file: file.label().to_owned(), reason };
+    let no_header = || {
+        broken(format!(
+            "its {bytes} bytes do not hold the header it announces; it is truncated or not safetensors"
+        ))
+    };
+    if bytes < LENGTH_BYTES {
+        return Err(no_header());
     }
+    let mut length = [0; LENGTH_BYTES as usize];
+    file.read_at(0, &mut length)?;
+    let length = u64::from_le_bytes(length);
+    if length > HEADER_BYTES_MAX {
+        return Err(broken(
+            "it announces a header of over 100 MB; it is corrupted or not safetensors".to_owned(),
+        ));
+    }
+    let data = LENGTH_BYTES + length;
+    if data > bytes {
+        return Err(no_header());
+    }
+    let mut header = vec![0; length as usize];
+    file.read_at(LENGTH_BYTES, &mut header)?;
+    // Parsing checks that the tensors are contiguous and as large as their shapes say.
+    let header: Metadata = serde_json::from_slice(&header)
+        .map_err(|error| broken(format!("{error}; it is corrupted or not safetensors")))?;
+    if data + header.data_len() as u64 != bytes {
+        return Err(broken(format!(
+            "its {bytes} bytes are not what its header describes; it is truncated or has something appended"
+        )));
+    }
+    Ok((header, data))
 }

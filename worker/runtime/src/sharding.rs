@@ -11,7 +11,7 @@
 
 use std::ops::Range;
 
-use inflight_models::{Matrix, ModelConfig, StackedLinear, Tensor};
+use inflight_models::{self as models, Matrix, ModelConfig, StackedLinear};
 
 /// Maximum ranks of a group.
 pub const RANKS_MAX: usize = 64;
@@ -193,17 +193,27 @@ impl Shard {
         }
     }
 
-    /// Returns this rank's part of a linear layer's bias; empty if it adds none.
-    pub fn bias(&self, linear: &StackedLinear) -> Vec<f32> {
+    /// Reads this rank's part of a linear layer's bias; empty if it adds none.
+    ///
+    /// # Errors
+    /// A weight file can't be read, or has changed.
+    pub fn bias(&self, linear: &StackedLinear) -> Result<Vec<f32>, models::Error> {
+        let mut bias = Vec::new();
         match self.partition(linear.matrix) {
             Partition::Outputs(outputs) => {
-                let biases = linear.biases.iter().zip(outputs);
-                biases.flat_map(|(bias, rows)| bias.to_f32()[rows].to_vec()).collect()
+                for (part, rows) in linear.biases.iter().zip(outputs) {
+                    bias.extend_from_slice(&part.to_f32()?[rows]);
+                }
             }
             // Rank 0 alone adds it, since outputs are summed over ranks.
-            Partition::Inputs(_) if self.rank > 0 => Vec::new(),
-            Partition::Inputs(_) => linear.biases.iter().flat_map(Tensor::to_f32).collect(),
+            Partition::Inputs(_) if self.rank > 0 => {}
+            Partition::Inputs(_) => {
+                for part in &linear.biases {
+                    bias.extend(part.to_f32()?);
+                }
+            }
         }
+        Ok(bias)
     }
 }
 

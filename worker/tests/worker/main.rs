@@ -4,6 +4,7 @@
 #![allow(clippy::unwrap_used, reason = "helpers of tests fail like tests")]
 
 mod bad_models;
+mod changed_files;
 mod engine;
 mod gguf;
 mod parity;

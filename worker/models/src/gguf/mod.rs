@@ -11,6 +11,7 @@ use inflight_kernels::{Dtype, Encoding};
 use serde_json::Value;
 
 use super::Error;
+use super::weight_file::WeightFile;
 
 pub(super) use config::config;
 pub(super) use tokenizer::tokenizer;
@@ -20,6 +21,10 @@ const MAGIC: &[u8; 4] = b"GGUF";
 const ALIGNMENT: u64 = 32;
 /// Maximum rank of a tensor in ggml (`GGML_MAX_DIMS`).
 const DIMENSIONS_MAX: u32 = 4;
+/// Bytes that are read at once.
+const WINDOW_BYTES: u64 = 1 << 20;
+/// Maximum bytes of a text in the metadata.
+const TEXT_BYTES_MAX: u64 = 256 << 20;
 
 /// Header of a GGUF file: metadata and tensors.
 pub(super) struct Gguf {
@@ -35,7 +40,7 @@ pub(super) struct GgufTensor {
     pub(super) shape: Vec<usize>,
     /// Encoding, or ggml's type id of an unsupported one.
     pub(super) encoding: Result<Encoding, u32>,
-    pub(super) range: Range<usize>,
+    pub(super) range: Range<u64>,
 }
 
 impl Gguf {
@@ -43,8 +48,8 @@ impl Gguf {
     ///
     /// # Errors
     /// The file is not GGUF, has an unsupported version, is truncated, or is inconsistent.
-    pub(super) fn parse(label: &str, bytes: &[u8]) -> Result<Self, Error> {
-        let mut reader = GgufReader { label, bytes, at: 0 };
+    pub(super) fn parse(file: &WeightFile) -> Result<Self, Error> {
+        let mut reader = GgufReader { file, at: 0, window: Vec::new(), window_start: 0 };
         if reader.take(4, "the magic number")? != MAGIC {
             return Err(reader.broken("it does not begin with `GGUF`; it is no GGUF file"));
         }
@@ -70,11 +75,12 @@ impl Gguf {
         for _ in 0..tensors {
             headers.push(reader.tensor_header()?);
         }
-        let data = (reader.at as u64).next_multiple_of(alignment);
-        let size = bytes.len() as u64;
+        // Saturates, for an alignment that is as large as a number can be.
+        let data = reader.at.checked_next_multiple_of(alignment).unwrap_or(u64::MAX);
+        let size = file.len();
         let tensors =
             headers.into_iter().map(|header| header.locate(&reader, data, size)).collect::<Result<_, _>>()?;
-        Ok(Self { label: label.to_owned(), metadata, tensors })
+        Ok(Self { label: file.label().to_owned(), metadata, tensors })
     }
 }
 
@@ -125,7 +131,7 @@ impl TensorHeader {
             (Some(start), Some(end)) => Ok(GgufTensor {
                 shape: shape.iter().map(|n| *n as usize).collect(),
                 encoding,
-                range: start as usize..end as usize,
+                range: start..end,
                 name,
             }),
             _ => Err(lies(&format!(
@@ -138,30 +144,40 @@ impl TensorHeader {
 
 /// Bounds-checked little-endian reader.
 struct GgufReader<'a> {
-    label: &'a str,
-    bytes: &'a [u8],
-    at: usize,
+    file: &'a WeightFile,
+    at: u64,
+    /// Bytes of the file from `window_start` on.
+    window: Vec<u8>,
+    window_start: u64,
 }
 
-impl<'a> GgufReader<'a> {
+impl GgufReader<'_> {
     fn broken(&self, reason: &str) -> Error {
-        Error::Broken { file: self.label.to_owned(), reason: reason.to_owned() }
+        Error::Broken { file: self.file.label().to_owned(), reason: reason.to_owned() }
     }
 
     /// Reads `count` bytes; `what` names them in errors.
-    fn take(&mut self, count: u64, what: &str) -> Result<&'a [u8], Error> {
-        let rest = &self.bytes[self.at..];
-        match usize::try_from(count).ok().and_then(|count| rest.get(..count)) {
-            Some(taken) => {
-                self.at += taken.len();
-                Ok(taken)
-            }
-            None => Err(self.broken(&format!(
-                "it ends within {what}: {count} bytes are announced at {}, {} are left; it is truncated or corrupted",
+    fn take(&mut self, count: u64, what: &str) -> Result<&[u8], Error> {
+        let left = self.file.len() - self.at;
+        if count > left {
+            return Err(self.broken(&format!(
+                "it ends within {what}: {count} bytes are announced at {}, {left} are left; it is truncated or corrupted",
                 self.at,
-                rest.len()
-            ))),
+            )));
         }
+        if count > TEXT_BYTES_MAX {
+            return Err(self.broken(&format!(
+                "{what} takes {count} bytes; at most {TEXT_BYTES_MAX} are supported; it is corrupted"
+            )));
+        }
+        if self.at + count > self.window_start + self.window.len() as u64 {
+            self.window.resize(count.max(WINDOW_BYTES).min(left) as usize, 0);
+            self.window_start = self.at;
+            self.file.read_at(self.at, &mut self.window)?;
+        }
+        let from = (self.at - self.window_start) as usize;
+        self.at += count;
+        Ok(&self.window[from..from + count as usize])
     }
 
     fn array<const N: usize>(&mut self, what: &str) -> Result<[u8; N], Error> {
@@ -180,8 +196,8 @@ impl<'a> GgufReader<'a> {
 
     fn text(&mut self, what: &str) -> Result<String, Error> {
         let count = self.u64(what)?;
-        let bytes = self.take(count, what)?;
-        String::from_utf8(bytes.to_vec()).map_err(|_| self.broken(&format!("{what} is not UTF-8")))
+        let bytes = self.take(count, what)?.to_vec();
+        String::from_utf8(bytes).map_err(|_| self.broken(&format!("{what} is not UTF-8")))
     }
 
     /// Reads a metadata value of ggml's type id `kind`.

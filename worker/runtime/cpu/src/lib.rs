@@ -35,7 +35,7 @@ pub use quantization::{Quantization, UnknownQuantization};
 use rank_group::{Rank, RankGroup};
 use sampler::Sampler;
 use sampling_slots::SamplingSlots;
-use weights::{CheckpointWeights, Weights};
+use weights::{CheckpointWeights, PackError, Weights};
 
 /// Configuration of a [`CpuRuntime`].
 #[derive(Debug, Clone)]
@@ -110,21 +110,21 @@ pub enum Error {
         /// Bytes requested for the host pool.
         host_bytes: u64,
     },
-    /// The packed weights exceed the available memory.
+    /// The weights exceed the available memory.
     #[error(
-        "the packed weights take {}, and {} are available; free some memory, or store them smaller with --quantize",
+        "packing the weights takes {}, and {} are available; free some memory, or store them smaller with --quantize",
         Readable(*needed),
         Readable(*available)
     )]
     WeightMemory {
-        /// Bytes of the packed weights.
+        /// Bytes of the weights while they are packed.
         needed: u64,
         /// Bytes of available memory.
         available: u64,
     },
     /// Weights and pools together exceed the memory limit of the process.
     #[error(
-        "the packed weights take {}, the KV pool {} and the host pool behind it {}, but this process may use {} in all; \
+        "the weights take {}, the KV pool {} and the host pool behind it {}, but this process may use {} in all; \
          lower --kv-cache-bytes or --host-cache-bytes",
         Readable(*weight_bytes),
         Readable(*kv_bytes),
@@ -132,7 +132,7 @@ pub enum Error {
         Readable(*total)
     )]
     TotalMemory {
-        /// Bytes of the packed weights.
+        /// Bytes of the packed weights and of the embedding.
         weight_bytes: u64,
         /// Bytes requested for the KV block pool.
         kv_bytes: u64,
@@ -222,9 +222,9 @@ impl CpuRuntime {
         }
         let isa = options.isa.unwrap_or_else(Isa::detect);
         let packed = |shard| tensors.packed_bytes(options.quantize, isa, shard);
-        let weight_bytes = shards.iter().map(packed).sum::<u64>();
+        let weight_bytes = shards.iter().map(packed).sum::<u64>() + tensors.embedding_bytes();
         let (kv_bytes, host_bytes) = (options.kv_bytes, options.host_bytes);
-        check_memory(weight_bytes, kv_bytes, host_bytes)?;
+        check_memory(weight_bytes, tensors.unpacked_bytes(), kv_bytes, host_bytes)?;
         let no_memory = |_| Error::Memory { kv_bytes, host_bytes };
         let mut pools = Vec::with_capacity(world);
         let mut copiers = Vec::with_capacity(world);
@@ -242,9 +242,13 @@ impl CpuRuntime {
             // The degree decides the summation order over ranks.
             formats.push_str(&format!(" tensor-parallel {world}"));
         }
-        let fingerprint = models::fingerprint(model, kv_dtype.name(), &formats, isa);
-        let weights = pack(&tensors, &shards, options.quantize, isa, &rank_threads, &rank_pools, progress)
-            .map_err(|_| Error::WeightMemory { needed: weight_bytes, available: 0 })?;
+        let weights = pack(&tensors, &shards, options.quantize, isa, &rank_threads, &rank_pools, progress);
+        let weights = weights.map_err(|error| match error {
+            PackError::Model(error) => Error::Model(error),
+            PackError::Memory(_) => Error::WeightMemory { needed: weight_bytes, available: 0 },
+        })?;
+        // After the last tensor was read: it covers what was read.
+        let fingerprint = models::fingerprint(model, kv_dtype.name(), &formats, isa)?;
         let capabilities = Capabilities {
             vocab_size: config.vocab_size as u32,
             context_tokens,
@@ -317,14 +321,16 @@ fn pack(
     threads: &Pool,
     rank_pools: &[Pool],
     progress: &(dyn Fn(u64, u64) + Sync),
-) -> std::io::Result<Vec<Weights>> {
+) -> Result<Vec<Weights>, PackError> {
     let total = shards.iter().map(|shard| tensors.file_bytes(shard)).sum();
     let done = AtomicU64::new(0);
     progress(0, total);
     let read = |bytes: u64| progress(done.fetch_add(bytes, Ordering::Relaxed) + bytes, total);
+    let embedding = tensors.load_embedding()?;
     let packed: Vec<_> = shards.iter().map(|_| Mutex::new(None)).collect();
     RankGroup::on_each(threads, shards.len(), &|rank| {
-        let weights = tensors.pack(&rank_pools[rank], isa, quantize, &shards[rank], &read);
+        let embedding = embedding.clone();
+        let weights = tensors.pack(embedding, &rank_pools[rank], isa, quantize, &shards[rank], &read);
         *packed[rank].lock().unwrap_or_else(PoisonError::into_inner) = Some(weights);
     });
     let taken =
@@ -343,14 +349,16 @@ fn compute_threads(options: &CpuOptions, ranks: usize) -> usize {
     threads
 }
 
-/// Checks that packed weights and pools fit the memory of the machine and of the process's limit.
+/// Checks that weights and pools fit the memory of the machine and of the process's limit. `unpacked_bytes`
+/// are needed in addition while weights are packed.
 ///
 /// # Errors
 /// [`Error::WeightMemory`] or [`Error::TotalMemory`].
-fn check_memory(weight_bytes: u64, kv_bytes: u64, host_bytes: u64) -> Result<(), Error> {
+fn check_memory(weight_bytes: u64, unpacked_bytes: u64, kv_bytes: u64, host_bytes: u64) -> Result<(), Error> {
     let Some(memory) = memory_info() else { return Ok(()) };
-    if weight_bytes > memory.available {
-        return Err(Error::WeightMemory { needed: weight_bytes, available: memory.available });
+    let needed = weight_bytes.saturating_add(unpacked_bytes);
+    if needed > memory.available {
+        return Err(Error::WeightMemory { needed, available: memory.available });
     }
     // Pools take memory at first use, so they are checked against total rather than available memory.
     if weight_bytes.saturating_add(kv_bytes).saturating_add(host_bytes) > memory.total {

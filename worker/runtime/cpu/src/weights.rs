@@ -1,17 +1,23 @@
 //! Weights of the CPU runtime: lookup in the checkpoint, sharding and packing for the kernels.
+//!
+//! Loaded weights are in memory of the process: matrices packed, the embedding as in the checkpoint, one copy for
+//! all ranks. No step reads a file.
 
 use std::io;
+use std::sync::Arc;
 
 use inflight_kernels::Dtype;
 use inflight_kernels::cpu::{Isa, PackedMatrix, Pool, WeightFormat, WeightRows};
-use inflight_models::{CheckpointLayer, DecoderLayer, Error, Matrix, ModelDir, StackedLinear, Tensor};
+use inflight_models::{
+    CheckpointLayer, DecoderLayer, Error, LoadedTensor, Matrix, ModelDir, StackedLinear, Tensor,
+};
 use inflight_runtime::sharding::{Alignment, Partition, Shard};
 
 use super::quantization::{Quantization, kv_dtype, packed_bytes};
 
 /// Packed weights of one rank.
 pub(super) struct Weights {
-    pub(super) embedding: Tensor,
+    pub(super) embedding: Arc<LoadedTensor>,
     pub(super) layers: Vec<Layer>,
     pub(super) norm: Vec<f32>,
     pub(super) head: PackedMatrix,
@@ -25,7 +31,7 @@ pub(super) struct Linear {
 }
 
 impl Weights {
-    /// Bytes of the packed matrices; the embedding stays memory-mapped.
+    /// Bytes of the packed matrices, without the embedding, of which a step reads a few rows.
     pub(super) fn bytes(&self) -> usize {
         let linears = self.layers.iter().flat_map(Layer::linears);
         linears.map(|linear| linear.matrix.bytes()).sum::<usize>() + self.head.bytes()
@@ -38,25 +44,46 @@ pub(super) struct CheckpointWeights {
     layers: Vec<CheckpointLayer>,
     norm: Tensor,
     head: StackedLinear,
+    /// The embedding is also the LM head.
+    tied: bool,
+}
+
+/// Failure to pack weights.
+#[derive(Debug, thiserror::Error)]
+pub(super) enum PackError {
+    /// A weight file can't be read, or has changed.
+    #[error(transparent)]
+    Model(#[from] Error),
+    /// Allocating memory failed.
+    #[error(transparent)]
+    Memory(#[from] io::Error),
 }
 
 /// Looks up every tensor that the configuration requires.
 pub(super) fn find(model: &ModelDir) -> Result<CheckpointWeights, Error> {
     let decoder = model.decoder()?;
+    let tied = decoder.head.is_none();
     let head = decoder.head.unwrap_or_else(|| decoder.embedding.clone());
     Ok(CheckpointWeights {
         embedding: decoder.embedding,
         layers: decoder.layers,
         norm: decoder.norm,
         head: StackedLinear { matrix: Matrix::Head, matrices: vec![head], biases: Vec::new() },
+        tied,
     })
 }
 
 /// Returns the packed format of a linear layer for `ranks` ranks.
 fn packed_format(linear: &StackedLinear, quantization: Option<Quantization>, ranks: usize) -> WeightFormat {
     let Some(quantization) = quantization else {
-        let sources: Vec<WeightRows<'_>> = linear.matrices.iter().map(Tensor::rows).collect();
-        return WeightFormat::of(&sources);
+        // The format depends on the encodings alone.
+        let source = |matrix: &Tensor| WeightRows {
+            encoding: matrix.encoding,
+            bytes: &[],
+            rows: 0,
+            interleaved: None,
+        };
+        return WeightFormat::of(&linear.matrices.iter().map(source).collect::<Vec<_>>());
     };
     match linear.matrix {
         Matrix::Head => quantization.head(linear.inputs()),
@@ -69,42 +96,32 @@ fn packed_format(linear: &StackedLinear, quantization: Option<Quantization>, ran
 /// Returns the bytes of a shard's partition of a linear layer in the file.
 fn file_bytes(linear: &StackedLinear, shard: &Shard) -> u64 {
     let (n, k) = shard.shape(linear);
-    let bytes: usize = linear.matrices.iter().map(|matrix| matrix.bytes().len()).sum();
+    let bytes: usize = linear.matrices.iter().map(Tensor::bytes).sum();
     let elements = linear.outputs() * linear.inputs();
     (bytes as u128 * (n * k) as u128 / elements as u128) as u64
 }
 
-/// Packs a shard's partition of a linear layer.
+/// Reads and packs a shard's partition of a linear layer.
 fn pack(
     linear: &StackedLinear,
     pool: &Pool,
     isa: Isa,
     format: WeightFormat,
     shard: &Shard,
-) -> io::Result<Linear> {
+) -> Result<Linear, PackError> {
     let (_, k) = shard.shape(linear);
-    let matrix = match shard.partition(linear.matrix) {
+    let matrices = linear.matrices.iter();
+    let parts: Vec<LoadedTensor> = match shard.partition(linear.matrix) {
         Partition::Outputs(outputs) => {
-            let parts = linear.matrices.iter().zip(outputs);
-            let sources: Vec<WeightRows<'_>> = parts.map(|(matrix, part)| matrix.rows_in(part)).collect();
-            PackedMatrix::pack(pool, isa, k, &sources, format)?
-        }
-        Partition::Inputs(_) if k == linear.inputs() => {
-            let sources: Vec<WeightRows<'_>> = linear.matrices.iter().map(Tensor::rows).collect();
-            PackedMatrix::pack(pool, isa, k, &sources, format)?
+            matrices.zip(outputs).map(|(matrix, rows)| matrix.load_rows(rows)).collect::<Result<_, _>>()?
         }
         Partition::Inputs(inputs) => {
-            let columns = |matrix: &Tensor| matrix.columns_in(inputs.clone());
-            let parts: Vec<Vec<u8>> = linear.matrices.iter().map(columns).collect();
-            let sources = linear.matrices.iter().zip(&parts);
-            let sources: Vec<WeightRows<'_>> =
-                sources.map(|(matrix, bytes)| WeightRows { bytes, ..matrix.rows() }).collect();
-            PackedMatrix::pack(pool, isa, k, &sources, format)?
+            matrices.map(|matrix| matrix.load_columns(inputs.clone())).collect::<Result<_, _>>()?
         }
     };
-    let bias = shard.bias(linear);
-    // Packed tensors are not read again, except an embedding that is also the LM head.
-    linear.matrices.iter().for_each(Tensor::release);
+    let sources: Vec<WeightRows<'_>> = parts.iter().map(LoadedTensor::rows).collect();
+    let matrix = PackedMatrix::pack(pool, isa, k, &sources, format)?;
+    let bias = shard.bias(linear)?;
     Ok(Linear { matrix, bias: (!bias.is_empty()).then_some(bias) })
 }
 
@@ -167,28 +184,58 @@ impl CheckpointWeights {
         alignment
     }
 
-    /// Packs a shard of all matrices. Calls `read` with the bytes read for each matrix.
+    /// Bytes of the embedding, which all ranks share.
+    pub(super) fn embedding_bytes(&self) -> u64 {
+        self.embedding.bytes() as u64
+    }
+
+    /// Returns the maximum bytes of a layer that [`CheckpointWeights::pack`] holds besides what it has packed.
+    pub(super) fn unpacked_bytes(&self) -> u64 {
+        let head = (!self.tied).then_some(&self.head);
+        let linears = self.layers.iter().flat_map(CheckpointLayer::linears).chain(head);
+        let bytes = |linear: &StackedLinear| linear.matrices.iter().map(|matrix| matrix.bytes() as u64).sum();
+        linears.map(bytes).max().unwrap_or(0)
+    }
+
+    /// Reads the embedding.
     ///
     /// # Errors
-    /// Allocating memory failed.
+    /// A weight file can't be read, or has changed.
+    pub(super) fn load_embedding(&self) -> Result<Arc<LoadedTensor>, Error> {
+        self.embedding.load().map(Arc::new)
+    }
+
+    /// Reads and packs a shard of all matrices. Calls `read` with the bytes read for each matrix.
+    ///
+    /// # Errors
+    /// A weight file can't be read or has changed, or allocating memory failed.
     pub(super) fn pack(
         &self,
+        embedding: Arc<LoadedTensor>,
         pool: &Pool,
         isa: Isa,
         quantization: Option<Quantization>,
         shard: &Shard,
         read: &(dyn Fn(u64) + Sync),
-    ) -> io::Result<Weights> {
+    ) -> Result<Weights, PackError> {
         let pack = |linear: &StackedLinear| {
             let format = packed_format(linear, quantization, shard.ranks);
             let packed = pack(linear, pool, isa, format, shard)?;
             read(file_bytes(linear, shard));
-            Ok::<_, io::Error>(packed)
+            Ok::<_, PackError>(packed)
         };
-        let layers = self.layers.iter().map(|layer| layer.try_map(|vector| Ok(vector.to_f32()), &pack));
-        let layers = layers.collect::<io::Result<_>>()?;
-        let head = pack(&self.head)?.matrix;
-        Ok(Weights { embedding: self.embedding.clone(), layers, norm: self.norm.to_f32(), head })
+        let layers = self.layers.iter().map(|layer| layer.try_map(|vector| Ok(vector.to_f32()?), &pack));
+        let layers = layers.collect::<Result<_, PackError>>()?;
+        let head = if self.tied {
+            let format = packed_format(&self.head, quantization, shard.ranks);
+            let rows = embedding.rows_in(shard.vocabulary.clone());
+            let packed = PackedMatrix::pack(pool, isa, self.head.inputs(), &[rows], format)?;
+            read(file_bytes(&self.head, shard));
+            packed
+        } else {
+            pack(&self.head)?.matrix
+        };
+        Ok(Weights { embedding, layers, norm: self.norm.to_f32()?, head })
     }
 }
 

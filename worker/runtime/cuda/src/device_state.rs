@@ -20,6 +20,7 @@ use super::model_runner::{ModelRunner, RunnerModes};
 use super::nccl::NcclRank;
 use super::result_slot::{DEPTH, ResultSlot};
 use super::slots::device_error;
+use super::weights::UploadError;
 use super::{CudaOptions, Error as LoadError, algorithm_search};
 
 /// GPU with a loaded model.
@@ -55,7 +56,10 @@ impl DeviceState {
             // The receiver is gone if the worker has aborted loading.
             let _ = events.send((rank, LoadEvent::Progress(done, total)));
         };
-        let weights = tensors.upload(&device, shard, &report).map_err(load_error)?;
+        let weights = tensors.upload(&device, shard, &report).map_err(|error| match error {
+            UploadError::Model(error) => LoadError::Model(error),
+            UploadError::Device(error) => load_error(error),
+        })?;
         device.stream.synchronize().map_err(load_error)?;
         // Libraries allocate their memory before the KV pool is sized.
         if device.collective().is_some() {

@@ -168,7 +168,6 @@ impl CudaRuntime {
             // The summation order over ranks.
             arithmetic.push_str(&format!(" tensor-parallel {world} {}", nccl::version()?));
         }
-        let fingerprint = models::fingerprint_of(model, tensors.half().dtype().name(), &arithmetic);
         let name = gpus[0].name.clone();
         let plans = ShardPlan::for_ranks(shards, collective);
         let jobs = gpus.into_iter().zip(plans).map(|(gpu_info, shard_plan)| LoadJob {
@@ -178,11 +177,12 @@ impl CudaRuntime {
             tensors: Arc::clone(&tensors),
             options: options.clone(),
             context_tokens,
-            fingerprint: fingerprint.clone(),
             group: group.clone(),
         });
         let (ranks, mut loaded) = Ranks::start(jobs.collect(), progress)?;
-        let capabilities = loaded[0].capabilities.clone();
+        // After the last tensor was read: it covers what was read.
+        let fingerprint = models::fingerprint_of(model, tensors.half().dtype().name(), &arithmetic)?;
+        let capabilities = Capabilities { fingerprint, ..loaded[0].capabilities.clone() };
         let swap = match capabilities.host_blocks {
             0 => None,
             host_blocks => {

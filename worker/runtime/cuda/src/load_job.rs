@@ -19,7 +19,6 @@ pub(super) struct LoadJob {
     pub(super) tensors: Arc<weights::SourceTensors>,
     pub(super) options: CudaOptions,
     pub(super) context_tokens: u32,
-    pub(super) fingerprint: String,
     /// Communicators of the group; `None` without collectives.
     pub(super) group: Option<Arc<NcclGroup>>,
 }

@@ -108,7 +108,8 @@ impl LoadPlan {
             slots: options.slots,
             batch_tokens: options.batch_tokens,
             depth: DEPTH,
-            fingerprint: job.fingerprint.clone(),
+            // Known when all ranks have read their tensors.
+            fingerprint: String::new(),
         }
     }
 

@@ -6,7 +6,7 @@ use std::ops::Range;
 use inflight_kernels::Encoding;
 use inflight_kernels::cuda::{DeviceError, HalfDtype};
 use inflight_models::{
-    CheckpointDecoder, CheckpointLayer, DecoderLayer, Error, ModelDir, StackedLinear, Tensor,
+    self as models, CheckpointDecoder, CheckpointLayer, DecoderLayer, ModelDir, StackedLinear, Tensor,
 };
 use inflight_runtime::sharding::{Alignment, Partition, Shard};
 
@@ -36,12 +36,9 @@ impl<'a> TensorSlice<'a> {
         self.rows.len() * self.columns.len()
     }
 
-    /// Returns its bytes in the file, if they are contiguous there.
-    fn contiguous(&self) -> Option<&'a [u8]> {
-        let width = self.tensor.shape[1];
-        let row = self.tensor.encoding.bytes(width);
-        let contiguous = self.tensor.in_order() && self.columns.len() == width;
-        contiguous.then(|| &self.tensor.bytes()[self.rows.start * row..self.rows.end * row])
+    /// Returns whether its rows are as in the file.
+    fn contiguous(&self) -> bool {
+        self.tensor.in_order() && self.columns.len() == self.tensor.shape[1]
     }
 }
 
@@ -101,7 +98,7 @@ fn elements(slices: &[TensorSlice<'_>]) -> usize {
 const MATRIX_ALIGN: u64 = 256;
 
 /// Looks up every tensor that the configuration requires.
-pub(super) fn find(model: &ModelDir) -> Result<SourceTensors, Error> {
+pub(super) fn find(model: &ModelDir) -> Result<SourceTensors, models::Error> {
     model.decoder().map(SourceTensors)
 }
 
@@ -167,13 +164,16 @@ impl SourceTensors {
         all.map(|elements| memory_plan::allocated_bytes(elements as u64 * 2)).sum()
     }
 
-    /// Uploads a shard. `progress` is called with the bytes done and the total.
+    /// Reads and uploads a shard. `progress` is called with the bytes done and the total.
+    ///
+    /// # Errors
+    /// A weight file can't be read or has changed, or the device failed.
     pub(super) fn upload<G: Gpu>(
         &self,
         gpu: &G,
         shard: &Shard,
         progress: &dyn Fn(u64, u64),
-    ) -> Result<DeviceWeights<G::Memory>, DeviceError> {
+    ) -> Result<DeviceWeights<G::Memory>, UploadError> {
         let mut upload = WeightUpload {
             gpu,
             shard,
@@ -189,7 +189,7 @@ impl SourceTensors {
         Ok(DeviceWeights {
             embedding: upload.matrix(&[TensorSlice::whole(&self.0.embedding)])?,
             layers: self.0.layers.iter().map(|layer| upload.layer(layer)).collect::<Result<_, _>>()?,
-            norm: upload_f32(gpu, &self.0.norm.to_f32())?,
+            norm: upload_f32(gpu, &self.0.norm.to_f32()?)?,
             head: match offset {
                 Some(_) => None,
                 None => Some(upload.matrix(&[head])?),
@@ -213,8 +213,19 @@ struct WeightUpload<'a, G> {
     scratch: Vec<u16>,
 }
 
-/// Bytes that are copied or converted at once.
-const CHUNK_BYTES: usize = 16 << 20;
+/// Bytes that are read, copied or converted at once: pieces for several threads.
+const CHUNK_BYTES: usize = 64 << 20;
+
+/// Failure to upload weights.
+#[derive(Debug, thiserror::Error)]
+pub(super) enum UploadError {
+    /// A weight file can't be read, or has changed.
+    #[error(transparent)]
+    Model(#[from] models::Error),
+    /// The device failed.
+    #[error(transparent)]
+    Device(#[from] DeviceError),
+}
 
 /// Uploads f32 values.
 fn upload_f32<G: Gpu>(gpu: &G, values: &[f32]) -> Result<G::Memory, DeviceError> {
@@ -224,14 +235,15 @@ fn upload_f32<G: Gpu>(gpu: &G, values: &[f32]) -> Result<G::Memory, DeviceError>
 }
 
 impl<G: Gpu> WeightUpload<'_, G> {
-    fn layer(&mut self, layer: &CheckpointLayer) -> Result<WeightLayer<G::Memory>, DeviceError> {
+    fn layer(&mut self, layer: &CheckpointLayer) -> Result<WeightLayer<G::Memory>, UploadError> {
         let gpu = self.gpu;
-        layer.try_map(|vector| upload_f32(gpu, &vector.to_f32()), |linear| self.linear(linear))
+        let vector = |vector: &Tensor| Ok(upload_f32(gpu, &vector.to_f32()?)?);
+        layer.try_map(vector, |linear| self.linear(linear))
     }
 
-    fn linear(&mut self, linear: &StackedLinear) -> Result<DeviceLinear<G::Memory>, DeviceError> {
+    fn linear(&mut self, linear: &StackedLinear) -> Result<DeviceLinear<G::Memory>, UploadError> {
         let (mut f32_bias, mut half_bias) = (None, None);
-        let bias = self.shard.bias(linear);
+        let bias = self.shard.bias(linear)?;
         if !bias.is_empty() {
             f32_bias = Some(upload_f32(self.gpu, &bias)?);
             half_bias = Some(self.upload_half(&bias)?);
@@ -247,28 +259,28 @@ impl<G: Gpu> WeightUpload<'_, G> {
         Ok(memory)
     }
 
-    /// Uploads slices of matrices, concatenated by rows.
-    fn matrix(&mut self, slices: &[TensorSlice<'_>]) -> Result<G::Memory, DeviceError> {
+    /// Reads and uploads slices of matrices, concatenated by rows.
+    fn matrix(&mut self, slices: &[TensorSlice<'_>]) -> Result<G::Memory, UploadError> {
         let memory = self.gpu.alloc(elements(slices) * 2)?;
         let mut at = 0;
         for slice in slices {
             let encoding = slice.tensor.encoding;
-            if let Some(bytes) = slice.contiguous() {
-                for chunk in bytes.chunks(CHUNK_BYTES / encoding.block_bytes() * encoding.block_bytes()) {
-                    self.upload_chunk(&memory, &mut at, encoding, chunk)?;
+            let step = slice.tensor.rows_of_bytes(CHUNK_BYTES);
+            for first in slice.rows.clone().step_by(step) {
+                let rows = first..(first + step).min(slice.rows.end);
+                let loaded = slice.tensor.load_rows(rows.clone())?;
+                if slice.contiguous() {
+                    self.upload_chunk(&memory, &mut at, encoding, loaded.bytes())?;
+                    continue;
                 }
-                continue;
-            }
-            let mut gathered = std::mem::take(&mut self.gathered);
-            gathered.clear();
-            for row in slice.rows.clone() {
-                gathered.extend_from_slice(slice.tensor.columns_of_row(row, slice.columns.clone()));
-                if gathered.len() >= CHUNK_BYTES || row + 1 == slice.rows.end {
-                    self.upload_chunk(&memory, &mut at, encoding, &gathered)?;
-                    gathered.clear();
+                let mut gathered = std::mem::take(&mut self.gathered);
+                gathered.clear();
+                for row in 0..rows.len() {
+                    gathered.extend_from_slice(loaded.columns_of_row(row, slice.columns.clone()));
                 }
+                self.upload_chunk(&memory, &mut at, encoding, &gathered)?;
+                self.gathered = gathered;
             }
-            self.gathered = gathered;
         }
         Ok(memory)
     }
