@@ -5,6 +5,7 @@ mod connections;
 mod endurance;
 mod exhaustion;
 mod lying_worker;
+mod model_files;
 mod secrets;
 mod worker_port;
 

@@ -10,6 +10,7 @@
 //! Pieces are whole rows of about 4 MiB, so a tensor's digest depends neither on the number of threads nor on
 //! how the tensor is divided among ranks.
 
+use std::fmt::Write as _;
 use std::ops::{Deref, Range};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
@@ -189,6 +190,24 @@ impl TensorContent {
             .file
             .changed(format!("bytes {start} to {end} of tensor {} differ between two reads", self.tensor)))
     }
+}
+
+/// Returns the memory of dropped [`Bytes`] to the system; the allocator would keep tens of MiB for later.
+pub(super) fn return_free_memory() {
+    #[cfg(target_env = "gnu")]
+    // SAFETY: malloc_trim has no preconditions.
+    unsafe {
+        libc::malloc_trim(0);
+    }
+}
+
+/// Returns bytes as hexadecimal digits.
+pub(super) fn hex(bytes: &[u8]) -> String {
+    bytes.iter().fold(String::with_capacity(2 * bytes.len()), |mut hex, byte| {
+        // Writing to a string can't fail.
+        let _ = write!(hex, "{byte:02x}");
+        hex
+    })
 }
 
 /// Runs jobs on as many threads as there are CPUs; returns one of the errors, if any.

@@ -1,11 +1,10 @@
 //! Numerics fingerprint: digest of all that decides the bits of generated tokens.
 
-use std::fmt::Write;
-
 use inflight_kernels::VERSION;
 use inflight_kernels::cpu::Isa;
 use sha2::{Digest, Sha256};
 
+use super::content::hex;
 use super::{Error, ModelDir};
 
 /// Computes the numerics fingerprint of the CPU runtime: SHA-256, in hex, over everything that decides a
@@ -49,13 +48,4 @@ pub fn fingerprint_of(model: &ModelDir, kv_dtype: &str, arithmetic: &str) -> Res
         field(digest);
     }
     Ok(hex(&hash.finalize()))
-}
-
-/// Returns bytes as hexadecimal digits.
-pub(super) fn hex(bytes: &[u8]) -> String {
-    bytes.iter().fold(String::with_capacity(2 * bytes.len()), |mut hex, byte| {
-        // Writing to a string can't fail.
-        let _ = write!(hex, "{byte:02x}");
-        hex
-    })
 }

@@ -17,8 +17,7 @@ use std::time::Duration;
 use serde::{Deserialize, Serialize};
 use sha2::{Digest as _, Sha256};
 
-use super::content::Digest;
-use super::fingerprint::hex;
+use super::content::{Digest, hex};
 use super::weight_file::{FileIdentity, WeightFile};
 
 /// Version of the entries and of the definition of the digests.

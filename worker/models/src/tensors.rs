@@ -11,7 +11,7 @@ use serde::Deserialize;
 
 use super::Error;
 use super::architecture::TensorNames;
-use super::content::{Bytes, Digest, TensorContent};
+use super::content::{Bytes, Digest, TensorContent, return_free_memory};
 use super::files::Files;
 use super::fingerprint_cache::FingerprintCache;
 use super::gguf::Gguf;
@@ -327,6 +327,7 @@ impl Tensors {
         let digests =
             self.entries.values().map(|entry| entry.content.digest()).collect::<Result<Vec<_>, _>>()?;
         self.weight_files.iter().try_for_each(|file| file.verify())?;
+        return_free_memory();
         let Some(cache) = &self.cache else { return Ok(digests) };
         for file in &self.weight_files {
             let entries = self.entries.iter().zip(&digests);

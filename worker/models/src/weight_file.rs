@@ -124,11 +124,12 @@ impl WeightFile {
         match &self.source {
             Source::File { file, identity, .. } => match file.read_exact_at(out, offset) {
                 Ok(()) => Ok(()),
-                Err(error) if error.kind() == io::ErrorKind::UnexpectedEof => Err(self.changed(format!(
-                    "it ends before byte {} of {}",
-                    offset + out.len() as u64,
-                    identity.bytes
-                ))),
+                Err(error) if error.kind() == io::ErrorKind::UnexpectedEof => {
+                    self.verify()?;
+                    let end = offset + out.len() as u64;
+                    Err(self
+                        .changed(format!("it ended before byte {end} of {} for a moment", identity.bytes)))
+                }
                 Err(source) => Err(Error::Read { file: self.label.clone(), source }),
             },
             Source::Embedded(bytes) => {

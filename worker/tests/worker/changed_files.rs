@@ -100,8 +100,9 @@ fn logits(runtime: &mut CpuRuntime) -> Vec<u32> {
 
 #[test]
 fn a_weight_file_that_changes_while_it_is_loaded_is_rejected_with_the_change() {
+    const SIZE: &str = "its size went from";
     let changes: [(&(dyn Fn(&Path) + Sync), &str); 3] =
-        [(&overwrite, "it was written to"), (&truncate, "bytes"), (&append, "its size went from")];
+        [(&overwrite, "it was written to"), (&truncate, SIZE), (&append, SIZE)];
     for gguf in [false, true] {
         for ranks in [1, 2] {
             for (change, clue) in &changes {

@@ -112,12 +112,12 @@ pub enum Error {
     },
     /// The weights exceed the available memory.
     #[error(
-        "packing the weights takes {}, and {} are available; free some memory, or store them smaller with --quantize",
+        "the weights take {}, and {} are available; free some memory, or store them smaller with --quantize",
         Readable(*needed),
         Readable(*available)
     )]
     WeightMemory {
-        /// Bytes of the weights while they are packed.
+        /// Bytes of the packed weights and of the embedding.
         needed: u64,
         /// Bytes of available memory.
         available: u64,
@@ -224,7 +224,7 @@ impl CpuRuntime {
         let packed = |shard| tensors.packed_bytes(options.quantize, isa, shard);
         let weight_bytes = shards.iter().map(packed).sum::<u64>() + tensors.embedding_bytes();
         let (kv_bytes, host_bytes) = (options.kv_bytes, options.host_bytes);
-        check_memory(weight_bytes, tensors.unpacked_bytes(), kv_bytes, host_bytes)?;
+        check_memory(weight_bytes, kv_bytes, host_bytes)?;
         let no_memory = |_| Error::Memory { kv_bytes, host_bytes };
         let mut pools = Vec::with_capacity(world);
         let mut copiers = Vec::with_capacity(world);
@@ -326,17 +326,23 @@ fn pack(
     let done = AtomicU64::new(0);
     progress(0, total);
     let read = |bytes: u64| progress(done.fetch_add(bytes, Ordering::Relaxed) + bytes, total);
-    let embedding = tensors.load_embedding()?;
+    let tied_embedding = tensors.tied_embedding()?;
     let packed: Vec<_> = shards.iter().map(|_| Mutex::new(None)).collect();
     RankGroup::on_each(threads, shards.len(), &|rank| {
-        let embedding = embedding.clone();
+        let embedding = tied_embedding.as_deref();
         let weights = tensors.pack(embedding, &rank_pools[rank], isa, quantize, &shards[rank], &read);
         *packed[rank].lock().unwrap_or_else(PoisonError::into_inner) = Some(weights);
     });
     let taken =
         packed.into_iter().map(|weights| weights.into_inner().unwrap_or_else(PoisonError::into_inner));
     // All are set: if a rank panics, `on_each` panics, too.
-    taken.flatten().collect()
+    let packed = taken.flatten().collect::<Result<Vec<_>, _>>()?;
+    // An embedding of its own is read last, when no matrix is in memory twice.
+    let embedding = match tied_embedding {
+        Some(embedding) => embedding,
+        None => tensors.load_embedding()?,
+    };
+    Ok(packed.into_iter().map(|packed| packed.with_embedding(embedding.clone())).collect())
 }
 
 /// Returns the compute threads over all ranks, which are divided among them.
@@ -349,16 +355,14 @@ fn compute_threads(options: &CpuOptions, ranks: usize) -> usize {
     threads
 }
 
-/// Checks that weights and pools fit the memory of the machine and of the process's limit. `unpacked_bytes`
-/// are needed in addition while weights are packed.
+/// Checks that weights and pools fit the memory of the machine and of the process's limit.
 ///
 /// # Errors
 /// [`Error::WeightMemory`] or [`Error::TotalMemory`].
-fn check_memory(weight_bytes: u64, unpacked_bytes: u64, kv_bytes: u64, host_bytes: u64) -> Result<(), Error> {
+fn check_memory(weight_bytes: u64, kv_bytes: u64, host_bytes: u64) -> Result<(), Error> {
     let Some(memory) = memory_info() else { return Ok(()) };
-    let needed = weight_bytes.saturating_add(unpacked_bytes);
-    if needed > memory.available {
-        return Err(Error::WeightMemory { needed, available: memory.available });
+    if weight_bytes > memory.available {
+        return Err(Error::WeightMemory { needed: weight_bytes, available: memory.available });
     }
     // Pools take memory at first use, so they are checked against total rather than available memory.
     if weight_bytes.saturating_add(kv_bytes).saturating_add(host_bytes) > memory.total {

@@ -23,6 +23,20 @@ pub(super) struct Weights {
     pub(super) head: PackedMatrix,
 }
 
+/// Packed weights of one rank without the embedding.
+pub(super) struct PackedLayers {
+    layers: Vec<Layer>,
+    norm: Vec<f32>,
+    head: PackedMatrix,
+}
+
+impl PackedLayers {
+    pub(super) fn with_embedding(self, embedding: Arc<LoadedTensor>) -> Weights {
+        let Self { layers, norm, head } = self;
+        Weights { embedding, layers, norm, head }
+    }
+}
+
 pub(super) type Layer = DecoderLayer<Vec<f32>, Linear>;
 
 pub(super) struct Linear {
@@ -189,12 +203,12 @@ impl CheckpointWeights {
         self.embedding.bytes() as u64
     }
 
-    /// Returns the maximum bytes of a layer that [`CheckpointWeights::pack`] holds besides what it has packed.
-    pub(super) fn unpacked_bytes(&self) -> u64 {
-        let head = (!self.tied).then_some(&self.head);
-        let linears = self.layers.iter().flat_map(CheckpointLayer::linears).chain(head);
-        let bytes = |linear: &StackedLinear| linear.matrices.iter().map(|matrix| matrix.bytes() as u64).sum();
-        linears.map(bytes).max().unwrap_or(0)
+    /// Reads the embedding if it is also the LM head.
+    ///
+    /// # Errors
+    /// A weight file can't be read, or has changed.
+    pub(super) fn tied_embedding(&self) -> Result<Option<Arc<LoadedTensor>>, Error> {
+        self.tied.then(|| self.load_embedding()).transpose()
     }
 
     /// Reads the embedding.
@@ -205,19 +219,19 @@ impl CheckpointWeights {
         self.embedding.load().map(Arc::new)
     }
 
-    /// Reads and packs a shard of all matrices. Calls `read` with the bytes read for each matrix.
+    /// Reads and packs a shard of all matrices; the LM head from `tied_embedding`, if given. Calls `read` with the bytes read for each matrix.
     ///
     /// # Errors
     /// A weight file can't be read or has changed, or allocating memory failed.
     pub(super) fn pack(
         &self,
-        embedding: Arc<LoadedTensor>,
+        tied_embedding: Option<&LoadedTensor>,
         pool: &Pool,
         isa: Isa,
         quantization: Option<Quantization>,
         shard: &Shard,
         read: &(dyn Fn(u64) + Sync),
-    ) -> Result<Weights, PackError> {
+    ) -> Result<PackedLayers, PackError> {
         let pack = |linear: &StackedLinear| {
             let format = packed_format(linear, quantization, shard.ranks);
             let packed = pack(linear, pool, isa, format, shard)?;
@@ -226,16 +240,17 @@ impl CheckpointWeights {
         };
         let layers = self.layers.iter().map(|layer| layer.try_map(|vector| Ok(vector.to_f32()?), &pack));
         let layers = layers.collect::<Result<_, PackError>>()?;
-        let head = if self.tied {
-            let format = packed_format(&self.head, quantization, shard.ranks);
-            let rows = embedding.rows_in(shard.vocabulary.clone());
-            let packed = PackedMatrix::pack(pool, isa, self.head.inputs(), &[rows], format)?;
-            read(file_bytes(&self.head, shard));
-            packed
-        } else {
-            pack(&self.head)?.matrix
+        let head = match tied_embedding {
+            Some(embedding) => {
+                let format = packed_format(&self.head, quantization, shard.ranks);
+                let rows = embedding.rows_in(shard.vocabulary.clone());
+                let packed = PackedMatrix::pack(pool, isa, self.head.inputs(), &[rows], format)?;
+                read(file_bytes(&self.head, shard));
+                packed
+            }
+            None => pack(&self.head)?.matrix,
         };
-        Ok(Weights { embedding, layers, norm: self.norm.to_f32()?, head })
+        Ok(PackedLayers { layers, norm: self.norm.to_f32()?, head })
     }
 }
 

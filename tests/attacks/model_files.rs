@@ -1,0 +1,106 @@
+//! Model files that are overwritten or truncated under a running worker: it answers as before.
+
+use std::fs::{self, File};
+use std::os::unix::fs::FileExt as _;
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context, Result, ensure};
+use inflight_fixtures::TempDir;
+use inflight_harness::{LocalCluster, is_alive};
+use inflight_proto::v1::generate_request::Input;
+use inflight_proto::v1::{GenerateRequest, SamplingParams, StopConditions};
+use serde_json::Value;
+
+use crate::program;
+
+/// Embedding of the demo model, which is its LM head, too.
+const EMBEDDING: &str = "model.embed_tokens.weight";
+
+/// Copies the demo model to a folder; returns the path of its weights.
+fn copy_demo_model(folder: &Path) -> Result<PathBuf> {
+    let demo = Path::new(env!("CARGO_MANIFEST_DIR")).join("../worker/demo");
+    for entry in fs::read_dir(demo)? {
+        let entry = entry?;
+        if entry.file_type()?.is_file() {
+            fs::copy(entry.path(), folder.join(entry.file_name()))?;
+        }
+    }
+    Ok(folder.join("model.safetensors"))
+}
+
+/// Swaps the halves of the embedding by writing into the file.
+fn swap_halves_of_embedding(weights: &Path) -> Result<()> {
+    let bytes = fs::read(weights)?;
+    let header = u64::from_le_bytes(bytes[..8].try_into()?) as usize;
+    let header_json: Value = serde_json::from_slice(&bytes[8..8 + header])?;
+    let offset = |index: usize| -> Result<usize> {
+        let offset = header_json[EMBEDDING]["data_offsets"][index].as_u64().context("no such tensor")?;
+        Ok(8 + header + offset as usize)
+    };
+    let (start, end) = (offset(0)?, offset(1)?);
+    let mut embedding = bytes[start..end].to_vec();
+    embedding.rotate_left((end - start) / 2);
+    ensure!(embedding != bytes[start..end], "the halves are equal");
+    File::options().write(true).open(weights)?.write_all_at(&embedding, start as u64)?;
+    Ok(())
+}
+
+/// Greedy answers to prompts that share no prefix, with the worker's fingerprint.
+async fn answers(cluster: &LocalCluster) -> Result<Vec<(String, String)>> {
+    let mut client = cluster.client().await?;
+    let mut answers = Vec::new();
+    for prompt in ["What is the capital of France?", "Once upon a time", "a router forwards requests"] {
+        let request = GenerateRequest {
+            input: Some(Input::Text(prompt.to_owned())),
+            sampling: Some(SamplingParams { temperature: Some(0.0), ..SamplingParams::default() }),
+            stop: Some(StopConditions {
+                max_tokens: Some(24),
+                ignore_eos: true,
+                ..StopConditions::default()
+            }),
+            ..GenerateRequest::default()
+        };
+        let mut answer = client.generate_unary(request).await?.into_inner();
+        let choice = answer.choices.pop().context("an answer without a choice")?;
+        answers.push((choice.text, answer.fingerprint));
+    }
+    Ok(answers)
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn weights_overwritten_or_truncated_under_a_worker_change_no_answer() -> Result<()> {
+    let folder = TempDir::new("model-files")?;
+    let weights = copy_demo_model(folder.path())?;
+    let model = format!("--model={}", folder.path().display());
+    let flags = ["--workers=1", "--no-prefix-cache", "--fingerprint-cache=off", &model];
+    let cluster = LocalCluster::start(program(), &flags).await?;
+    let worker = cluster.workers.first().context("one was started")?;
+    let before = answers(&cluster).await?;
+    swap_halves_of_embedding(&weights)?;
+    let overwritten = answers(&cluster).await?;
+    ensure!(overwritten == before, "an overwritten file: {overwritten:?} instead of {before:?}");
+    File::options().write(true).open(&weights)?.set_len(1000)?;
+    let truncated = answers(&cluster).await?;
+    ensure!(truncated == before, "a truncated file: {truncated:?} instead of {before:?}");
+    ensure!(is_alive(worker.pid), "the worker ended; the log:\n{}", cluster.log());
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn overwritten_weights_have_another_fingerprint_at_the_next_start() -> Result<()> {
+    let folder = TempDir::new("model-files")?;
+    let weights = copy_demo_model(folder.path())?;
+    let cache = folder.path().join("cache");
+    let model = format!("--model={}", folder.path().display());
+    let cache_flag = format!("--fingerprint-cache={}", cache.display());
+    let mut fingerprints = Vec::new();
+    for _ in 0..2 {
+        let cluster = LocalCluster::start(program(), &["--workers=1", &model, &cache_flag]).await?;
+        fingerprints.push(answers(&cluster).await?.pop().context("no answer")?);
+        swap_halves_of_embedding(&weights)?;
+    }
+    ensure!(fingerprints[0].1 != fingerprints[1].1, "other weights, the same fingerprint");
+    ensure!(fingerprints[0].0 != fingerprints[1].0, "the test's change of the weights changes no answer");
+    ensure!(!cache.exists(), "the digests of a small model are cached");
+    Ok(())
+}
