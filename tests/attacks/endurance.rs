@@ -82,7 +82,7 @@ fn channel(router: &RoleProcess) -> Result<Channel> {
 }
 
 /// Waits until a router has a session with `least` workers or more.
-async fn connected(router: &RoleProcess, least: f64) -> Result<()> {
+pub async fn connected(router: &RoleProcess, least: f64) -> Result<()> {
     eventually("the workers are connected", || async {
         let connected = scrape(router.metrics).await?.total("inflight_router_workers_connected")?;
         ensure!(connected >= least, "{connected} of {least}");

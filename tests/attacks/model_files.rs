@@ -6,11 +6,12 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, ensure};
 use inflight_fixtures::TempDir;
-use inflight_harness::{LocalCluster, is_alive};
+use inflight_harness::{RoleProcess, is_alive};
 use inflight_proto::v1::generate_request::Input;
 use inflight_proto::v1::{GenerateRequest, SamplingParams, StopConditions};
 use serde_json::Value;
 
+use crate::endurance::connected;
 use crate::program;
 
 /// Embedding of the demo model, which is its LM head, too.
@@ -45,9 +46,21 @@ fn swap_halves_of_embedding(weights: &Path) -> Result<()> {
     Ok(())
 }
 
+/// Starts a worker with a model and a router in front of it.
+async fn start(model: &Path, flags: &[&str]) -> Result<(RoleProcess, RoleProcess)> {
+    let mut worker_flags = vec![format!("--model={}", model.display())];
+    let small = ["--threads=1", "--kv-cache-bytes=16MiB"];
+    worker_flags.extend(small.iter().chain(flags).map(|flag| (*flag).to_owned()));
+    let worker = RoleProcess::start(program().to_owned(), "worker", &worker_flags).await?;
+    let router_flags = [format!("--workers={}", worker.address)];
+    let router = RoleProcess::start(program().to_owned(), "router", &router_flags).await?;
+    connected(&router, 1.0).await?;
+    Ok((worker, router))
+}
+
 /// Greedy answers to prompts that share no prefix, with the worker's fingerprint.
-async fn answers(cluster: &LocalCluster) -> Result<Vec<(String, String)>> {
-    let mut client = cluster.client().await?;
+async fn answers(router: &RoleProcess) -> Result<Vec<(String, String)>> {
+    let mut client = router.client()?;
     let mut answers = Vec::new();
     for prompt in ["What is the capital of France?", "Once upon a time", "a router forwards requests"] {
         let request = GenerateRequest {
@@ -71,18 +84,16 @@ async fn answers(cluster: &LocalCluster) -> Result<Vec<(String, String)>> {
 async fn weights_overwritten_or_truncated_under_a_worker_change_no_answer() -> Result<()> {
     let folder = TempDir::new("model-files")?;
     let weights = copy_demo_model(folder.path())?;
-    let model = format!("--model={}", folder.path().display());
-    let flags = ["--workers=1", "--no-prefix-cache", "--fingerprint-cache=off", &model];
-    let cluster = LocalCluster::start(program(), &flags).await?;
-    let worker = cluster.workers.first().context("one was started")?;
-    let before = answers(&cluster).await?;
+    let flags = ["--no-prefix-cache", "--fingerprint-cache=off"];
+    let (worker, router) = start(folder.path(), &flags).await?;
+    let before = answers(&router).await?;
     swap_halves_of_embedding(&weights)?;
-    let overwritten = answers(&cluster).await?;
+    let overwritten = answers(&router).await?;
     ensure!(overwritten == before, "an overwritten file: {overwritten:?} instead of {before:?}");
     File::options().write(true).open(&weights)?.set_len(1000)?;
-    let truncated = answers(&cluster).await?;
+    let truncated = answers(&router).await?;
     ensure!(truncated == before, "a truncated file: {truncated:?} instead of {before:?}");
-    ensure!(is_alive(worker.pid), "the worker ended; the log:\n{}", cluster.log());
+    ensure!(is_alive(worker.pid), "the worker ended; the log:\n{}", worker.log());
     Ok(())
 }
 
@@ -91,12 +102,11 @@ async fn overwritten_weights_have_another_fingerprint_at_the_next_start() -> Res
     let folder = TempDir::new("model-files")?;
     let weights = copy_demo_model(folder.path())?;
     let cache = folder.path().join("cache");
-    let model = format!("--model={}", folder.path().display());
     let cache_flag = format!("--fingerprint-cache={}", cache.display());
     let mut fingerprints = Vec::new();
     for _ in 0..2 {
-        let cluster = LocalCluster::start(program(), &["--workers=1", &model, &cache_flag]).await?;
-        fingerprints.push(answers(&cluster).await?.pop().context("no answer")?);
+        let (_worker, router) = start(folder.path(), &[&cache_flag]).await?;
+        fingerprints.push(answers(&router).await?.pop().context("no answer")?);
         swap_halves_of_embedding(&weights)?;
     }
     ensure!(fingerprints[0].1 != fingerprints[1].1, "other weights, the same fingerprint");

@@ -219,7 +219,8 @@ impl CheckpointWeights {
         self.embedding.load().map(Arc::new)
     }
 
-    /// Reads and packs a shard of all matrices; the LM head from `tied_embedding`, if given. Calls `read` with the bytes read for each matrix.
+    /// Reads and packs a shard of all matrices; the LM head from `tied_embedding`, if given. Calls `read` with
+    /// the bytes read for each matrix.
     ///
     /// # Errors
     /// A weight file can't be read or has changed, or allocating memory failed.

@@ -207,14 +207,16 @@ struct WeightUpload<'a, G> {
     done: u64,
     total: u64,
     progress: &'a dyn Fn(u64, u64),
-    /// Buffer for chunks that are not contiguous in the file.
+    /// Buffer for rows that are not contiguous in the file.
     gathered: Vec<u8>,
     /// Elements of a chunk converted to the 16-bit type.
     scratch: Vec<u16>,
 }
 
-/// Bytes that are read, copied or converted at once: pieces for several threads.
-const CHUNK_BYTES: usize = 64 << 20;
+/// Bytes that are read at once: pieces for several threads.
+const READ_BYTES: usize = 64 << 20;
+/// Bytes that are copied or converted at once.
+const CHUNK_BYTES: usize = 16 << 20;
 
 /// Failure to upload weights.
 #[derive(Debug, thiserror::Error)]
@@ -265,12 +267,12 @@ impl<G: Gpu> WeightUpload<'_, G> {
         let mut at = 0;
         for slice in slices {
             let encoding = slice.tensor.encoding;
-            let step = slice.tensor.rows_of_bytes(CHUNK_BYTES);
+            let step = slice.tensor.rows_of_bytes(READ_BYTES);
             for first in slice.rows.clone().step_by(step) {
                 let rows = first..(first + step).min(slice.rows.end);
                 let loaded = slice.tensor.load_rows(rows.clone())?;
                 if slice.contiguous() {
-                    self.upload_chunk(&memory, &mut at, encoding, loaded.bytes())?;
+                    self.upload_encoded(&memory, &mut at, encoding, loaded.bytes())?;
                     continue;
                 }
                 let mut gathered = std::mem::take(&mut self.gathered);
@@ -278,11 +280,24 @@ impl<G: Gpu> WeightUpload<'_, G> {
                 for row in 0..rows.len() {
                     gathered.extend_from_slice(loaded.columns_of_row(row, slice.columns.clone()));
                 }
-                self.upload_chunk(&memory, &mut at, encoding, &gathered)?;
+                self.upload_encoded(&memory, &mut at, encoding, &gathered)?;
                 self.gathered = gathered;
             }
         }
         Ok(memory)
+    }
+
+    /// Uploads whole blocks to byte offset `at`, chunk by chunk, and advances `at`.
+    fn upload_encoded(
+        &mut self,
+        memory: &G::Memory,
+        at: &mut usize,
+        encoding: Encoding,
+        bytes: &[u8],
+    ) -> Result<(), DeviceError> {
+        let block = encoding.block_bytes();
+        let mut chunks = bytes.chunks(CHUNK_BYTES / block * block);
+        chunks.try_for_each(|chunk| self.upload_chunk(memory, at, encoding, chunk))
     }
 
     /// Uploads a chunk to byte offset `at`, converting it if its type differs, and advances `at`.
