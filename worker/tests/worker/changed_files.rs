@@ -59,6 +59,9 @@ impl Model {
     }
 }
 
+/// Change of a weight file.
+type Change = fn(&Path);
+
 /// Overwrites the second half of the file in place.
 fn overwrite(file: &Path) {
     let mut bytes = fs::read(file).unwrap();
@@ -101,8 +104,7 @@ fn logits(runtime: &mut CpuRuntime) -> Vec<u32> {
 #[test]
 fn a_weight_file_that_changes_while_it_is_loaded_is_rejected_with_the_change() {
     const SIZE: &str = "its size went from";
-    let changes: [(&(dyn Fn(&Path) + Sync), &str); 3] =
-        [(&overwrite, "it was written to"), (&truncate, SIZE), (&append, SIZE)];
+    let changes: [(Change, &str); 3] = [(overwrite, "it was written to"), (truncate, SIZE), (append, SIZE)];
     for gguf in [false, true] {
         for ranks in [1, 2] {
             for (change, clue) in &changes {
