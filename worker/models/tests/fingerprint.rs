@@ -1,5 +1,7 @@
 //! The fingerprint of models that differ in one byte, in every file format.
 
+#![allow(clippy::unwrap_used, reason = "helpers of tests fail like tests")]
+
 use std::fs;
 use std::path::Path;
 
