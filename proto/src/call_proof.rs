@@ -15,6 +15,7 @@ use std::time::{Duration, Instant};
 
 use hmac::{Hmac, Mac as _};
 use sha2::Sha256;
+use tonic::codegen::Bytes;
 use tonic::codegen::http::HeaderMap;
 use tonic::metadata::{BinaryMetadataValue, MetadataMap};
 use tonic::transport::Channel;
@@ -142,6 +143,13 @@ pub async fn prove<T>(
     Ok((request, Some(proof)))
 }
 
+/// Returns the decoded proof in the headers of a call; `None` if it is absent or not valid base64.
+fn proof_bytes(headers: &HeaderMap) -> Option<Bytes> {
+    let mut proof = HeaderMap::new();
+    proof.insert(METADATA_KEY, headers.get(METADATA_KEY)?.clone());
+    MetadataMap::from_headers(proof).get_bin(METADATA_KEY)?.to_bytes().ok()
+}
+
 /// Answer to a call with a valid proof: the server's proof.
 #[derive(Clone, PartialEq, Eq)]
 pub struct AnswerProof(pub Vec<u8>);
@@ -195,10 +203,7 @@ impl Challenges {
         headers: &HeaderMap,
         now: Instant,
     ) -> Result<AnswerProof, ProofError> {
-        let value = headers.get(METADATA_KEY).ok_or(ProofError::Missing)?;
-        // A value that is not valid base64 is rejected like an absent one.
-        let value = BinaryMetadataValue::try_from(value.as_bytes()).map_err(|_| ProofError::Missing)?;
-        let value = value.to_bytes().map_err(|_| ProofError::Missing)?;
+        let value = proof_bytes(headers).ok_or(ProofError::Missing)?;
         if value.len() != CHALLENGE_BYTES + NONCE_BYTES + PROOF_BYTES {
             return Err(ProofError::Missing);
         }
