@@ -15,7 +15,7 @@ use inflight_net::{
 };
 use inflight_proto::v1::worker_server::WorkerServer;
 use inflight_proto::{FILE_DESCRIPTOR_SET, PROTOCOL_VERSION, v1};
-use inflight_runtime::{MemoryLedger, OverLimit, Runtime};
+use inflight_runtime::{MemoryLedger, Runtime};
 use inflight_worker_core::CostPrior;
 use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::sync::{Semaphore, mpsc, oneshot};
@@ -92,7 +92,7 @@ pub enum Error {
     /// The host pool of a worker on GPUs exceeds a memory limit.
     #[cfg(feature = "cuda")]
     #[error("the host pool takes {0}; lower --host-cache-bytes")]
-    HostMemory(OverLimit),
+    HostMemory(inflight_runtime::OverLimit),
     /// A GPU was requested of a build without the feature `cuda`.
     #[cfg(not(feature = "cuda"))]
     #[error("this build computes on CPUs alone; build with the feature `cuda`, or take --device cpu")]
