@@ -245,7 +245,8 @@ pub async fn run(args: Args) -> Result<(), CommandError> {
         tracing::info!(%address, worker = worker_id, "ready");
         event::emit(&RoleEvent::Ready { address, metrics, http: None });
         let drain_timeout = args.role.drain_timeout.0 + CLOSE_MARGIN;
-        role::within_drain(worker.serve(stop.drain.clone()), &stop.drain, drain_timeout).await
+        let serving = Box::pin(worker.serve(stop.drain.clone()));
+        role::within_drain(serving, &stop.drain, drain_timeout).await
     })
     .await;
     telemetry.stop().await;
