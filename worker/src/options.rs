@@ -108,7 +108,7 @@ pub struct Options {
     pub listen: SocketAddr,
     /// TLS certificate, key and trusted client CAs; `None`: plaintext.
     pub tls: Option<ServerTlsFiles>,
-    /// Secret that callers must prove, and that the worker proves to routers; `None`: whoever can connect is
+    /// Secret that callers must prove, and that the worker proves to routers; `None`: every caller is
     /// served, unless TLS requires client certificates.
     pub secret: Option<SecretFile>,
     /// Permits listening on other addresses than loopback although callers need not authenticate.

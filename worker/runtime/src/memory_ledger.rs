@@ -279,7 +279,7 @@ fn read_reservation(path: &Path, own: &MemoryGroup) -> io::Result<Option<(u64, P
         Err(TryLockError::WouldBlock) => {}
         Err(TryLockError::Error(error)) => return Err(error),
         Ok(()) => {
-            // Its worker has ended without removing it. Nobody locks it now: that needs the ledger's lock.
+            // Its worker has ended without removing it. No other process locks it now: that needs the ledger's lock.
             std::fs::remove_file(path)?;
             return Ok(None);
         }
