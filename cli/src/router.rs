@@ -327,6 +327,9 @@ pub async fn run(args: Args) -> Result<(), CommandError> {
         telemetry::start(&args.telemetry, "inflight-router", &router_id, args.metrics_listen, &buckets())
             .await?;
     let metrics = telemetry.metrics;
+    let listeners = 1 + usize::from(options.http.is_some());
+    let connections = options.connections.connections_max.saturating_mul(listeners);
+    role::check_open_files(connections.saturating_add(options.workers.len()), "lower --connections-max");
     let outcome = Box::pin(async {
         let mut router = Router::bind(options).await.map_err(|error| CommandError::chain("", &error))?;
         if metrics.is_some() {

@@ -15,7 +15,6 @@ use std::time::{Duration, Instant};
 
 use hmac::{Hmac, Mac as _};
 use sha2::Sha256;
-use tonic::codegen::Bytes;
 use tonic::codegen::http::HeaderMap;
 use tonic::metadata::{BinaryMetadataValue, MetadataMap};
 use tonic::transport::Channel;
@@ -66,6 +65,15 @@ fn mac(secret: &[u8], parts: &[&[u8]]) -> Hmac<Sha256> {
         mac.update(part);
     }
     mac
+}
+
+/// Returns the bytes of a proof in the headers of a call; a value that is not valid base64 counts as absent.
+fn sent_bytes(headers: &HeaderMap) -> Option<Vec<u8>> {
+    // `MetadataValue::try_from` would encode the text once more; only a map decodes it.
+    let mut metadata = HeaderMap::new();
+    metadata.insert(METADATA_KEY, headers.get(METADATA_KEY)?.clone());
+    let metadata = MetadataMap::from_headers(metadata);
+    Some(metadata.get_bin(METADATA_KEY)?.to_bytes().ok()?.to_vec())
 }
 
 /// Proof of one call, at the caller.
@@ -143,13 +151,6 @@ pub async fn prove<T>(
     Ok((request, Some(proof)))
 }
 
-/// Returns the decoded proof in the headers of a call; `None` if it is absent or not valid base64.
-fn proof_bytes(headers: &HeaderMap) -> Option<Bytes> {
-    let mut proof = HeaderMap::new();
-    proof.insert(METADATA_KEY, headers.get(METADATA_KEY)?.clone());
-    MetadataMap::from_headers(proof).get_bin(METADATA_KEY)?.to_bytes().ok()
-}
-
 /// Answer to a call with a valid proof: the server's proof.
 #[derive(Clone, PartialEq, Eq)]
 pub struct AnswerProof(pub Vec<u8>);
@@ -203,7 +204,7 @@ impl Challenges {
         headers: &HeaderMap,
         now: Instant,
     ) -> Result<AnswerProof, ProofError> {
-        let value = proof_bytes(headers).ok_or(ProofError::Missing)?;
+        let value = sent_bytes(headers).ok_or(ProofError::Missing)?;
         if value.len() != CHALLENGE_BYTES + NONCE_BYTES + PROOF_BYTES {
             return Err(ProofError::Missing);
         }
@@ -302,9 +303,7 @@ mod tests {
         let challenges = Challenges::new();
         let now = Instant::now();
         let proof = CallProof::new(&secrets(&["secret"]), PATH, &challenges.issue(now));
-        let sent = headers(&proof);
-        let sent = sent.get(METADATA_KEY).unwrap().as_bytes();
-        let sent = BinaryMetadataValue::try_from(sent).unwrap().to_bytes().unwrap();
+        let sent = sent_bytes(&headers(&proof)).unwrap();
         assert!(!proof.verify_answer(&sent[sent.len() - PROOF_BYTES..]), "an echo of the proof is no answer");
         assert!(!proof.verify_answer(b""));
     }

@@ -62,6 +62,8 @@ metrics_table! {
         "Requests dispatched ahead of a head-of-line request that fits on no worker";
     ROUTERS = "inflight_router_cluster_routers", MetricKind::Gauge, Unit::Count, [],
         "Routers that share the workers; cluster-wide limits are divided by it";
+    RECORDING_FAILED = "inflight_router_recording_failed", MetricKind::Gauge, Unit::Count, [],
+        "1 if the recording (--record) has ended with an error, else 0";
     TENANT_REJECTIONS = "inflight_router_tenant_rejections_total", MetricKind::Counter, Unit::Count, ["tenant", "quota"],
         "Requests rejected by a limit of their tenant, by tenant and limit";
     THROTTLED_KEY_FAILURES = "inflight_router_throttled_key_failures_total", MetricKind::Counter, Unit::Count, [],

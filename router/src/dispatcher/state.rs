@@ -191,6 +191,7 @@ impl DispatcherState {
         if let Err(error) = flushed {
             tracing::error!(%error, "recording stopped: cannot write the file");
             self.recorder = None;
+            metrics::gauge!(names::RECORDING_FAILED).set(1);
         }
     }
 
