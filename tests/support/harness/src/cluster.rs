@@ -15,7 +15,7 @@ use tokio::sync::{RwLock, RwLockReadGuard, RwLockWriteGuard};
 use tonic::transport::Channel;
 
 use crate::DEADLINE;
-use crate::process::{ProcessTag, kill};
+use crate::process::{HOST_CACHE_BYTES, ProcessTag, kill};
 
 /// Held shared by every cluster and exclusively by a test that measures.
 static CLUSTERS: RwLock<()> = RwLock::const_new(());
@@ -121,6 +121,7 @@ impl LocalCluster {
             .args(threads)
             .args(flags)
             .env(name, value)
+            .env(HOST_CACHE_BYTES.0, HOST_CACHE_BYTES.1)
             .envs(environment.iter().map(|(name, value)| (name, value)))
             .stdin(Stdio::null())
             .stdout(Stdio::piped())
