@@ -113,8 +113,11 @@ mod tests {
         [json, normalized].map(load).into()
     }
 
+    /// A family with its tokenizers and templates.
+    type FamilyTexts = (Family, Vec<Tokenizer>, Vec<ChatTemplate>);
+
     /// Tokenizers and templates of each family.
-    static FAMILIES: LazyLock<Vec<(Family, Vec<Tokenizer>, Vec<ChatTemplate>)>> = LazyLock::new(|| {
+    static FAMILIES: LazyLock<Vec<FamilyTexts>> = LazyLock::new(|| {
         Family::all().iter().map(|family| (*family, load(*family), templates(*family))).collect()
     });
 
