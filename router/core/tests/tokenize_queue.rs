@@ -137,7 +137,7 @@ fn a_full_queue_displaces_jobs_of_lower_priority_and_of_tenants_over_their_share
     };
     assert_eq!(run.queue.enter(arrival("flood", 0)), Err(TokenizeQueueFull { jobs_max: 4 }));
     let others = [(); 2].map(|()| run.queue.enter(arrival("other", 0)).unwrap());
-    let displaced = others.map(|other| other.displaced);
+    let displaced = others.each_ref().map(|other| other.displaced);
     assert_eq!(displaced, [Some(jobs[3]), Some(jobs[2])], "the newest of the tenant that holds most");
     assert!(run.queue.enter(arrival("other", 0)).is_err(), "each holds half");
     let urgent = run.queue.enter(arrival("flood", 1)).unwrap();
