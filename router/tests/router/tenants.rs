@@ -48,7 +48,7 @@ pub fn digest(key: &str) -> String {
 }
 
 /// Returns a tenant's table for the file, with its name as its key.
-fn tenant(name: &str, limits: &str) -> String {
+pub fn tenant(name: &str, limits: &str) -> String {
     format!(
         "[tenants.{name}]\nlimits = {{ {limits} }}\nkeys = [{{ name = \"main\", sha256 = \"{}\" }}]\n",
         digest(name)
@@ -82,7 +82,7 @@ async fn until(mut holds: impl FnMut() -> bool) {
     }
 }
 
-async fn started(tenants: &str, options: Options) -> (Cluster, ScriptedSession, Folder, ScriptedWorker) {
+pub async fn started(tenants: &str, options: Options) -> (Cluster, ScriptedSession, Folder, ScriptedWorker) {
     let folder = Folder::new();
     let tenants_file = Some(folder.write("tenants.toml", tenants));
     let mut worker = ScriptedWorker::start(WorkerProfile::default()).await;
