@@ -11,6 +11,7 @@ mod exit;
 mod generate;
 mod gpus;
 mod key;
+mod memory_share;
 mod metrics_endpoint;
 mod renamed;
 mod replay;

@@ -15,7 +15,7 @@ use futures::StreamExt as _;
 use hyper::body::Incoming;
 use hyper::service::service_fn;
 use hyper_util::rt::{TokioIo, TokioTimer};
-use inflight_net::{Acceptor, ConnectionLimits};
+use inflight_net::{Acceptor, ConnectionLimits, OpenFileLimit, open_files};
 use metrics_exporter_prometheus::{Matcher, PrometheusBuilder, PrometheusHandle};
 use tokio::net::TcpListener;
 use tokio::sync::Semaphore;
@@ -25,11 +25,13 @@ use tower::ServiceExt as _;
 use crate::exit::CommandError;
 use crate::renamed;
 
+/// Maximum connections of scrapers and probes.
+pub const CONNECTIONS_MAX: usize = 256;
 /// Limits of connections of scrapers and probes. None counts as authenticated, so beyond the limit a new
 /// connection replaces the oldest: a probe can always connect.
 const LIMITS: ConnectionLimits = ConnectionLimits {
-    connections_max: 256,
-    per_address_max: 256,
+    connections_max: CONNECTIONS_MAX,
+    per_address_max: CONNECTIONS_MAX,
     handshake_max: Duration::from_secs(5),
     first_call_max: REQUEST_TIMEOUT,
     unauthenticated_idle_max: Duration::from_secs(120),
@@ -158,6 +160,12 @@ fn renamed_metrics() -> String {
 }
 
 fn describe_process() {
+    metrics::describe_gauge!(
+        "process_open_fds",
+        metrics::Unit::Count,
+        "Open files now, connections included"
+    );
+    metrics::describe_gauge!("process_max_fds", metrics::Unit::Count, "Limit of open files");
     metrics::describe_gauge!("process_resident_memory_bytes", metrics::Unit::Bytes, "Resident memory now");
     metrics::describe_gauge!(
         "process_resident_memory_peak_bytes",
@@ -166,8 +174,14 @@ fn describe_process() {
     );
 }
 
-/// Updates the gauges of the process's resident memory (Linux only).
+/// Updates the gauges of the process's open files and resident memory (Linux only).
 fn sample_process() {
+    if let Ok(open) = open_files() {
+        metrics::gauge!("process_open_fds").set(open as f64);
+    }
+    if let Some(limit) = OpenFileLimit::current() {
+        metrics::gauge!("process_max_fds").set(limit.files() as f64);
+    }
     let Ok(status) = std::fs::read_to_string("/proc/self/status") else { return };
     let kilobytes = |field: &str| -> Option<f64> {
         let line = status.lines().find_map(|line| line.strip_prefix(field))?;

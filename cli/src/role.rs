@@ -5,7 +5,10 @@ use std::time::Duration;
 
 use tokio_util::sync::CancellationToken;
 
+use inflight_net::raise_open_file_limit;
+
 use crate::exit::{CommandError, Exit};
+use crate::metrics_endpoint;
 use crate::units::Span;
 
 /// Options of every long-running role.
@@ -18,6 +21,22 @@ pub struct Args {
     /// Also stop when the standard input ends; set by `inflight up`
     #[arg(long, hide = true)]
     pub supervised: bool,
+}
+
+/// Raises the limit of open files, and warns if it is too small for `connections` of the role's own listeners, its
+/// metrics endpoint and to other processes; `advice` says which option lowers them.
+pub fn check_open_files(connections: usize, advice: &str) {
+    let Some(limit) = raise_open_file_limit() else { return };
+    let connections = connections.saturating_add(metrics_endpoint::CONNECTIONS_MAX);
+    if let Err(needed) = limit.check(connections as u64) {
+        let (limit, connections) = (limit.files(), connections as u64);
+        tracing::warn!(
+            limit,
+            needed,
+            connections,
+            "the hard limit of open files (ulimit -Hn) is below what the connection limits need: raise it, or {advice}"
+        );
+    }
 }
 
 /// Runs a future on a new Tokio runtime with `threads` worker threads, by default one per core.

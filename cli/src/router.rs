@@ -79,6 +79,19 @@ pub struct Args {
     /// Maximum open Generate and Tokenize calls, queued and streaming
     #[arg(long, value_name = "N", default_value_t = Options::default().streams_max, env = "INFLIGHT_ROUTER_STREAMS_MAX")]
     pub streams_max: usize,
+    /// Maximum requests with large prompts (over 16 KiB of text) that are being tokenized or wait for it
+    #[arg(long, value_name = "N", default_value_t = Options::default().tokenize_queue_max, env = "INFLIGHT_ROUTER_TOKENIZE_QUEUE_MAX")]
+    pub tokenize_queue_max: usize,
+    /// Maximum tokens of a text that Tokenize, /tokenize, /detokenize or count_tokens takes
+    #[arg(long, value_name = "N", default_value_t = Options::default().tokenize_tokens_max, env = "INFLIGHT_ROUTER_TOKENIZE_TOKENS_MAX")]
+    pub tokenize_tokens_max: usize,
+    /// Recognise special tokens in the messages of conversations, which can then end or forge a message; false: they
+    /// are plain text
+    #[arg(long, value_name = "BOOL", default_value_t = Options::default().special_tokens_in_chat, action = clap::ArgAction::Set, env = "INFLIGHT_ROUTER_SPECIAL_TOKENS_IN_CHAT")]
+    pub special_tokens_in_chat: bool,
+    /// Maximum messages that wait for a worker to read them; beyond, its session is closed and its streams move
+    #[arg(long, value_name = "N", default_value_t = Options::default().worker_commands_max, env = "INFLIGHT_ROUTER_WORKER_COMMANDS_MAX")]
+    pub worker_commands_max: usize,
     /// Timeout of connecting to a worker
     #[arg(long, value_name = "DURATION", default_value_t = Span(Options::default().connect_timeout), env = "INFLIGHT_ROUTER_CONNECT_TIMEOUT")]
     pub connect_timeout: Span,
@@ -252,6 +265,10 @@ impl Args {
             receive_bytes_max: self.receive_bytes_max.0,
             default_max_tokens: self.default_max_tokens,
             streams_max: self.streams_max,
+            tokenize_queue_max: self.tokenize_queue_max,
+            tokenize_tokens_max: self.tokenize_tokens_max,
+            special_tokens_in_chat: self.special_tokens_in_chat,
+            worker_commands_max: self.worker_commands_max,
             connect_timeout: self.connect_timeout.0,
             reconnect_backoff_max: self.reconnect_backoff_max.0,
             session_timeout: self.session_timeout.0,
@@ -327,6 +344,9 @@ pub async fn run(args: Args) -> Result<(), CommandError> {
         telemetry::start(&args.telemetry, "inflight-router", &router_id, args.metrics_listen, &buckets())
             .await?;
     let metrics = telemetry.metrics;
+    let listeners = 1 + usize::from(options.http.is_some());
+    let connections = options.connections.connections_max.saturating_mul(listeners);
+    role::check_open_files(connections.saturating_add(options.workers.len()), "lower --connections-max");
     let outcome = Box::pin(async {
         let mut router = Router::bind(options).await.map_err(|error| CommandError::chain("", &error))?;
         if metrics.is_some() {

@@ -30,6 +30,7 @@ pub enum LogFormat {
 
 /// Options of logs and traces, the same for every role.
 #[derive(Debug, Clone, clap::Args)]
+#[group(skip)]
 #[command(next_help_heading = "Telemetry")]
 #[group(skip)]
 pub struct Args {

@@ -5,6 +5,8 @@ use std::io::{self, Write as _};
 use std::os::unix::fs::OpenOptionsExt as _;
 use std::path::{Path, PathBuf};
 
+use crate::exit::CommandError;
+
 /// File with a random secret, readable by this user only, which is removed on drop.
 #[derive(Debug)]
 pub struct TemporarySecret(PathBuf);
@@ -33,6 +35,38 @@ impl Drop for TemporarySecret {
     fn drop(&mut self) {
         // A file that is left in the folder of temporary files does no harm.
         let _ = fs::remove_file(&self.0);
+    }
+}
+
+/// File with a secret: the user's, or a random one until `up` ends.
+#[derive(Debug)]
+pub enum SecretPath {
+    /// File of the user.
+    Given(PathBuf),
+    /// File that is removed on drop.
+    Temporary(TemporarySecret),
+}
+
+impl SecretPath {
+    /// Returns the user's file or creates one; `what` is part of its name.
+    ///
+    /// # Errors
+    /// The file cannot be created.
+    pub fn new(given: Option<&Path>, what: &str) -> Result<Self, CommandError> {
+        match given {
+            Some(path) => Ok(Self::Given(path.to_owned())),
+            None => TemporarySecret::create(what)
+                .map(Self::Temporary)
+                .map_err(|error| CommandError::chain(&format!("cannot write a file for the {what}"), &error)),
+        }
+    }
+
+    /// Returns the path of the file.
+    pub fn path(&self) -> &Path {
+        match self {
+            Self::Given(path) => path,
+            Self::Temporary(secret) => secret.path(),
+        }
     }
 }
 

@@ -19,10 +19,11 @@ use crate::config::given_flags;
 use crate::event::{self, ClusterEvent, ClusterMember};
 use crate::exit::{self, CommandError, Exit};
 use crate::gpus;
+use crate::memory_share;
 use crate::signals::{self, Stop};
 use crate::supervisor::{ChildEvent, ChildSpec, ChildSupervisor, LogSink};
 use crate::telemetry;
-use crate::temporary_secret::TemporarySecret;
+use crate::temporary_secret::SecretPath;
 use crate::units::{OptionalPort, Span};
 use crate::worker::EngineArgs;
 
@@ -90,6 +91,8 @@ pub struct Args {
 /// # Errors
 /// A port is taken, the model is missing, or a member does not start. All children have exited then.
 pub async fn run(args: Args, matches: &ArgMatches) -> Result<(), CommandError> {
+    // The children inherit it.
+    inflight_net::raise_open_file_limit();
     let plan = ClusterPlan::new(&args, matches)?;
     let stop =
         signals::watch(false).map_err(|error| CommandError::chain("cannot watch for signals", &error))?;
@@ -187,6 +190,7 @@ impl ClusterPlan {
             let threads = (cores / workers).max(args.engine.tensor_parallel).max(1);
             worker_flags.push(format!("--threads={threads}").into());
         }
+        worker_flags.extend(memory_share::flags(&args.engine, &worker_flags, workers));
         let resume_key = SecretPath::new(args.resume_key_file.as_deref(), "resume-key")?;
         let worker_secret = SecretPath::new(args.worker_secret_file.as_deref(), "worker-secret")?;
         let router_flags = router_flags(args, resume_key.path(), worker_secret.path());
@@ -249,31 +253,6 @@ impl ClusterPlan {
             metrics: self.router_metrics,
             http: self.router_http,
             drain_timeout: self.drain_timeout,
-        }
-    }
-}
-
-/// File with a secret: the user's, or a random one until `up` ends.
-#[derive(Debug)]
-enum SecretPath {
-    Given(PathBuf),
-    Temporary(TemporarySecret),
-}
-
-impl SecretPath {
-    fn new(given: Option<&Path>, what: &str) -> Result<Self, CommandError> {
-        match given {
-            Some(path) => Ok(Self::Given(path.to_owned())),
-            None => TemporarySecret::create(what)
-                .map(Self::Temporary)
-                .map_err(|error| CommandError::chain(&format!("cannot write a file for the {what}"), &error)),
-        }
-    }
-
-    fn path(&self) -> &Path {
-        match self {
-            Self::Given(path) => path,
-            Self::Temporary(secret) => secret.path(),
         }
     }
 }

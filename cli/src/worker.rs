@@ -10,7 +10,9 @@ use indicatif::{ProgressBar, ProgressStyle};
 
 use inflight_net::SecretFile;
 use inflight_worker::metrics::BUCKETS;
-use inflight_worker::{Device, KvCacheDtype, ModelSource, Options, PolicyKind, Quantization, Worker};
+use inflight_worker::{
+    CONNECTIONS_MAX, Device, KvCacheDtype, ModelSource, Options, PolicyKind, Quantization, Worker,
+};
 
 use crate::event::{self, RoleEvent};
 use crate::exit::{CommandError, Exit};
@@ -77,6 +79,10 @@ pub struct EngineArgs {
     /// Host memory for KV blocks of preempted (swapped) sequences, such as 1GiB; 0: always recompute
     #[arg(long, value_name = "BYTES", default_value_t = ByteSize(Options::default().host_cache_bytes), env = "INFLIGHT_WORKER_HOST_CACHE_BYTES")]
     pub host_cache_bytes: ByteSize,
+    /// Directory in which workers of this host see each other's promised memory; absolute, writable by this user
+    /// only, and the same for all of them [default: /dev/shm/inflight-UID]
+    #[arg(long, value_name = "DIR", env = "INFLIGHT_WORKER_RESERVATION_DIR")]
+    pub reservation_dir: Option<PathBuf>,
     /// Scheduling policy: fair, fcfs, priority or static
     #[arg(long, value_name = "POLICY", default_value_t = Options::default().policy, env = "INFLIGHT_WORKER_POLICY")]
     pub policy: PolicyKind,
@@ -202,6 +208,7 @@ impl Args {
             deterministic: engine.deterministic,
             autotune: !engine.no_autotune,
             host_cache_bytes: engine.host_cache_bytes.0,
+            reservation_dir: engine.reservation_dir.clone(),
             policy: engine.policy,
             prefix_cache: !engine.no_prefix_cache,
             overlap: engine.overlap,
@@ -236,6 +243,7 @@ pub async fn run(args: Args) -> Result<(), CommandError> {
         telemetry::start(&args.telemetry, "inflight-worker", &worker_id, args.metrics_listen, BUCKETS)
             .await?;
     let metrics = telemetry.metrics;
+    role::check_open_files(CONNECTIONS_MAX, "start fewer routers");
     let outcome = Box::pin(async {
         let progress = LoadProgressDisplay::new(args.role.supervised);
         let loading = tokio::task::spawn_blocking(move || {
@@ -254,7 +262,8 @@ pub async fn run(args: Args) -> Result<(), CommandError> {
         tracing::info!(%address, worker = worker_id, "ready");
         event::emit(&RoleEvent::Ready { address, metrics, http: None });
         let drain_timeout = args.role.drain_timeout.0 + CLOSE_MARGIN;
-        role::within_drain(worker.serve(stop.drain.clone()), &stop.drain, drain_timeout).await
+        let serving = Box::pin(worker.serve(stop.drain.clone()));
+        role::within_drain(serving, &stop.drain, drain_timeout).await
     })
     .await;
     telemetry.stop().await;

@@ -1,12 +1,13 @@
 //! Acceptor of connections: enforces the listener's limits and performs TLS handshakes.
 
 use std::convert::Infallible;
+use std::io::ErrorKind;
 use std::time::Duration;
 
 use futures::Stream;
 use tokio::net::TcpListener;
 use tokio::sync::mpsc;
-use tokio::time::timeout;
+use tokio::time::{Instant, sleep, timeout};
 use tokio_stream::StreamExt as _;
 use tokio_stream::wrappers::ReceiverStream;
 use tokio_util::sync::{CancellationToken, DropGuard};
@@ -19,6 +20,12 @@ use crate::tls::ServerTls;
 
 /// Capacity of the channel from the accept loop to the server, in connections.
 const READY_MAX: usize = 64;
+/// Wait after a failed attempt to accept a connection.
+const ACCEPT_RETRY_INTERVAL: Duration = Duration::from_millis(50);
+/// Maximum connections to evict after an attempt that failed for want of a file descriptor.
+const EVICTIONS_PER_FAILURE: usize = 16;
+/// Minimum interval of warnings about failed attempts.
+const WARNING_INTERVAL: Duration = Duration::from_secs(60);
 
 /// Listener that accepts connections within [`ConnectionLimits`] and yields them after their handshakes.
 #[derive(Debug)]
@@ -59,6 +66,7 @@ impl Acceptor {
     async fn accept(self, ready: mpsc::Sender<Connection>, stop: CancellationToken) {
         let (name, limits) = (self.name, self.limits);
         let registry = Registry::new(limits);
+        let mut failures = AcceptFailures::new(name);
         if let Some(tls) = &self.tls {
             let (tls, stop) = (tls.clone(), stop.clone());
             tokio::spawn(async move {
@@ -72,9 +80,7 @@ impl Acceptor {
             let (stream, address) = match self.listener.accept().await {
                 Ok(accepted) => accepted,
                 Err(error) => {
-                    tracing::warn!(%error, "cannot accept connection");
-                    // Most likely out of file descriptors: wait for connections to close.
-                    tokio::time::sleep(Duration::from_millis(100)).await;
+                    failures.handle(&error, &registry).await;
                     continue;
                 }
             };
@@ -123,6 +129,45 @@ impl Acceptor {
     }
 }
 
+/// Failed attempts to accept a connection.
+struct AcceptFailures {
+    /// Name of the listener.
+    name: &'static str,
+    warned_at: Option<Instant>,
+}
+
+impl AcceptFailures {
+    fn new(name: &'static str) -> Self {
+        Self { name, warned_at: None }
+    }
+
+    /// Counts a failure, logs one per [`WARNING_INTERVAL`] and waits before the next attempt. Without a free file
+    /// descriptor, closes connections that are not in use: the waiting one may be a client's with a key.
+    async fn handle(&mut self, error: &std::io::Error, registry: &Registry) {
+        if matches!(error.kind(), ErrorKind::ConnectionAborted | ErrorKind::ConnectionReset) {
+            // Of the connection alone, which is gone.
+            return;
+        }
+        let exhausted = matches!(error.raw_os_error(), Some(libc::EMFILE | libc::ENFILE));
+        metrics::accept_failed(self.name, if exhausted { "descriptors" } else { "other" });
+        let now = Instant::now();
+        if self.warned_at.is_none_or(|at| now.saturating_duration_since(at) >= WARNING_INTERVAL) {
+            self.warned_at = Some(now);
+            let listener = self.name;
+            if exhausted {
+                tracing::warn!(listener, %error, "no file descriptor for a connection; raise `ulimit -n`, or lower --connections-max");
+            } else {
+                tracing::warn!(listener, %error, "cannot accept connection");
+            }
+        }
+        if exhausted {
+            registry.evict(EVICTIONS_PER_FAILURE);
+        }
+        // Also lets the evicted connections close.
+        sleep(ACCEPT_RETRY_INTERVAL).await;
+    }
+}
+
 /// Accepted connections, with the guard whose drop stops the accept loop.
 struct IncomingConnections {
     connections: ReceiverStream<Connection>,
@@ -136,5 +181,33 @@ impl IncomingConnections {
             let _held = &_stop_guard;
             Ok(connection)
         })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::net::IpAddr;
+
+    use super::*;
+
+    #[tokio::test(start_paused = true)]
+    async fn without_a_file_descriptor_connections_that_are_not_in_use_are_closed_and_accept_pauses() {
+        let registry = Registry::new(ConnectionLimits::default());
+        let address = IpAddr::from([10, 0, 0, 1]);
+        let used = registry.register(address).unwrap();
+        used.watch_idle(|| None);
+        used.authentication().mark();
+        let idle: Vec<_> = (0..20).map(|_| registry.register(address).unwrap()).collect();
+        let evicted = || idle.iter().filter(|idle| idle.evicted().is_cancelled()).count();
+        let mut failures = AcceptFailures::new("test");
+        let begun = Instant::now();
+        for (code, waits, expected) in
+            [(libc::ECONNABORTED, 0, 0), (libc::ENOBUFS, 1, 0), (libc::EMFILE, 2, 16), (libc::ENFILE, 3, 20)]
+        {
+            failures.handle(&std::io::Error::from_raw_os_error(code), &registry).await;
+            assert_eq!(begun.elapsed(), waits * ACCEPT_RETRY_INTERVAL, "after error {code}");
+            assert_eq!(evicted(), expected, "after error {code}");
+        }
+        assert!(!used.evicted().is_cancelled());
     }
 }

@@ -11,6 +11,7 @@ mod http;
 mod identity;
 pub mod metrics;
 mod open_calls;
+mod open_files;
 mod receive;
 mod registry;
 mod response_streams;
@@ -27,6 +28,7 @@ pub use file_watcher::{FileState, FileWatcher};
 pub use http::{HttpServer, Protocols};
 pub use identity::Identity;
 pub use open_calls::{OpenCalls, OpenCallsLayer, hold};
+pub use open_files::{OpenFileLimit, open_files, raise_open_file_limit};
 pub use receive::{
     Framing, Receive, ReceiveBudget, ReceiveError, ReceiveLayer, ReceiveLimits, ReservedBytes,
 };

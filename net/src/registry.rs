@@ -113,6 +113,16 @@ impl Registry {
         table.unauthenticated.entry(address).or_default().insert(id);
         Ok(Registration { registry: self.clone(), id, evicted })
     }
+
+    /// Evicts up to `count` connections that are not in use, to free their file descriptors.
+    pub fn evict(&self, count: usize) {
+        let mut table = self.lock();
+        for _ in 0..count {
+            if !table.evict_any() {
+                return;
+            }
+        }
+    }
 }
 
 impl ConnectionTable {

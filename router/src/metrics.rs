@@ -62,6 +62,8 @@ metrics_table! {
         "Requests dispatched ahead of a head-of-line request that fits on no worker";
     ROUTERS = "inflight_router_cluster_routers", MetricKind::Gauge, Unit::Count, [],
         "Routers that share the workers; cluster-wide limits are divided by it";
+    RECORDING_FAILED = "inflight_router_recording_failed", MetricKind::Gauge, Unit::Count, [],
+        "1 if the recording (--record) has ended with an error, else 0";
     TENANT_REJECTIONS = "inflight_router_tenant_rejections_total", MetricKind::Counter, Unit::Count, ["tenant", "quota"],
         "Requests rejected by a limit of their tenant, by tenant and limit";
     THROTTLED_KEY_FAILURES = "inflight_router_throttled_key_failures_total", MetricKind::Counter, Unit::Count, [],
@@ -72,6 +74,10 @@ metrics_table! {
         "Requests without a key whose weight or priority was ignored";
     TOKENIZE_WAITING = "inflight_router_tokenize_queue_requests", MetricKind::Gauge, Unit::Count, [],
         "Requests with large prompts that wait for a tokenizer thread";
+    TOKENIZE_SECONDS = "inflight_router_tokenize_queue_seconds", MetricKind::Histogram(FIRST_TOKEN_BUCKETS), Unit::Seconds, [],
+        "Time that a piece of a large prompt waits for a tokenizer thread";
+    TOKENIZE_CANCELLED = "inflight_router_tokenize_cancelled_total", MetricKind::Counter, Unit::Count, [],
+        "Large prompts whose tokenizing ended early: cancelled, past the deadline, displaced or refused";
     STREAMS = "inflight_router_open_calls", MetricKind::Gauge, Unit::Count, [],
         "Open Generate and Tokenize calls";
     QUEUE_REQUESTS = "inflight_router_queue_requests", MetricKind::Gauge, Unit::Count, [],
@@ -96,6 +102,10 @@ metrics_table! {
         "KV blocks reserved at a worker by requests of this router";
     WORKER_BLOCKS_GRANTED = "inflight_router_worker_blocks_granted", MetricKind::Gauge, Unit::Count, ["worker"],
         "KV blocks that a worker grants this router";
+    WORKER_COMMANDS = "inflight_router_worker_command_queue_messages", MetricKind::Gauge, Unit::Count, ["worker"],
+        "Messages to a worker that it has not read";
+    COMMAND_OVERFLOWS = "inflight_router_worker_command_overflows_total", MetricKind::Counter, Unit::Count, ["worker"],
+        "Sessions closed because the worker did not read its commands";
     RESUBMISSIONS = "inflight_router_resubmissions_total", MetricKind::Counter, Unit::Count, ["reason"],
         "Requests resubmitted after their session was lost or their worker returned them, by reason";
     FINGERPRINT_CHANGES = "inflight_router_fingerprint_changes_total", MetricKind::Counter, Unit::Count, [],

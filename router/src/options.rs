@@ -107,6 +107,12 @@ pub struct Options {
     pub queue_tokens_max: u64,
     /// Maximum `Generate` calls open at once, waiting and streaming.
     pub streams_max: usize,
+    /// Maximum requests with large prompts that are being tokenized or wait for it.
+    pub tokenize_queue_max: usize,
+    /// Maximum tokens of the texts that Tokenize and detokenize take.
+    pub tokenize_tokens_max: usize,
+    /// Whether special tokens are recognised in the messages of conversations.
+    pub special_tokens_in_chat: bool,
     /// Maximum message size from a client, in bytes.
     pub message_bytes_max: usize,
     /// Maximum bytes of all messages being received, or received and not yet tokenized.
@@ -123,6 +129,8 @@ pub struct Options {
     pub no_worker_timeout: Duration,
     /// Interval of polled discovery sources such as DNS.
     pub discovery_interval: Duration,
+    /// Maximum messages to a worker that it has not read; beyond, its session is closed.
+    pub worker_commands_max: usize,
     /// Retry budget: resubmissions per second after losses, over all requests.
     pub retry_rate: u32,
     /// Burst of the retry budget.
@@ -199,6 +207,9 @@ impl Default for Options {
             queue_requests_max: 1024,
             queue_tokens_max: 4 << 20,
             streams_max: 4096,
+            tokenize_queue_max: 256,
+            tokenize_tokens_max: 256 << 10,
+            special_tokens_in_chat: false,
             message_bytes_max: 4 << 20,
             receive_bytes_max: 256 << 20,
             default_max_tokens: 1024,
@@ -207,6 +218,7 @@ impl Default for Options {
             session_timeout: Duration::from_secs(10),
             no_worker_timeout: Duration::from_secs(30),
             discovery_interval: Duration::from_secs(5),
+            worker_commands_max: 16 << 10,
             retry_rate: 256,
             retry_burst: 1024,
             drain_grace: Duration::from_secs(10),
@@ -313,6 +325,9 @@ impl Options {
             ("aging_threshold", self.aging_threshold.is_zero()),
             ("message_bytes_max", self.message_bytes_max == 0),
             ("default_max_tokens", self.default_max_tokens == 0),
+            ("tokenize_queue_max", self.tokenize_queue_max == 0),
+            ("tokenize_tokens_max", self.tokenize_tokens_max == 0),
+            ("worker_commands_max", self.worker_commands_max == 0),
             ("retry_rate", self.retry_rate == 0),
             ("request_tokens_max", self.request_tokens_max == 0),
             ("client_buffer_tokens", self.client_buffer_tokens == 0),

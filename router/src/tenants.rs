@@ -485,6 +485,21 @@ mod tests {
     }
 
     #[test]
+    fn an_invalid_key_does_not_make_a_caller_anonymous() {
+        let text = format!(
+            "anonymous = \"guests\"\n[tenants.guests]\n[tenants.t]\nkeys = [{{ name = \"k\", sha256 = {:?}, expires = \"2020-01-01T00:00:00Z\" }}]",
+            digest_of("past")
+        );
+        let table = RwLock::new(Arc::new(parse(&text, &TenantTable::default()).unwrap()));
+        let tenants = Tenants { path: PathBuf::new(), watched: FileWatcher::new([]), table };
+        let of = |key| tenants.authenticate(key, None, now()).map(|(tenant, _)| tenant.name.to_string());
+        assert_eq!(of(None), Ok("guests".to_owned()));
+        assert_eq!(of(Some("")), Err(AuthenticationError::UnknownKey));
+        assert_eq!(of(Some("unknown")), Err(AuthenticationError::UnknownKey));
+        assert_eq!(of(Some("past")), Err(AuthenticationError::Expired { name: "k".to_owned() }));
+    }
+
+    #[test]
     fn an_invalid_file_is_rejected_with_what_and_where() {
         let key = format!("keys = [{{ sha256 = {:?} }}]", digest_of("k"));
         let table = [

@@ -53,7 +53,7 @@ fn with_key(request: GenerateRequest) -> Result<Request<GenerateRequest>> {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_tenant_is_served_beside_a_flood_of_connections_and_idle_streams() -> Result<()> {
-    let _exclusive = exclusive().await;
+    let exclusive = exclusive().await;
     let count = connections();
     raise_file_limit(2 * count + 1000)?;
     let folder = inflight_fixtures::TempDir::new("connections")?;
@@ -66,7 +66,8 @@ async fn a_tenant_is_served_beside_a_flood_of_connections_and_idle_streams() -> 
         ("INFLIGHT_ROUTER_QUEUE_REQUESTS_MAX", (streams + 100).to_string().into()),
         ("INFLIGHT_ROUTER_QUEUE_TOKENS_MAX", "100000000".into()),
     ];
-    let cluster = LocalCluster::start_with_env(program(), &["--workers=1", &tenants], &environment).await?;
+    let cluster =
+        LocalCluster::start_exclusive(program(), &["--workers=1", &tenants], &environment, exclusive).await?;
     let peak = || async {
         let samples = scrape(cluster.router.metrics).await?;
         anyhow::Ok(samples.total("process_resident_memory_peak_bytes")? / f64::from(1 << 20))

@@ -7,6 +7,7 @@ mod failover;
 mod fairness;
 mod foreign_clients;
 mod gpu;
+mod host_limits;
 mod http_clients;
 mod invalid_requests;
 mod lifecycle;

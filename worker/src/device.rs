@@ -2,7 +2,7 @@
 
 use inflight_kernels::cpu::KvDtype;
 use inflight_models::ModelDir;
-use inflight_runtime::Runtime;
+use inflight_runtime::{HostMemory, MemoryLedger, Runtime};
 use inflight_runtime_cpu::{CpuOptions, CpuRuntime};
 #[cfg(feature = "cuda")]
 use inflight_runtime_cuda::{self as cuda, CudaOptions, CudaRuntime};
@@ -12,10 +12,12 @@ use inflight_worker_core::CostPrior;
 use crate::options::{Device, KvCacheDtype, Options, OptionsError};
 use crate::worker::{Error, Progress};
 
-/// Loads the runtime for the chosen device; returns it with the prior of its cost model, if known.
+/// Loads the runtime for the chosen device, whose host memory is reserved in the ledger; returns it with the prior
+/// of its cost model, if known.
 pub(crate) fn load_runtime(
     options: &Options,
     model: &ModelDir,
+    ledger: &MemoryLedger,
     progress: Progress<'_>,
 ) -> Result<(Box<dyn Runtime>, Option<CostPrior>), Error> {
     if let Device::Sim(profile) = options.device {
@@ -36,13 +38,13 @@ pub(crate) fn load_runtime(
     }
     match options.device {
         #[cfg(feature = "cuda")]
-        Device::Cuda(_) => return Ok((load_cuda(model, options, progress)?, None)),
+        Device::Cuda(_) => return Ok((load_cuda(model, options, ledger, progress)?, None)),
         #[cfg(not(feature = "cuda"))]
         Device::Cuda(_) => return Err(Error::NoCuda),
         #[cfg(feature = "cuda")]
         Device::Auto => match cuda::available(&ordinals(options)) {
             Ok(()) => match cuda::supports(model, options.tensor_parallel) {
-                Ok(()) => return Ok((load_cuda(model, options, progress)?, None)),
+                Ok(()) => return Ok((load_cuda(model, options, ledger, progress)?, None)),
                 Err(reason) => tracing::warn!(%reason, "GPU cannot run this model; computing on the CPU"),
             },
             Err(reason) if options.gpus.is_empty() => tracing::info!(%reason, "computing on the CPU"),
@@ -71,7 +73,7 @@ pub(crate) fn load_runtime(
         kv_dtype,
         tensor_parallel: options.tensor_parallel,
     };
-    let runtime = CpuRuntime::load(model, &cpu, progress)?;
+    let runtime = CpuRuntime::load_beside(model, &cpu, ledger, progress)?;
     let runtime: Box<dyn Runtime> =
         if options.overlap { Box::new(runtime.overlapped()?) } else { Box::new(runtime) };
     Ok((runtime, None))
@@ -91,13 +93,23 @@ pub fn usable_gpus() -> Vec<u32> {
     Vec::new()
 }
 
+/// Memory of the host in bytes that this process may use: the machine's or, if less, its control groups'.
+pub fn host_memory_limit() -> Option<u64> {
+    HostMemory::read().map(|memory| memory.limit())
+}
+
 #[cfg(feature = "cuda")]
 fn ordinals(options: &Options) -> Vec<usize> {
     options.gpus_of_ranks().into_iter().map(|gpu| gpu as usize).collect()
 }
 
 #[cfg(feature = "cuda")]
-fn load_cuda(model: &ModelDir, options: &Options, progress: Progress<'_>) -> Result<Box<dyn Runtime>, Error> {
+fn load_cuda(
+    model: &ModelDir,
+    options: &Options,
+    ledger: &MemoryLedger,
+    progress: Progress<'_>,
+) -> Result<Box<dyn Runtime>, Error> {
     if let Some(quantize) = options.quantize {
         let range = "left out on GPUs, which keep weights in 16 bits; --device cpu rounds them";
         let (name, value) = ("quantize", quantize.to_string());
@@ -123,5 +135,7 @@ fn load_cuda(model: &ModelDir, options: &Options, progress: Progress<'_>) -> Res
         autotune: options.autotune,
         overlap: true,
     };
+    // Pinned memory is taken at once and cannot be swapped out.
+    ledger.reserve(options.host_cache_bytes).map_err(Error::HostMemory)?;
     Ok(Box::new(CudaRuntime::load(model, &cuda, progress)?))
 }

@@ -21,7 +21,7 @@ pub use inflight_worker_core::{
 };
 
 pub use bundle::Bundle;
-pub use device::usable_gpus;
+pub use device::{host_memory_limit, usable_gpus};
 pub use options::{Device, KvCacheDtype, Options, OptionsError, UnknownDevice};
 pub use session::EngineExecution;
-pub use worker::{Core, Error, Progress, Served, Worker};
+pub use worker::{CONNECTIONS_MAX, Core, Error, Progress, Served, Worker};

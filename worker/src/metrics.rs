@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use inflight_runtime::DEVICE_COMMANDS;
+use inflight_runtime::{DEVICE_COMMANDS, PROMISED_BYTES};
 use inflight_worker_core::Load;
 use metrics::{Counter, Gauge, Histogram, Unit};
 
@@ -33,6 +33,7 @@ const BLOCKED: &str = "inflight_worker_admission_blocked_total";
 const RECEIVE_BYTES: &str = "inflight_worker_receive_bytes";
 const VIOLATIONS: &str = "inflight_worker_protocol_violations_total";
 const UNAUTHENTICATED: &str = "inflight_worker_unauthenticated_calls_total";
+const RECORDING_FAILED: &str = "inflight_worker_recording_failed";
 const REFUSED_SESSIONS: &str = "inflight_worker_sessions_rejected_total";
 
 /// Type of a metric.
@@ -59,6 +60,18 @@ pub const INVENTORY: &[(&str, MetricKind, Unit, &str)] = &[
         MetricKind::Gauge,
         Unit::Count,
         "Commands queued for the GPU's device thread; 0 on other devices",
+    ),
+    (
+        PROMISED_BYTES,
+        MetricKind::Gauge,
+        Unit::Bytes,
+        "Host memory reserved for weights and pools, which take it at first use",
+    ),
+    (
+        RECORDING_FAILED,
+        MetricKind::Gauge,
+        Unit::Count,
+        "1 if the recording (--record) has ended with an error, else 0",
     ),
     (ITERATIONS, MetricKind::Counter, Unit::Count, "Iterations run"),
     (
@@ -267,6 +280,11 @@ impl StepMetrics {
 /// Counts an iteration in which the first waiting sequence was not admitted.
 pub(crate) fn blocked(reason: &'static str) {
     metrics::counter!(BLOCKED, "reason" => reason).increment(1);
+}
+
+/// Sets whether the recording has ended with an error.
+pub(crate) fn recording_failed(failed: bool) {
+    metrics::gauge!(RECORDING_FAILED).set(u8::from(failed));
 }
 
 pub(crate) fn sessions(change: f64) {

@@ -108,7 +108,7 @@ pub struct Options {
     pub listen: SocketAddr,
     /// TLS certificate, key and trusted client CAs; `None`: plaintext.
     pub tls: Option<ServerTlsFiles>,
-    /// Secret that callers must prove, and that the worker proves to routers; `None`: whoever can connect is
+    /// Secret that callers must prove, and that the worker proves to routers; `None`: every caller is
     /// served, unless TLS requires client certificates.
     pub secret: Option<SecretFile>,
     /// Permits listening on other addresses than loopback although callers need not authenticate.
@@ -141,6 +141,9 @@ pub struct Options {
     /// Bytes of the host pool for swapped sequences and evicted cache blocks; 0: preemption is by recompute
     /// only.
     pub host_cache_bytes: u64,
+    /// Directory in which the workers of a host see each other's promised memory; by default one of the user, see
+    /// [`MemoryLedger::open`](inflight_runtime::MemoryLedger::open).
+    pub reservation_dir: Option<PathBuf>,
     /// Scheduling policy.
     pub policy: PolicyKind,
     /// Enables prefix caching, per tenant.
@@ -194,6 +197,7 @@ impl Default for Options {
             deterministic: false,
             autotune: true,
             host_cache_bytes: 256 << 20,
+            reservation_dir: None,
             policy: PolicyKind::default(),
             prefix_cache: true,
             step_target: StepTarget::adaptive(),

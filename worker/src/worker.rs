@@ -15,7 +15,7 @@ use inflight_net::{
 };
 use inflight_proto::v1::worker_server::WorkerServer;
 use inflight_proto::{FILE_DESCRIPTOR_SET, PROTOCOL_VERSION, v1};
-use inflight_runtime::Runtime;
+use inflight_runtime::{MemoryLedger, Runtime};
 use inflight_worker_core::CostPrior;
 use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::sync::{Semaphore, mpsc, oneshot};
@@ -27,17 +27,19 @@ use tonic::transport::server::Connected;
 use crate::bundle::Bundle;
 use crate::device;
 use crate::engine::{Engine, EngineOptions};
-use crate::options::{Options, OptionsError};
+use crate::options::{Device, Options, OptionsError};
 use crate::session::{
     AuthenticationLayer, Authenticator, COMMANDS_MAX, Clock, EngineExecution, EngineThread, Message,
     ServiceTables, SessionContext, Watchdog, WorkerService,
 };
 
+/// Maximum connections of routers, probes and tools.
+pub const CONNECTIONS_MAX: usize = 1024;
 /// HTTP/2 keep-alive: a dead peer is detected after interval plus timeout, and its requests are cancelled.
 const KEEP_ALIVE_INTERVAL: Duration = Duration::from_secs(3);
 /// Connection limits for routers, which stay connected for as long as their sessions, and for probes.
 const CONNECTION_LIMITS: ConnectionLimits = ConnectionLimits {
-    connections_max: 1024,
+    connections_max: CONNECTIONS_MAX,
     per_address_max: 256,
     handshake_max: Duration::from_secs(10),
     first_call_max: Duration::from_secs(10),
@@ -87,6 +89,10 @@ pub enum Error {
     #[cfg(feature = "cuda")]
     #[error(transparent)]
     Cuda(#[from] inflight_runtime_cuda::Error),
+    /// The host pool of a worker on GPUs exceeds a memory limit.
+    #[cfg(feature = "cuda")]
+    #[error("the host pool takes {0}; lower --host-cache-bytes")]
+    HostMemory(inflight_runtime::OverLimit),
     /// A GPU was requested of a build without the feature `cuda`.
     #[cfg(not(feature = "cuda"))]
     #[error("this build computes on CPUs alone; build with the feature `cuda`, or take --device cpu")]
@@ -134,6 +140,8 @@ pub struct Worker {
     address: SocketAddr,
     tls: Option<ServerTls>,
     core: Core,
+    /// Memory that is reserved until the worker ends.
+    ledger: MemoryLedger,
 }
 
 impl Worker {
@@ -153,7 +161,13 @@ impl Worker {
         if let Some(directory) = &options.fingerprint_cache {
             model = model.with_fingerprint_cache(FingerprintCache::new(directory.clone()));
         }
-        let (runtime, prior) = device::load_runtime(options, &model, progress)?;
+        let ledger = match options.device {
+            Device::Sim(_) => MemoryLedger::alone(),
+            Device::Auto | Device::Cpu | Device::Cuda(_) => {
+                MemoryLedger::open(options.reservation_dir.as_deref())
+            }
+        };
+        let (runtime, prior) = device::load_runtime(options, &model, &ledger, progress)?;
         let served = Served {
             runtime,
             prior,
@@ -162,7 +176,7 @@ impl Worker {
             eos_token_ids: model.eos_token_ids().to_vec(),
             bundle: Bundle::new(model.bundle_files().to_vec()),
         };
-        Ok(Self { listener, address, tls, core: Core::new(options, served, incarnation())? })
+        Ok(Self { listener, address, tls, core: Core::new(options, served, incarnation())?, ledger })
     }
 
     /// Bound listening address.
@@ -185,7 +199,7 @@ impl Worker {
     /// # Errors
     /// [`Error::Server`] or [`Error::Device`].
     pub async fn serve(self, drain: CancellationToken) -> Result<(), Error> {
-        let Self { listener, address, tls, core } = self;
+        let Self { listener, address, tls, core, ledger: _reserved } = self;
         let incoming = tokio::net::TcpListener::from_std(listener);
         let incoming = incoming.map_err(|source| Error::Listen { address, source })?;
         let incoming = Acceptor::new("grpc", incoming, tls, CONNECTION_LIMITS).incoming();

@@ -160,7 +160,8 @@ impl SamplingSpec {
             }
         };
         within("temperature", self.temperature, 0.0, 100.0, "[0, 100]")?;
-        within("top_p", self.top_p, f32::MIN_POSITIVE, 1.0, "(0, 1]")?;
+        // Subnormal numbers are in the range too.
+        within("top_p", self.top_p, f32::from_bits(1), 1.0, "(0, 1]")?;
         within("min_p", self.min_p, 0.0, 1.0, "[0, 1]")?;
         within("presence_penalty", self.presence_penalty, -2.0, 2.0, "[-2, 2]")?;
         within("frequency_penalty", self.frequency_penalty, -2.0, 2.0, "[-2, 2]")?;
@@ -285,6 +286,7 @@ mod tests {
         assert_eq!(refused(SamplingSpec { temperature: f32::NAN, ..d() }), "temperature");
         assert_eq!(refused(SamplingSpec { top_p: 0.0, ..d() }), "top_p");
         assert_eq!(refused(SamplingSpec { top_p: 1.01, ..d() }), "top_p");
+        assert!(SamplingSpec { top_p: 1e-45, ..d() }.validate().is_ok(), "subnormal, but above 0");
         assert_eq!(refused(SamplingSpec { top_k: -1, ..d() }), "top_k");
         assert_eq!(refused(SamplingSpec { min_p: f32::NAN, ..d() }), "min_p");
         assert_eq!(refused(SamplingSpec { repetition_penalty: 0.0, ..d() }), "repetition_penalty");

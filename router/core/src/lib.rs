@@ -20,6 +20,7 @@ mod rate;
 mod record;
 mod retry_budget;
 mod tenant_gate;
+mod tokenize_queue;
 mod update;
 
 pub use budget::{BudgetExceeded, DailyBudget, DailyLimit};
@@ -50,6 +51,10 @@ pub use rate::{Gcra, RateCharge, RateLimit};
 pub use record::{Recording, ReplayError, is_recording, replay};
 pub use retry_budget::RetryBudget;
 pub use tenant_gate::{OverLimit, TenantGate, TenantLimits};
+pub use tokenize_queue::{
+    TokenizeAdmitted, TokenizeArrival, TokenizeJobId, TokenizePiece, TokenizeQueue, TokenizeQueueFull,
+    TokenizeQueueOptions,
+};
 pub use update::{
     CacheEvents, CacheSnapshot, FailureBlame, Grant, IncarnationCounters, SequenceEnd, SequenceUpdate,
     TenantCounter, WorkerUpdate,

@@ -89,6 +89,8 @@ pub(crate) struct GenerationRequest {
     pub(crate) truncate_prompt_tokens: Option<i32>,
     pub(crate) sampling: SamplingOverrides,
     pub(crate) stop: StopConditions,
+    /// Whether special tokens are recognised in plain text; `None`: they are.
+    pub(crate) parse_special: Option<bool>,
     /// Whether deltas carry token ids.
     pub(crate) return_token_ids: bool,
     /// Tenant name; empty: the caller's, or the default tenant.
@@ -121,6 +123,7 @@ impl GenerationRequest {
             model,
             input,
             truncate_prompt_tokens: None,
+            parse_special: None,
             sampling: SamplingOverrides::default(),
             stop: StopConditions::default(),
             return_token_ids: false,

@@ -194,6 +194,7 @@ fn generation_request(message: v1::GenerateRequest) -> Result<GenerationRequest,
         model: message.model,
         input,
         truncate_prompt_tokens: message.truncate_prompt_tokens,
+        parse_special: message.parse_special,
         sampling: sampling(message.sampling.unwrap_or_default()),
         stop: stop_conditions(message.stop.unwrap_or_default()),
         return_token_ids: message.return_token_ids || resumable,
@@ -300,15 +301,16 @@ impl Inference for Grpc {
     ) -> Result<Response<v1::TokenizeResponse>, Status> {
         use v1::tokenize_request::Input as Prompt;
         let incoming = RequestContext::new(request.extensions(), request.metadata().as_ref());
-        let v1::TokenizeRequest { model, input } = request.into_inner();
+        let v1::TokenizeRequest { model, input, parse_special, omit_pieces } = request.into_inner();
         let input = match input {
             Some(Prompt::Text(text)) => Input::Text(text),
             Some(Prompt::Chat(chat)) => conversation(chat),
             None => return Err(Outcome::field("input", "input is missing; give text or chat").into_status()),
         };
-        let tokens = self.ingress.tokens(&model, input, incoming).await;
+        let tokens = self.ingress.tokens(&model, input, parse_special, incoming).await;
         let (served, token_ids) = tokens.map_err(Outcome::into_status)?;
-        let pieces = token_ids.iter().map(|id| served.model.tokenizer.piece(*id)).collect();
+        let texts = || token_ids.iter().map(|id| served.model.tokenizer.piece(*id)).collect();
+        let pieces = if omit_pieces { Vec::new() } else { texts() };
         Ok(Response::new(v1::TokenizeResponse { token_ids, pieces }))
     }
 }

@@ -3,19 +3,23 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use inflight_contract::{Priority, Weight};
 use inflight_net::ReservedBytes;
+use inflight_router_core::TokenizePiece;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use tokio_util::task::TaskTracker;
 use tonic::codegen::http::{Extensions, HeaderMap};
 use tracing::{Instrument, info_span};
 use tracing_opentelemetry::OpenTelemetrySpanExt;
 
-use crate::api::admission::{Admission, AdmissionGuard, AdmissionSlot};
+use crate::api::admission::{self, Admission, AdmissionGuard, AdmissionSlot, RequestTerms, TokenCharge};
 use crate::api::arrival::CallArrival;
 use crate::api::cursor::{Cursor, CursorError, CursorKeys, CursorTracker};
 use crate::api::generation::{GenerationRequest, Input};
+use crate::api::prompt::{PromptJob, SpecialTokens};
 use crate::api::request;
 use crate::api::response_stream::ResponseStream;
+use crate::api::tokenizing::{Failed, TokenizeTerms, Tokenizing};
 use crate::call_guard::CallGuard;
 use crate::clock;
 use crate::dispatcher::{ServedModel, SharedDispatcher};
@@ -31,8 +35,7 @@ pub(crate) struct Ingress {
     options: Options,
     dispatch: Arc<SharedDispatcher>,
     streams: Arc<Semaphore>,
-    /// Bounds the large prompts tokenized at once.
-    tokenizing: Arc<Semaphore>,
+    tokenizing: Tokenizing,
     open: TaskTracker,
     usage: Option<Arc<UsageLog>>,
     cursors: CursorKeys,
@@ -72,15 +75,6 @@ impl RequestContext {
     }
 }
 
-/// Counts a request that waits for a tokenizer thread; cancellation-safe.
-struct TokenizeWait;
-
-impl Drop for TokenizeWait {
-    fn drop(&mut self) {
-        metrics::gauge!(names::TOKENIZE_WAITING).decrement(1.0);
-    }
-}
-
 /// Counts an open call.
 struct OpenStream;
 
@@ -111,41 +105,15 @@ impl Ingress {
         open: TaskTracker,
         usage: Option<Arc<UsageLog>>,
     ) -> Self {
-        let threads = std::thread::available_parallelism().map_or(1, usize::from);
         Self {
             options: options.clone(),
             dispatch,
             streams: Arc::new(Semaphore::new(options.streams_max.min(Semaphore::MAX_PERMITS))),
-            tokenizing: Arc::new(Semaphore::new(threads)),
+            tokenizing: Tokenizing::new(options),
             open,
             usage,
             cursors: CursorKeys::new(&options.resume_keys, options.resume_age_max),
         }
-    }
-
-    /// Runs CPU-bound work, on a blocking thread if it is `large`.
-    async fn run_blocking<T, F>(&self, large: bool, work: F) -> Result<T, Outcome>
-    where
-        T: Send + 'static,
-        F: FnOnce() -> Result<T, Outcome> + Send + 'static,
-    {
-        if !large {
-            return work();
-        }
-        let internal = |what: &str| Outcome::Internal(what.to_owned());
-        metrics::gauge!(names::TOKENIZE_WAITING).increment(1.0);
-        let waiting = TokenizeWait;
-        let permit = Arc::clone(&self.tokenizing).acquire_owned().await;
-        drop(waiting);
-        let permit = permit.map_err(|_| internal("the router is shutting down"))?;
-        let work = move || {
-            // Held by the work itself, which continues when the caller is gone.
-            let _permit = permit;
-            work()
-        };
-        tokio::task::spawn_blocking(work)
-            .await
-            .unwrap_or_else(|_| Err(internal("tokenizing failed on a fault of the tokenizer library")))
     }
 
     /// Whether at least one worker accepts requests.
@@ -191,14 +159,14 @@ impl Ingress {
         );
         // Fails without an OpenTelemetry layer; then there is no parent to set.
         let _ = span.set_parent(context.clone());
-        let large = request::is_large(&request.input);
-        let (prepared, options) = (served.clone(), self.options.clone());
-        let prepare = move || {
-            let (seed, stream) = (rand::random(), rand::random());
-            let arrived = (arrival.at, arrival.deadline);
-            request::prepare(request, resumed, &prepared, &options, arrived, seed, stream, &caller)
-        };
-        let mut call = self.run_blocking(large, prepare).instrument(span.clone()).await?;
+        let (seed, stream) = (rand::random(), rand::random());
+        let mut checked = request::check(request, &served, &self.options, seed, &caller)?;
+        let prompt = checked.take_prompt(&served, &self.options);
+        let terms = checked.tokenize_terms(arrival.deadline);
+        let prompt = self.tokenize(prompt, &terms).instrument(span.clone()).await;
+        let prompt = prompt.map_err(|failed| failed.outcome)?.into_tokens();
+        let arrived = (arrival.at, arrival.deadline);
+        let mut call = checked.admit(prompt, resumed, &served, &self.options, arrived, stream, &caller)?;
         drop(received);
         span.record("tenant", &call.tenant);
         span.record("request_id", &call.request_id);
@@ -239,27 +207,92 @@ impl Ingress {
         })
     }
 
-    /// Tokenizes a prompt exactly as [`Ingress::start`] does. Holds `_context` until it returns.
+    /// Tokenizes a prompt, in turns with other tenants if it is large.
+    async fn tokenize(
+        &self,
+        mut prompt: PromptJob,
+        terms: &TokenizeTerms,
+    ) -> Result<PromptJob, Failed<PromptJob>> {
+        if prompt.is_large() {
+            return self.tokenizing.run(terms, prompt.first(), prompt, PromptJob::step).await;
+        }
+        match prompt.run() {
+            Ok(()) => Ok(prompt),
+            Err(outcome) => Err(Failed { outcome, state: Some(prompt) }),
+        }
+    }
+
+    /// Tokenizes a prompt exactly as [`Ingress::start`] does, and charges its tokens to the tenant's rate and daily
+    /// budget, also if it is refused on the way. Holds the receive budget until it returns.
     pub(crate) async fn tokens(
         &self,
         model: &str,
         input: Input,
-        _context: RequestContext,
+        parse_special: Option<bool>,
+        context: RequestContext,
     ) -> Result<(ServedModel, Vec<u32>), Outcome> {
         let (_permit, _open) = (self.stream_permit()?, self.open.token());
         let served = self.dispatch.resolve(model, None, clock::now())?;
-        let large = request::is_large(&input);
-        let tokenized = served.clone();
-        let tokens = self.run_blocking(large, move || request::encode(&tokenized, input)).await?;
-        Ok((served, tokens))
+        let (special, most) =
+            (SpecialTokens::new(parse_special, &self.options), self.options.tokenize_tokens_max);
+        let prompt = PromptJob::of_answer(served.clone(), input, special, most);
+        let terms = self.terms_of(&context)?;
+        // Each byte is at most one token; a template adds some that are not counted before.
+        let mut charge = charge(&context, prompt.bytes().min(most))?;
+        let done = self.tokenize(prompt, &terms).await;
+        let tokens = match &done {
+            Ok(prompt) => prompt.tokens().len(),
+            Err(failed) => failed.state.as_ref().map_or(0, |prompt| prompt.tokens().len()),
+        };
+        if let Some(charge) = &mut charge {
+            charge.used(tokens as u64);
+        }
+        Ok((served, done.map_err(|failed| failed.outcome)?.into_tokens()))
     }
 
-    /// Returns the text of tokens, special ones included.
-    pub(crate) async fn decode(&self, served: &ServedModel, tokens: Vec<u32>) -> Result<String, Outcome> {
+    /// Returns the text of tokens, special ones included, and charges the tokens like [`Ingress::tokens`].
+    pub(crate) async fn decode(
+        &self,
+        served: &ServedModel,
+        tokens: Vec<u32>,
+        context: RequestContext,
+    ) -> Result<String, Outcome> {
         let (_permit, _open) = (self.stream_permit()?, self.open.token());
-        let model = served.model.clone();
-        let decode = move || model.tokenizer.decode_all(&tokens).map_err(Outcome::invalid);
-        self.run_blocking(true, decode).await
+        let most = self.options.tokenize_tokens_max;
+        if tokens.len() > most {
+            let reason = format!(
+                "tokens has {} token ids, more than {most}, the limit of --tokenize-tokens-max; send them in parts",
+                tokens.len()
+            );
+            return Err(Outcome::field("tokens", reason));
+        }
+        let terms = self.terms_of(&context)?;
+        let mut charge = charge(&context, tokens.len())?;
+        if let Some(charge) = &mut charge {
+            charge.used(tokens.len() as u64);
+        }
+        let first = TokenizePiece { bytes: 4 * tokens.len() as u64, last: true };
+        let state = (served.model.clone(), tokens, String::new());
+        let decoded = self.tokenizing.run(&terms, first, state, |(model, tokens, text)| {
+            *text = model.tokenizer.decode_all(tokens).map_err(Outcome::invalid)?;
+            Ok(None)
+        });
+        let (.., text) = decoded.await.map_err(|failed| failed.outcome)?;
+        Ok(text)
+    }
+
+    /// Returns the terms on which the text of a call without terms of its own is tokenized.
+    fn terms_of(&self, context: &RequestContext) -> Result<TokenizeTerms, Outcome> {
+        let (weight, priority) = (Weight::default(), Priority::default());
+        let terms = admission::terms(
+            &context.caller,
+            String::new(),
+            weight,
+            priority,
+            self.options.anonymous_weights,
+        )?;
+        let RequestTerms { tenant, weight, priority, .. } = terms;
+        Ok(TokenizeTerms { tenant, weight, priority, deadline: context.arrival.deadline })
     }
 
     /// Returns the outcome of a readiness probe while no worker accepts requests.
@@ -270,4 +303,10 @@ impl Ingress {
             Err(_) => Outcome::Unserved { model: String::new(), waited: Duration::ZERO },
         }
     }
+}
+
+/// Charges up to `tokens` to the tenant of a call.
+fn charge(context: &RequestContext, tokens: usize) -> Result<Option<TokenCharge>, Outcome> {
+    let guard = context.admission_guard.as_ref();
+    guard.map(|guard| guard.take_tokens(tokens as u64)).transpose()
 }

@@ -14,7 +14,7 @@ use crate::outcome::{Outcome, Overload};
 use crate::tenants::AuthenticationError;
 
 /// Counts failed API keys of all listeners. Only failures are throttled: a valid key passes at any time, so that
-/// nobody can lock out others behind the same address.
+/// no client can lock out others behind the same address.
 #[derive(Debug)]
 pub(crate) struct KeyFailures {
     throttle: Mutex<FailureThrottle<AddressKey>>,

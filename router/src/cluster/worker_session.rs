@@ -17,7 +17,7 @@ use inflight_router_core::{Credits, ResubmissionReason, SessionId, Violation, Wo
 use tokio::sync::mpsc;
 use tokio::time::timeout;
 use tokio_stream::StreamExt as _;
-use tokio_stream::wrappers::UnboundedReceiverStream;
+use tokio_stream::wrappers::ReceiverStream;
 use tokio_util::sync::CancellationToken;
 use tonic::transport::Channel;
 use tonic::{Request, Status, Streaming};
@@ -62,6 +62,8 @@ enum SessionError {
     Closed,
     #[error("no update within {} s", .0.as_secs_f64())]
     Silent(Duration),
+    #[error("the worker does not read its commands: {0} wait for it, the limit of --worker-commands-max")]
+    Overflow(usize),
 }
 
 /// Loaded bundles by digest: each is fetched and loaded once, for all workers that serve it.
@@ -223,14 +225,15 @@ impl SessionTask {
         let connected = timeout(limit, self.connect(limit)).await;
         let channel = connected.map_err(|_| SessionError::Timeout { what: "a connection", limit })??;
         let mut client = WorkerClient::new(channel).max_decoding_message_size(Self::UPDATE_BYTES_MAX);
-        let (commands, receiver) = mpsc::unbounded_channel();
+        let (commands, receiver) = mpsc::channel(self.options.worker_commands_max);
+        let overflow = CancellationToken::new();
         let open = v1::SessionOpen {
             protocol_version: PROTOCOL_VERSION,
             router_id: self.options.router_id.clone(),
             incarnation: self.options.incarnation.clone(),
         };
         let open = tokio_stream::once(v1::SessionRequest { message: Some(ToWorker::Open(open)) });
-        let requests = open.chain(UnboundedReceiverStream::new(receiver).map(wire::command));
+        let requests = open.chain(ReceiverStream::new(receiver).map(wire::command));
         let (request, proof) = self.prove(&mut client, SESSION_PATH, requests).await?;
         let what = "the opening of a session";
         let response = within(limit, what, client.session(request)).await?;
@@ -276,11 +279,19 @@ impl SessionTask {
             host_blocks: hello.limits.map_or(0, |limits| limits.host_kv_blocks),
             heartbeat,
         };
-        let connection = WorkerConnection { address: self.address.clone(), model, commands };
+        let overflowed = overflow.clone();
+        let connection = WorkerConnection { address: self.address.clone(), model, commands, overflow };
         let session = self.dispatch.open(info, connection);
         let mut guard = OpenSession { task: self, session, reason: ResubmissionReason::SessionLost };
         *opened = Some(clock::now());
-        self.process_updates(&mut updates, &mut guard, silence).await
+        tokio::select! {
+            biased;
+            () = overflowed.cancelled() => {
+                metrics::counter!(names::COMMAND_OVERFLOWS, "worker" => self.address.clone()).increment(1);
+                Err(SessionError::Overflow(self.options.worker_commands_max))
+            }
+            ended = self.process_updates(&mut updates, &mut guard, silence) => ended,
+        }
     }
 
     /// Returns `message` as a request with a proof of the workers' secret, if the router has one.

@@ -12,6 +12,8 @@ use inflight_router_core::{
 use metrics::Gauge;
 use slotmap::SlotMap;
 use tokio::sync::mpsc;
+use tokio::sync::mpsc::error::TrySendError;
+use tokio_util::sync::CancellationToken;
 
 use super::recorder::Recorder;
 use super::request::ActiveRequest;
@@ -41,9 +43,10 @@ pub(crate) struct WorkerMessage {
 pub(crate) struct WorkerConnection {
     pub(crate) address: String,
     pub(crate) model: Arc<Model>,
-    /// Bounded by what is sent: one submission for each in flight, whose number the grant bounds, one cancel
-    /// for each, and one for each of its choices.
-    pub(crate) commands: mpsc::UnboundedSender<WorkerMessage>,
+    /// Queue of the messages that the worker has not read.
+    pub(crate) commands: mpsc::Sender<WorkerMessage>,
+    /// Cancelled when `commands` is full: the session must then be closed, as it has missed a message.
+    pub(crate) overflow: CancellationToken,
 }
 
 /// Connected worker.
@@ -51,11 +54,13 @@ pub(super) struct ConnectedWorker {
     /// Open session.
     session: SessionId,
     pub(super) address: String,
-    commands: mpsc::UnboundedSender<WorkerMessage>,
+    commands: mpsc::Sender<WorkerMessage>,
+    overflow: CancellationToken,
     gauges: WorkerGauges,
 }
 
 struct WorkerGauges {
+    commands: Gauge,
     requests: Gauge,
     sequences: Gauge,
     sequences_granted: Gauge,
@@ -122,9 +127,9 @@ impl DispatcherState {
     }
 
     pub(super) fn connect(&mut self, worker: WorkerId, session: SessionId, connection: WorkerConnection) {
-        let WorkerConnection { address, commands, model: _ } = connection;
+        let WorkerConnection { address, commands, overflow, model: _ } = connection;
         let gauges = WorkerGauges::new(&address);
-        self.workers.insert(worker, ConnectedWorker { session, address, commands, gauges });
+        self.workers.insert(worker, ConnectedWorker { session, address, commands, overflow, gauges });
     }
 
     pub(super) fn disconnect(&mut self, worker: WorkerId, session: SessionId) {
@@ -133,6 +138,7 @@ impl DispatcherState {
             && let Some(connected) = self.workers.remove(&worker)
         {
             connected.gauges.set(WorkerUsage::default());
+            connected.gauges.commands.set(0.0);
         }
     }
 
@@ -167,12 +173,21 @@ impl DispatcherState {
     /// Sends a message to a worker.
     pub(super) fn send(&self, worker: WorkerId, command: WorkerCommand) {
         let Some(connected) = self.workers.get(&worker) else { return };
+        // After a missed message, later ones would be out of context.
+        if connected.overflow.is_cancelled() {
+            return;
+        }
         let request = match &command {
             WorkerCommand::Submit(submission) => self.requests.get(submission.request).cloned(),
             _ => None,
         };
-        // A receiver that is gone means that the session is being closed, which resubmits its requests.
-        let _ = connected.commands.send(WorkerMessage { command, request });
+        match connected.commands.try_send(WorkerMessage { command, request }) {
+            Ok(()) => connected.set_command_gauge(),
+            // The session is closed, like that of a silent worker, which resubmits its requests.
+            Err(TrySendError::Full(_)) => connected.overflow.cancel(),
+            // The session is being closed.
+            Err(TrySendError::Closed(_)) => {}
+        }
     }
 
     /// Returns the requests whose clients have read nothing for `patience`; checked at some ticks only.
@@ -191,6 +206,7 @@ impl DispatcherState {
         if let Err(error) = flushed {
             tracing::error!(%error, "recording stopped: cannot write the file");
             self.recorder = None;
+            metrics::gauge!(names::RECORDING_FAILED).set(1);
         }
     }
 
@@ -214,7 +230,15 @@ impl DispatcherState {
     pub(super) fn set_worker_gauges(&self, worker: WorkerId) {
         if let (Some(connected), Some(usage)) = (self.workers.get(&worker), self.core.worker_usage(worker)) {
             connected.gauges.set(usage);
+            connected.set_command_gauge();
         }
+    }
+}
+
+impl ConnectedWorker {
+    fn set_command_gauge(&self) {
+        let queued = self.commands.max_capacity() - self.commands.capacity();
+        self.gauges.commands.set(queued as f64);
     }
 }
 
@@ -222,6 +246,7 @@ impl WorkerGauges {
     fn new(address: &str) -> Self {
         let gauge = |name: &'static str| metrics::gauge!(name, "worker" => address.to_owned());
         Self {
+            commands: gauge(names::WORKER_COMMANDS),
             requests: gauge(names::WORKER_REQUESTS),
             sequences: gauge(names::WORKER_SEQUENCES),
             sequences_granted: gauge(names::WORKER_SEQUENCES_GRANTED),

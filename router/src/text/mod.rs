@@ -1,13 +1,19 @@
 //! Conversion between text and token ids, from a model's bundle.
 
+mod added_tokens;
 mod detokenizer;
+mod marks;
+mod pieces;
+mod prompt_text;
 mod stop;
 mod template;
 mod token_bound;
 mod tokenizer;
 mod vocabulary;
 
+pub use added_tokens::AddedTokens;
 pub use detokenizer::Detokenizer;
+pub use prompt_text::PromptText;
 pub use stop::{StopMatch, StopMatcher};
 pub use template::{ChatTemplate, Message, TemplateError};
 pub use token_bound::TokenBound;

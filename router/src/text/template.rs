@@ -5,6 +5,9 @@ use minijinja::value::{Kwargs, Value};
 use minijinja::{Environment, Error, ErrorKind};
 use serde::Serialize;
 
+use super::marks::Marks;
+use super::{AddedTokens, PromptText};
+
 /// Invalid chat template, or messages that it rejects.
 #[derive(Debug, thiserror::Error)]
 pub enum TemplateError {
@@ -81,7 +84,52 @@ impl ChatTemplate {
         &self.eos_token
     }
 
-    /// Renders the prompt of a conversation, up to the start of the assistant's message.
+    /// Renders the prompt of a conversation, up to the start of the assistant's message. Special tokens are those of
+    /// the template: what looks like one in a role or a content is plain text.
+    ///
+    /// The messages are rendered once more with placeholders, single characters that appear nowhere else, for the
+    /// characters with which special tokens begin and end; so the bytes that come from messages are known, and a
+    /// special token with one of them is none of the template's. If the template's output depends on these
+    /// characters (it searches a content for `</think>`, say), only those that begin a whole special token in a
+    /// message are replaced; the template then does not see that token.
+    ///
+    /// # Errors
+    /// [`TemplateError::Render`] with the template's own message.
+    pub fn render_prompt(
+        &self,
+        messages: &[Message],
+        added: &AddedTokens,
+    ) -> Result<PromptText, TemplateError> {
+        let text = self.render(messages)?;
+        let parts = || messages.iter().flat_map(|message| [message.role.as_str(), message.content.as_str()]);
+        let edges = added.edges();
+        if !parts().any(|part| part.contains(edges)) {
+            return Ok(PromptText::with_special_tokens(text));
+        }
+        let all = || parts().chain([text.as_str()]);
+        let Some(marks) = Marks::new(edges, all) else {
+            let reason = "the messages have every private-use character; remove some";
+            return Err(TemplateError::Render(reason.to_owned()));
+        };
+        let render = |mark: &dyn Fn(&str) -> String| {
+            let marked = messages
+                .iter()
+                .map(|message| Message { role: mark(&message.role), content: mark(&message.content) });
+            self.render(&marked.collect::<Vec<_>>()).map(|marked| marks.restore(&marked))
+        };
+        if let Ok((restored, literal)) = render(&|part| marks.mark(part, |_| true))
+            && restored == text
+        {
+            return Ok(PromptText::with_literal(text, literal));
+        }
+        let (restored, literal) = render(&|part| {
+            let starts = added.special_starts(part);
+            marks.mark(part, |at| starts.binary_search(&at).is_ok())
+        })?;
+        Ok(PromptText::with_literal(restored, literal))
+    }
+
+    /// Renders the text of a conversation, up to the start of the assistant's message.
     ///
     /// # Errors
     /// [`TemplateError::Render`] with the template's own message.

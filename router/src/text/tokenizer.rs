@@ -1,6 +1,10 @@
 //! Tokenizer of a model (Hugging Face tokenizer.json).
 
-use super::{TokenBound, Vocabulary, VocabularyError};
+use std::ops::Range;
+
+use tokenizers::{Model as _, Normalizer as _, OffsetType, PreTokenizedString, PreTokenizer as _};
+
+use super::{AddedTokens, PromptText, TokenBound, Vocabulary, VocabularyError, pieces};
 
 /// Invalid tokenizer, or text that it cannot encode.
 #[derive(Debug, thiserror::Error)]
@@ -28,12 +32,20 @@ pub enum TokenizerError {
     Encode(String),
 }
 
+/// Special tokens before and after a text.
+type Around = (Vec<u32>, Vec<u32>);
+
 /// Tokenizer of a model.
 #[derive(Debug)]
 pub struct Tokenizer {
     inner: tokenizers::Tokenizer,
     vocabulary: Vocabulary,
     bound: TokenBound,
+    added: AddedTokens,
+    /// Whether long texts are cut into pieces.
+    cuttable: bool,
+    /// Special tokens before and after a text; `None` if they cannot be told.
+    around: Option<Around>,
 }
 
 impl Tokenizer {
@@ -50,9 +62,96 @@ impl Tokenizer {
         let vocabulary = Vocabulary::new(&inner)?;
         let parsed = serde_json::from_slice(json).map_err(|error| TokenizerError::Load(error.to_string()))?;
         let bound = TokenBound::new(&parsed, &vocabulary);
-        let tokenizer = Self { inner, vocabulary, bound };
+        let added = AddedTokens::new(&inner)?;
+        let cuttable = pieces::is_cuttable(&parsed) && !added.may_have_spaces();
+        let mut tokenizer = Self { inner, vocabulary, bound, added, cuttable, around: None };
         tokenizer.check_decoder()?;
+        tokenizer.around = tokenizer.special_tokens_around()?;
         Ok(tokenizer)
+    }
+
+    /// Returns the special tokens that are added before and after a text.
+    fn special_tokens_around(&self) -> Result<Option<Around>, TokenizerError> {
+        let (text, with) = (self.encode_with("a", false)?, self.encode_with("a", true)?);
+        let at = with.windows(text.len().max(1)).position(|window| window == text);
+        Ok(at.map(|at| (with[..at].to_vec(), with[at + text.len()..].to_vec())))
+    }
+
+    /// Returns the added tokens.
+    pub fn added(&self) -> &AddedTokens {
+        &self.added
+    }
+
+    /// Cuts a prompt into pieces whose tokens, one piece after the other, are those of the whole: of at most 64 KiB
+    /// if the tokenizer and the text allow it, else one. The special tokens around a text are part of the first
+    /// and the last piece.
+    pub fn pieces(&self, prompt: &PromptText) -> Vec<Range<usize>> {
+        let text = prompt.as_str();
+        let bytes_max = if self.cuttable && self.around.is_some() { pieces::PIECE_BYTES } else { text.len() };
+        pieces::cut(text, bytes_max)
+    }
+
+    /// Tokenizes a piece of a prompt; with `around`, the model's special tokens are added around the prompt.
+    ///
+    /// # Errors
+    /// [`TokenizerError::Encode`].
+    pub fn encode_piece(
+        &self,
+        prompt: &PromptText,
+        piece: Range<usize>,
+        around: bool,
+    ) -> Result<Vec<u32>, TokenizerError> {
+        let all = prompt.as_str().len();
+        let whole = piece == (0..all);
+        let special = around && whole;
+        let ids = if prompt.needs_care(piece.clone(), &self.added) {
+            self.encode_literal(prompt, piece.clone(), special)
+        } else {
+            self.encode_with(&prompt.as_str()[piece.clone()], special)
+        }?;
+        let Some((before, after)) = self.around.as_ref().filter(|_| around && !whole) else { return Ok(ids) };
+        let before = if piece.start == 0 { &before[..] } else { &[] };
+        let after = if piece.end == all { &after[..] } else { &[] };
+        Ok([before, &ids, after].concat())
+    }
+
+    /// Tokenizes a piece of a prompt as the tokenizers library does, but for special tokens in literal text, which
+    /// are plain text.
+    pub(super) fn encode_literal(
+        &self,
+        prompt: &PromptText,
+        piece: Range<usize>,
+        special: bool,
+    ) -> Result<Vec<u32>, TokenizerError> {
+        let base = piece.start;
+        let is_literal = |bytes: Range<usize>| prompt.is_literal(base + bytes.start..base + bytes.end);
+        let encode = || {
+            let mut text = PreTokenizedString::from(&prompt.as_str()[piece]);
+            text.split(|_, part| self.added.split_raw(&part, is_literal))?;
+            text.split(|_, mut part| {
+                if let Some(normalizer) = self.inner.get_normalizer() {
+                    normalizer.normalize(&mut part)?;
+                }
+                self.added.split_normalized(&part, is_literal)
+            })?;
+            if let Some(pre_tokenizer) = self.inner.get_pre_tokenizer() {
+                pre_tokenizer.pre_tokenize(&mut text)?;
+            }
+            text.tokenize(|part| self.inner.get_model().tokenize(part.get()))?;
+            let encoding = text.into_encoding(None, 0, OffsetType::None)?;
+            self.inner.post_process(encoding, None, special)
+        };
+        let encoding: tokenizers::Result<_> = encode();
+        Ok(encoding.map_err(|error| TokenizerError::Encode(error.to_string()))?.get_ids().to_vec())
+    }
+
+    /// Tokenizes a prompt; with `around`, the model's special tokens are added around it.
+    ///
+    /// # Errors
+    /// [`TokenizerError::Encode`].
+    pub fn encode_prompt(&self, prompt: &PromptText, around: bool) -> Result<Vec<u32>, TokenizerError> {
+        let pieces = self.pieces(prompt).into_iter().map(|piece| self.encode_piece(prompt, piece, around));
+        Ok(pieces.collect::<Result<Vec<_>, _>>()?.concat())
     }
 
     /// Tokenizes plain text, adding the model's special tokens around it.

@@ -23,6 +23,7 @@ mod requests;
 mod resume;
 mod streams;
 mod tenants;
+mod tokenizing;
 mod unary;
 mod usage;
 mod worker;

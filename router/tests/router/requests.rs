@@ -271,7 +271,7 @@ async fn chats_are_rendered_like_transformers_and_rejected_without_a_template() 
         };
         let chat = v1::Chat { messages: reference.messages.iter().map(message).collect() };
         let input = Some(tokenize_request::Input::Chat(chat.clone()));
-        let tokenize = v1::TokenizeRequest { model: String::new(), input };
+        let tokenize = v1::TokenizeRequest { input, ..Default::default() };
         let answer = cluster.client.tokenize(tokenize).await.unwrap().into_inner();
         assert_eq!(answer.token_ids, reference.tokens);
         assert_eq!(answer.pieces.len(), answer.token_ids.len());
@@ -380,7 +380,7 @@ async fn a_message_over_the_limit_is_resource_exhausted() {
         let status = cluster.generate(text(&"a".repeat(1001))).await.err().unwrap();
         assert_eq!(status.code(), Code::ResourceExhausted, "{status}");
         let input = Some(tokenize_request::Input::Text("a".repeat(1001)));
-        let tokenize = v1::TokenizeRequest { model: String::new(), input };
+        let tokenize = v1::TokenizeRequest { input, ..Default::default() };
         assert_eq!(cluster.client.tokenize(tokenize).await.unwrap_err().code(), Code::ResourceExhausted);
     })
     .await;

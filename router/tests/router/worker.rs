@@ -30,6 +30,8 @@ pub struct WorkerProfile {
     pub files: Files,
     /// Number of corrupted bundles served before a valid one.
     pub bad_bundles: u32,
+    /// Number of sessions whose commands the worker does not read, before one that it reads.
+    pub unread_sessions: u32,
     pub incarnation: &'static str,
     /// Certificate, key, and the authority of routers.
     pub tls: Option<[String; 3]>,
@@ -49,6 +51,7 @@ impl Default for WorkerProfile {
             heartbeat_interval_ms: 60_000,
             files,
             bad_bundles: 0,
+            unread_sessions: 0,
             incarnation: "1",
             tls: None,
         }
@@ -73,7 +76,8 @@ impl ScriptedWorker {
         let (opened, sessions) = mpsc::unbounded_channel();
         let bad_bundles = Mutex::new(profile.bad_bundles);
         let tls = profile.tls.clone();
-        let service = WorkerServer::new(Service { profile, opened, bad_bundles });
+        let unread_sessions = Mutex::new(profile.unread_sessions);
+        let service = WorkerServer::new(Service { profile, opened, bad_bundles, unread_sessions });
         let mut server = tonic::transport::Server::builder();
         if let Some([certificate, key, ca]) = tls {
             let identity = tonic::transport::Identity::from_pem(certificate, key);
@@ -111,6 +115,7 @@ struct Service {
     profile: WorkerProfile,
     opened: mpsc::UnboundedSender<ScriptedSession>,
     bad_bundles: Mutex<u32>,
+    unread_sessions: Mutex<u32>,
 }
 
 /// Worker side of a session. Dropping it breaks the stream.
@@ -270,7 +275,16 @@ impl Worker for Service {
         let (incoming, commands) = mpsc::unbounded_channel();
         let (tables, services) = mpsc::unbounded_channel();
         let (waiting, backlogs) = mpsc::unbounded_channel();
+        let unread = {
+            let mut left = self.unread_sessions.lock().unwrap();
+            let unread = *left > 0;
+            *left = left.saturating_sub(1);
+            unread
+        };
         tokio::spawn(async move {
+            if unread {
+                incoming.closed().await;
+            }
             while let Ok(Some(v1::SessionRequest { message: Some(command) })) = requests.message().await {
                 if let Command::ServiceTable(table) = &command {
                     let _ = tables.send(table.clone());

@@ -29,6 +29,8 @@ pub enum Bottleneck {
     GapObjective,
     /// Prompts arrive faster than the objective for first tokens allows.
     FirstTokenObjective,
+    /// The recording of the scheduler's inputs has ended with an error.
+    RecordingFailed,
 }
 
 impl Bottleneck {
@@ -45,6 +47,7 @@ impl Bottleneck {
             Self::ChunkBudget => "chunk_budget",
             Self::GapObjective => "slo_gap",
             Self::FirstTokenObjective => "slo_ttft",
+            Self::RecordingFailed => "recording_failed",
         }
     }
 
@@ -71,6 +74,9 @@ impl Bottleneck {
             Self::ChunkBudget => "raise --step-target or --max-batch-tokens for larger prefill chunks",
             Self::GapObjective => "raise --slo-gap, lower --max-sequences, or add workers",
             Self::FirstTokenObjective => "add workers, or raise --slo-gap or --slo-ttft",
+            Self::RecordingFailed => {
+                "free space for the file of --record and restart the worker; what was recorded can be replayed"
+            }
         }
     }
 }
@@ -111,9 +117,31 @@ impl Default for Objectives {
     }
 }
 
-/// Returns the bottlenecks of a worker from its recent iterations, most severe first; none without
-/// iterations.
+/// Facts about a worker that its iterations do not show.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct Conditions {
+    /// Whether the recording has ended with an error.
+    pub recording_failed: bool,
+}
+
+/// Returns the bottlenecks of a worker from its recent iterations and other conditions, most severe first.
 pub fn diagnose<'a>(
+    steps: impl DoubleEndedIterator<Item = &'a IterationSummary> + Clone,
+    limits: &SchedulerLimits,
+    objectives: &Objectives,
+    conditions: Conditions,
+) -> Vec<Finding> {
+    let figure = || "the recording ended early: its file could not be written".to_owned();
+    let failed =
+        conditions.recording_failed.then(|| Finding::new(Bottleneck::RecordingFailed, 1.0, figure()));
+    let mut findings: Vec<Finding> = failed.flatten().into_iter().collect();
+    findings.extend(bottlenecks(steps, limits, objectives));
+    findings.sort_by(|a, b| b.weight.total_cmp(&a.weight).then(a.limit.cmp(&b.limit)));
+    findings
+}
+
+/// Returns the bottlenecks that recent iterations show; none without iterations.
+fn bottlenecks<'a>(
     steps: impl DoubleEndedIterator<Item = &'a IterationSummary> + Clone,
     limits: &SchedulerLimits,
     objectives: &Objectives,
@@ -137,9 +165,7 @@ pub fn diagnose<'a>(
         window.low_prefix_hits(),
         window.device_idle(),
     ];
-    let mut findings: Vec<Finding> = findings.into_iter().flatten().collect();
-    findings.sort_by(|a, b| b.weight.total_cmp(&a.weight).then(a.limit.cmp(&b.limit)));
-    findings
+    findings.into_iter().flatten().collect()
 }
 
 impl Finding {
@@ -361,14 +387,26 @@ mod tests {
                 step
             })
             .collect();
-        let findings = diagnose(steps.iter(), &LIMITS(), &Objectives::default());
+        let findings = diagnose(steps.iter(), &LIMITS(), &Objectives::default(), Conditions::default());
         findings.iter().map(|finding| finding.limit).collect()
     }
 
     #[test]
     fn a_healthy_worker_has_no_findings() {
         assert_eq!(found(|_| {}), []);
-        assert_eq!(diagnose([].iter(), &LIMITS(), &Objectives::default()), []);
+        let idle = |conditions| diagnose([].iter(), &LIMITS(), &Objectives::default(), conditions);
+        assert_eq!(idle(Conditions::default()), []);
+    }
+
+    #[test]
+    fn a_failed_recording_is_found_with_and_without_iterations() {
+        let failed = Conditions { recording_failed: true };
+        for steps in [Vec::new(), vec![step(0), step(1)]] {
+            let findings = diagnose(steps.iter(), &LIMITS(), &Objectives::default(), failed);
+            let found: Vec<_> = findings.iter().map(|finding| finding.limit).collect();
+            assert_eq!(found, [Bottleneck::RecordingFailed]);
+            assert!(findings[0].to_string().starts_with("recording_failed: "), "{}", findings[0]);
+        }
     }
 
     #[test]

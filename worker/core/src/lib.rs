@@ -28,7 +28,7 @@ mod time;
 pub use anticipation::Anticipation;
 pub use block_pool::{Block, BlockPool, CacheEvent, CacheTier};
 pub use cost::{CostModel, CostPrior, StepWork};
-pub use diagnosis::{Bottleneck, Finding, Objectives, diagnose};
+pub use diagnosis::{Bottleneck, Conditions, Finding, Objectives, diagnose};
 pub use dispatch_ahead::DispatchAhead;
 pub use first_token::{FirstTokenParts, FirstTokens};
 pub use grants::{Capacity, Grant, Grants};

@@ -14,11 +14,15 @@ use inflight_worker_core::{Transfer, TransferId};
 mod batch;
 pub mod collective;
 mod command_thread;
+mod host_memory;
+mod memory_ledger;
 mod recent_tokens;
 pub mod sharding;
 
 pub use batch::{Batch, BlockCopy, Feedback, SCORES_MAX, SampleRow, ScoreRow};
 pub use command_thread::{CommandQueue, CommandThread, CommandThreadOptions, ThreadEnded};
+pub use host_memory::{HostMemory, MemoryGroup, MemoryLimit, Readable};
+pub use memory_ledger::{MemoryLedger, OverLimit, PROMISED_BYTES};
 pub use recent_tokens::{RECENT_TOKENS, RecentTokens};
 
 /// Name of the gauge of commands queued for a GPU's device thread.

@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use inflight_contract::CostCoefficients;
 use inflight_proto::v1;
-use inflight_worker_core::{Anticipation, CacheEvent, CacheTier, Grant, Load, Time};
+use inflight_worker_core::{Anticipation, CacheEvent, CacheTier, Conditions, Grant, Load, Time};
 use tokio::sync::{mpsc, oneshot};
 
 use super::load_report;
@@ -91,6 +91,8 @@ pub(crate) struct EngineThread {
     step_us: u64,
     draining: bool,
     recording: Option<BufWriter<File>>,
+    /// Whether the recording has ended with an error.
+    recording_failed: bool,
     cache_events: Vec<(CacheTier, CacheEvent)>,
     /// Number of the next prefix-cache event.
     cache_sequence: u64,
@@ -112,6 +114,7 @@ impl EngineThread {
         watchdog: Arc<Watchdog>,
     ) -> Self {
         let metrics = StepMetrics::new(engine.limits().blocks);
+        crate::metrics::recording_failed(false);
         Self {
             engine,
             messages,
@@ -123,6 +126,7 @@ impl EngineThread {
             step_us: 0,
             draining: false,
             recording: recording.map(BufWriter::new),
+            recording_failed: false,
             cache_events: Vec::new(),
             cache_sequence: 0,
             recorded_load: Load::default(),
@@ -266,7 +270,9 @@ impl EngineThread {
                     (self.engine.history(), self.engine.load(), self.engine.limits());
                 let Grant { sequences, blocks } = self.engine.granted_in_use();
                 let in_use = v1::Grant { sequences, kv_blocks: blocks, priority_sequences: 0 };
-                let diagnosis = load_report::diagnosis(history, &load, limits, self.step_us, iterations);
+                let conditions = Conditions { recording_failed: self.recording_failed };
+                let diagnosis =
+                    load_report::diagnosis(history, &load, limits, self.step_us, iterations, conditions);
                 // The caller may have disconnected.
                 let _ = reply.send(v1::DiagnoseResponse { granted_in_use: Some(in_use), ..diagnosis });
             }
@@ -304,6 +310,8 @@ impl EngineThread {
         if let Err(error) = written.and(flushed) {
             tracing::error!(%error, "recording stopped: cannot write the file");
             self.recording = None;
+            self.recording_failed = true;
+            crate::metrics::recording_failed(true);
         }
     }
 

@@ -3,7 +3,9 @@
 use std::time::Duration;
 
 use inflight_proto::v1;
-use inflight_worker_core::{History, IterationSummary, Load, Objectives, SchedulerLimits, diagnose};
+use inflight_worker_core::{
+    Conditions, History, IterationSummary, Load, Objectives, SchedulerLimits, diagnose,
+};
 
 /// Prompt length of the predicted TTFT in a reported load.
 pub(super) const TTFT_PROMPT_TOKENS: u32 = 256;
@@ -29,8 +31,9 @@ pub(super) fn diagnosis(
     limits: &SchedulerLimits,
     step_us: u64,
     iterations: u32,
+    conditions: Conditions,
 ) -> v1::DiagnoseResponse {
-    let findings = diagnose(history.iter(), limits, &Objectives::default());
+    let findings = diagnose(history.iter(), limits, &Objectives::default(), conditions);
     let (first, last) = (history.iter().next(), history.iter().next_back());
     let window = first.zip(last).map_or(Duration::ZERO, |(first, last)| last.planned.since(first.planned));
     let recent = history.len().saturating_sub(iterations as usize);

@@ -41,6 +41,7 @@ pub(super) static FIELDS: FieldTable = FieldTable {
                 "add_special_tokens",
                 "Extension: the model's special tokens around a text; true by default.",
             ),
+            honoured("parse_special", PARSE_SPECIAL),
             refused("suffix", "insertion before a suffix is not supported"),
             refused("response_format", STRUCTURED),
             ignored("service_tier", "The tenant's priority counts."),
@@ -50,6 +51,9 @@ pub(super) static FIELDS: FieldTable = FieldTable {
         sampling::EXTENSIONS,
     ],
 };
+
+/// Meaning of `parse_special`.
+pub(super) const PARSE_SPECIAL: &str = "Extension: special tokens are recognised in a text; true by default. False: what looks like one is text.";
 
 /// Maximum prompts of a call.
 const PROMPTS_MAX: usize = 128;
@@ -124,6 +128,7 @@ fn read(body: &[u8]) -> Result<(Vec<GenerationRequest>, Output), Outcome> {
     let output = Output { stream: fields.flag("stream")?, stream_options, logprobs, echo, prompt_logprobs };
     template.stop.max_tokens = Some(fields.count("max_tokens")?.unwrap_or(MAX_TOKENS));
     template.sampling.logprobs = logprobs;
+    template.parse_special = fields.get("parse_special", "true or false")?;
     template.return_token_ids = stream_options.continuous();
     let request = |input| GenerationRequest { input, ..template.clone() };
     Ok((prompts(&fields)?.into_iter().map(request).collect(), output))

@@ -234,7 +234,7 @@ pub(super) async fn count_tokens(
 ) -> Result<Response<Body>, Outcome> {
     let fields = COUNT_FIELDS.read(&body)?;
     let (model, input) = (fields.model()?, conversation(&fields)?);
-    let (_, tokens) = api.ingress.tokens(&model, input, call.context).await?;
+    let (_, tokens) = api.ingress.tokens(&model, input, None, call.context).await?;
     json(&Count { input_tokens: tokens.len() })
 }
 

@@ -8,6 +8,7 @@ use tonic::body::Body;
 use tonic::codegen::Bytes;
 use tonic::codegen::http::Response;
 
+use super::completions::PARSE_SPECIAL;
 use super::errors::refuse;
 use super::fields::{FieldTable, honoured, refused};
 use super::{AxumResponse, Call, HttpApi, chat, json};
@@ -24,6 +25,7 @@ pub(super) static FIELDS: FieldTable = FieldTable {
         honoured("prompt", "Text; this or `messages`."),
         honoured("messages", "Conversation, as in chat completions."),
         honoured("add_special_tokens", "Of a prompt: the model's special tokens around it; true by default."),
+        honoured("parse_special", PARSE_SPECIAL),
         honoured("return_token_strs", "Adds the text of each token."),
         honoured("add_generation_prompt", "Of a conversation; only true, the default."),
         refused("continue_final_message", "a conversation is rendered up to the start of the next message"),
@@ -84,7 +86,8 @@ pub(super) async fn tokenize(api: Arc<HttpApi>, call: Call, body: Bytes) -> Resu
         return Err(Outcome::field("add_generation_prompt", reason));
     }
     let with_texts = fields.flag("return_token_strs")?;
-    let (served, tokens) = api.ingress.tokens(&model, input, call.context).await?;
+    let parse_special = fields.get("parse_special", "true or false")?;
+    let (served, tokens) = api.ingress.tokens(&model, input, parse_special, call.context).await?;
     let texts = || tokens.iter().map(|id| served.model.tokenizer.piece(*id)).collect();
     json(&Tokens {
         count: tokens.len(),
@@ -95,7 +98,11 @@ pub(super) async fn tokenize(api: Arc<HttpApi>, call: Call, body: Bytes) -> Resu
 }
 
 /// Returns the text of tokens, special ones included.
-pub(super) async fn detokenize(api: Arc<HttpApi>, _: Call, body: Bytes) -> Result<Response<Body>, Outcome> {
+pub(super) async fn detokenize(
+    api: Arc<HttpApi>,
+    call: Call,
+    body: Bytes,
+) -> Result<Response<Body>, Outcome> {
     let fields = DETOKENIZE_FIELDS.read(&body)?;
     let served = api.ingress.resolve(&fields.model()?)?;
     let tokens: Option<Vec<u32>> = fields.get("tokens", "an array of token ids")?;
@@ -105,7 +112,7 @@ pub(super) async fn detokenize(api: Arc<HttpApi>, _: Call, body: Bytes) -> Resul
         let reason = format!("token id {id} is outside the vocabulary of {vocab_size}");
         return Err(Outcome::field("tokens", reason));
     }
-    let prompt = api.ingress.decode(&served, tokens).await?;
+    let prompt = api.ingress.decode(&served, tokens, call.context).await?;
     json(&Prompt { prompt })
 }
 

@@ -53,7 +53,7 @@ async fn main() -> Result<()> {
         v1::tokenize_request::Input::Text("Grüße an 🦀".to_owned()),
         v1::tokenize_request::Input::Chat(chat.clone()),
     ] {
-        client.tokenize(v1::TokenizeRequest { model: String::new(), input: Some(input) }).await?;
+        client.tokenize(v1::TokenizeRequest { input: Some(input), ..Default::default() }).await?;
     }
     drain(&mut client, Request::new(every_field(Input::Text("Once upon a time".to_owned())))).await?;
     drain(&mut client, Request::new(every_field(Input::Chat(chat)))).await?;

@@ -15,13 +15,14 @@ use tokio::sync::{RwLock, RwLockReadGuard, RwLockWriteGuard};
 use tonic::transport::Channel;
 
 use crate::DEADLINE;
-use crate::process::{ProcessTag, kill};
+use crate::process::{HOST_CACHE_BYTES, ProcessTag, kill};
 
 /// Held shared by every cluster and exclusively by a test that measures.
 static CLUSTERS: RwLock<()> = RwLock::const_new(());
 
 /// Waits until no other cluster of this process runs, and excludes new ones while the guard lives. For tests
-/// that measure; under nextest, with one process per test, `.config/nextest.toml` does the same by name.
+/// that measure; under nextest, with one process per test, `.config/nextest.toml` does the same by name. The
+/// holder starts a [`LocalCluster`] by [`LocalCluster::start_exclusive`] only.
 pub async fn exclusive() -> RwLockWriteGuard<'static, ()> {
     CLUSTERS.write().await
 }
@@ -59,7 +60,14 @@ pub struct LocalCluster {
     pub tag: ProcessTag,
     events: tokio::io::Lines<BufReader<ChildStdout>>,
     log: Arc<StdMutex<String>>,
-    _shared: RwLockReadGuard<'static, ()>,
+    _lock: ClusterLock,
+}
+
+/// How a cluster shares the machine with the other clusters of the test process.
+#[derive(Debug)]
+enum ClusterLock {
+    Shared { _guard: RwLockReadGuard<'static, ()> },
+    Exclusive { _guard: RwLockWriteGuard<'static, ()> },
 }
 
 impl LocalCluster {
@@ -80,7 +88,30 @@ impl LocalCluster {
         flags: &[&str],
         environment: &[(&str, OsString)],
     ) -> Result<Self> {
-        let shared = CLUSTERS.read().await;
+        let lock = ClusterLock::Shared { _guard: CLUSTERS.read().await };
+        Self::start_locked(program, flags, environment, lock).await
+    }
+
+    /// Starts `program up` as [`LocalCluster::start_with_env`] does, without any other cluster of this process
+    /// beside it. It takes the guard of [`exclusive`], under which `start` would wait for ever.
+    ///
+    /// # Errors
+    /// The cluster does not become ready; the error contains its standard error.
+    pub async fn start_exclusive(
+        program: &Path,
+        flags: &[&str],
+        environment: &[(&str, OsString)],
+        guard: RwLockWriteGuard<'static, ()>,
+    ) -> Result<Self> {
+        Self::start_locked(program, flags, environment, ClusterLock::Exclusive { _guard: guard }).await
+    }
+
+    async fn start_locked(
+        program: &Path,
+        flags: &[&str],
+        environment: &[(&str, OsString)],
+        lock: ClusterLock,
+    ) -> Result<Self> {
         let tag = ProcessTag::new();
         let (name, value) = tag.variable();
         let threads =
@@ -90,6 +121,7 @@ impl LocalCluster {
             .args(threads)
             .args(flags)
             .env(name, value)
+            .env(HOST_CACHE_BYTES.0, HOST_CACHE_BYTES.1)
             .envs(environment.iter().map(|(name, value)| (name, value)))
             .stdin(Stdio::null())
             .stdout(Stdio::piped())
@@ -136,7 +168,7 @@ impl LocalCluster {
             tag,
             events,
             log,
-            _shared: shared,
+            _lock: lock,
         })
     }
 

@@ -5,6 +5,10 @@ use std::sync::atomic::{AtomicU32, Ordering};
 
 use anyhow::{Result, bail, ensure};
 
+/// Variable that bounds the host cache of workers without a flag for it: all workers of a machine reserve their
+/// memory beside each other, and many clusters run at once.
+pub(crate) const HOST_CACHE_BYTES: (&str, &str) = ("INFLIGHT_WORKER_HOST_CACHE_BYTES", "64MiB");
+
 /// Environment variable with the tag; child processes inherit it.
 const VARIABLE: &str = "INFLIGHT_TEST_MARK";
 

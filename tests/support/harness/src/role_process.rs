@@ -13,7 +13,7 @@ use tokio::process::{Child, Command};
 use tonic::transport::{Channel, Endpoint};
 
 use crate::DEADLINE;
-use crate::process::{ProcessTag, kill};
+use crate::process::{HOST_CACHE_BYTES, ProcessTag, kill};
 
 /// Router or worker process that a test starts, signals and restarts. The drop kills it.
 #[derive(Debug)]
@@ -67,6 +67,7 @@ impl RoleProcess {
             .arg(format!("--listen={listen}"))
             .arg(format!("--metrics-listen={metrics}"))
             .env(name, value)
+            .env(HOST_CACHE_BYTES.0, HOST_CACHE_BYTES.1)
             .stdin(Stdio::null())
             .stdout(Stdio::piped())
             .stderr(Stdio::piped())

@@ -5,7 +5,6 @@
 
 mod copy_thread;
 mod forward;
-mod memory_info;
 mod overlapped;
 mod quantization;
 mod rank_group;
@@ -23,13 +22,13 @@ use inflight_models::{self as models, ModelConfig, ModelDir};
 use inflight_runtime::collective::{Collective, host_group};
 use inflight_runtime::sharding::{self, Indivisible, RANKS_MAX, Shard};
 use inflight_runtime::{
-    self as runtime, Batch, Capabilities, PromptLogprobs, Runtime, Sampled, Slot, SlotSetup, TransferDone,
+    self as runtime, Batch, Capabilities, MemoryLedger, OverLimit, PromptLogprobs, Readable, Runtime,
+    Sampled, Slot, SlotSetup, TransferDone,
 };
 use inflight_worker_core::Transfer;
 
 use copy_thread::CopyThread;
 use forward::Forward;
-use memory_info::{Readable, memory_info};
 pub use overlapped::Overlapped;
 pub use quantization::{Quantization, UnknownQuantization};
 use rank_group::{Rank, RankGroup};
@@ -122,14 +121,14 @@ pub enum Error {
         /// Bytes of available memory.
         available: u64,
     },
-    /// Weights and pools together exceed the memory limit of the process.
+    /// Weights and pools exceed a memory limit, together with what other workers of the host have promised.
     #[error(
-        "the weights take {}, the KV pool {} and the host pool behind it {}, but this process may use {} in all; \
-         lower --kv-cache-bytes or --host-cache-bytes",
+        "the weights take {}, the KV pool {} and the host pool behind it {}, {over}; lower --kv-cache-bytes or \
+         --host-cache-bytes{}",
         Readable(*weight_bytes),
         Readable(*kv_bytes),
         Readable(*host_bytes),
-        Readable(*total)
+        if over.others == 0 { "" } else { ", of this worker or of the others, or stop one" }
     )]
     TotalMemory {
         /// Bytes of the packed weights and of the embedding.
@@ -138,8 +137,8 @@ pub enum Error {
         kv_bytes: u64,
         /// Bytes requested for the host pool.
         host_bytes: u64,
-        /// Memory limit of the process in bytes.
-        total: u64,
+        /// Limit that is exceeded.
+        over: OverLimit,
     },
     /// Starting threads failed.
     #[error("cannot start the kernels' threads: {0}")]
@@ -185,8 +184,7 @@ struct Compute {
 }
 
 impl CpuRuntime {
-    /// Loads a model: validates tensors, packs weights for the kernels and allocates the pools. Calls
-    /// `progress` with bytes packed and bytes in total.
+    /// Loads a model as [`load_beside`](Self::load_beside), without regard to other workers of the host.
     ///
     /// # Errors
     /// [`Error`]; invalid options and models are rejected before large allocations.
@@ -195,8 +193,22 @@ impl CpuRuntime {
         options: &CpuOptions,
         progress: &(dyn Fn(u64, u64) + Sync),
     ) -> Result<Self, Error> {
+        Self::load_beside(model, options, &MemoryLedger::alone(), progress)
+    }
+
+    /// Loads a model: validates tensors, reserves memory in the ledger, packs weights for the kernels and
+    /// allocates the pools. Calls `progress` with bytes packed and bytes in total.
+    ///
+    /// # Errors
+    /// [`Error`]; invalid options and models are rejected before large allocations.
+    pub fn load_beside(
+        model: &ModelDir,
+        options: &CpuOptions,
+        ledger: &MemoryLedger,
+        progress: &(dyn Fn(u64, u64) + Sync),
+    ) -> Result<Self, Error> {
         check(options, model.config())?;
-        Self::load_with_group(model, options, host_group(options.tensor_parallel), progress)
+        Self::load_with_group(model, options, host_group(options.tensor_parallel), ledger, progress)
     }
 
     /// Loads a model on the ranks of a given collective group.
@@ -204,6 +216,7 @@ impl CpuRuntime {
         model: &ModelDir,
         options: &CpuOptions,
         collectives: Vec<Box<dyn Collective>>,
+        ledger: &MemoryLedger,
         progress: &(dyn Fn(u64, u64) + Sync),
     ) -> Result<Self, Error> {
         let config = model.config();
@@ -224,7 +237,7 @@ impl CpuRuntime {
         let packed = |shard| tensors.packed_bytes(options.quantize, isa, shard);
         let weight_bytes = shards.iter().map(packed).sum::<u64>() + tensors.embedding_bytes();
         let (kv_bytes, host_bytes) = (options.kv_bytes, options.host_bytes);
-        check_memory(weight_bytes, kv_bytes, host_bytes)?;
+        reserve_memory(ledger, weight_bytes, kv_bytes, host_bytes)?;
         let no_memory = |_| Error::Memory { kv_bytes, host_bytes };
         let mut pools = Vec::with_capacity(world);
         let mut copiers = Vec::with_capacity(world);
@@ -355,20 +368,24 @@ fn compute_threads(options: &CpuOptions, ranks: usize) -> usize {
     threads
 }
 
-/// Checks that weights and pools fit the memory of the machine and of the process's limit.
+/// Reserves the memory of weights and pools.
 ///
 /// # Errors
 /// [`Error::WeightMemory`] or [`Error::TotalMemory`].
-fn check_memory(weight_bytes: u64, kv_bytes: u64, host_bytes: u64) -> Result<(), Error> {
-    let Some(memory) = memory_info() else { return Ok(()) };
-    if weight_bytes > memory.available {
+fn reserve_memory(
+    ledger: &MemoryLedger,
+    weight_bytes: u64,
+    kv_bytes: u64,
+    host_bytes: u64,
+) -> Result<(), Error> {
+    if let Some(memory) = ledger.host()
+        && weight_bytes > memory.available
+    {
         return Err(Error::WeightMemory { needed: weight_bytes, available: memory.available });
     }
-    // Pools take memory at first use, so they are checked against total rather than available memory.
-    if weight_bytes.saturating_add(kv_bytes).saturating_add(host_bytes) > memory.total {
-        return Err(Error::TotalMemory { weight_bytes, kv_bytes, host_bytes, total: memory.total });
-    }
-    Ok(())
+    // Pools take memory at first use, so they are checked against limits rather than available memory.
+    let bytes = weight_bytes.saturating_add(kv_bytes).saturating_add(host_bytes);
+    ledger.reserve(bytes).map_err(|over| Error::TotalMemory { weight_bytes, kv_bytes, host_bytes, over })
 }
 
 /// Validates all options; returns the maximum tokens per sequence.

@@ -84,7 +84,14 @@ fn load(culprit: usize, at: usize, panics: bool) -> CpuRuntime {
         Box::new(Faulty { inner, calls: Cell::new(0), at, panics })
     };
     let collectives = host_group(2).into_iter().map(faulty).collect();
-    let mut runtime = CpuRuntime::load_with_group(&model, &options, collectives, &|_, _| {}).unwrap();
+    let mut runtime = CpuRuntime::load_with_group(
+        &model,
+        &options,
+        collectives,
+        &inflight_runtime::MemoryLedger::alone(),
+        &|_, _| {},
+    )
+    .unwrap();
     let setup = SlotSetup {
         sampling: Arc::new(SamplingParams::greedy()),
         choice: 0,

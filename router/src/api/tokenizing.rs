@@ -1,0 +1,362 @@
+//! Tokenizing of large texts: pieces on blocking threads, in turns between tenants.
+
+use std::collections::BTreeMap;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use inflight_contract::{Priority, Weight};
+use inflight_router_core::{
+    TokenizeArrival, TokenizeJobId, TokenizePiece, TokenizeQueue, TokenizeQueueOptions,
+};
+use tokio::sync::oneshot;
+
+use crate::clock;
+use crate::metrics as names;
+use crate::options::Options;
+use crate::outcome::{Outcome, Overload};
+
+/// Maximum idle tenants whose service the queue remembers.
+const IDLE_TENANTS_MAX: usize = 10_000;
+
+/// Tenant of tokenizing work, and the deadline of the call that waits for it.
+#[derive(Debug, Clone)]
+pub(crate) struct TokenizeTerms {
+    pub(crate) tenant: String,
+    pub(crate) weight: Weight,
+    pub(crate) priority: Priority,
+    pub(crate) deadline: Option<Instant>,
+}
+
+/// Queue of tokenizing work and the threads that it may use.
+#[derive(Clone)]
+pub(crate) struct Tokenizing {
+    state: Arc<Mutex<State>>,
+    retry_delay: Duration,
+}
+
+struct State {
+    queue: TokenizeQueue,
+    /// Receivers of the next slot of each job that waits.
+    waiting: BTreeMap<TokenizeJobId, oneshot::Sender<Slot>>,
+}
+
+/// Failure of a job, with what it had done.
+#[derive(Debug)]
+pub(crate) struct Failed<S> {
+    pub(crate) outcome: Outcome,
+    /// State of the job; `None` after a panic.
+    pub(crate) state: Option<S>,
+}
+
+/// Slot of one piece. Returned on drop, if not by [`Slot::finish`].
+struct Slot {
+    tokenizing: Tokenizing,
+    job: TokenizeJobId,
+    returned: bool,
+}
+
+/// Job of a text. Leaves the queue when dropped: what has not started never runs.
+struct Job {
+    tokenizing: Tokenizing,
+    id: TokenizeJobId,
+    /// Whether all of its pieces have run.
+    done: bool,
+}
+
+impl Tokenizing {
+    pub(crate) fn new(options: &Options) -> Self {
+        let slots = std::thread::available_parallelism().map_or(1, usize::from);
+        let jobs_max = options.tokenize_queue_max;
+        let queue = TokenizeQueueOptions { slots, jobs_max, idle_tenants_max: IDLE_TENANTS_MAX };
+        let state = State { queue: TokenizeQueue::new(queue), waiting: BTreeMap::new() };
+        Self { state: Arc::new(Mutex::new(state)), retry_delay: options.retry_delay }
+    }
+
+    /// Runs the steps of a job on blocking threads, each when its tenant has its turn, and returns the job's state.
+    /// `step` returns the next step. Nothing runs after an error, after the deadline, or after the future was
+    /// dropped.
+    pub(crate) async fn run<S: Send + 'static>(
+        &self,
+        terms: &TokenizeTerms,
+        first: TokenizePiece,
+        mut state: S,
+        step: fn(&mut S) -> Result<Option<TokenizePiece>, Outcome>,
+    ) -> Result<S, Failed<S>> {
+        let (mut job, mut turn) = match self.enter(terms, first) {
+            Ok(entered) => entered,
+            Err(outcome) => return Err(Failed { outcome, state: Some(state) }),
+        };
+        loop {
+            let slot = match self.wait(turn, terms.deadline).await {
+                Ok(slot) => slot,
+                Err(outcome) => return Err(Failed { outcome, state: Some(state) }),
+            };
+            let run = move || {
+                let ran = step(&mut state);
+                let turn = slot.finish(ran.as_ref().ok().copied().flatten());
+                (state, ran, turn)
+            };
+            let ran;
+            (state, ran, turn) = tokio::task::spawn_blocking(run).await.map_err(|_| {
+                let what = "tokenizing failed on a fault of the tokenizer library".to_owned();
+                Failed { outcome: Outcome::Internal(what), state: None }
+            })?;
+            match ran {
+                Ok(Some(_)) => {}
+                Ok(None) => {
+                    job.done = true;
+                    return Ok(state);
+                }
+                Err(outcome) => return Err(Failed { outcome, state: Some(state) }),
+            }
+        }
+    }
+
+    /// Queues a job with its first piece. Returns it with the receiver of its first slot.
+    fn enter(
+        &self,
+        terms: &TokenizeTerms,
+        piece: TokenizePiece,
+    ) -> Result<(Job, oneshot::Receiver<Slot>), Outcome> {
+        let (sender, turn) = oneshot::channel();
+        let arrival = TokenizeArrival {
+            tenant: &terms.tenant,
+            weight: terms.weight,
+            priority: terms.priority.get(),
+            piece,
+        };
+        let mut state = self.lock();
+        let admitted = state.queue.enter(arrival).map_err(|full| {
+            let what = format!("{full}, the limit of --tokenize-queue-max; try again later");
+            Outcome::Full(Box::new(Overload::of_router(what, "tokenize_queue", self.retry_delay)))
+        })?;
+        // A displaced job's receiver fails when its sender is dropped.
+        let displaced = admitted.displaced.and_then(|job| state.waiting.remove(&job));
+        state.waiting.insert(admitted.job, sender);
+        self.grant(state);
+        drop(displaced);
+        Ok((Job { tokenizing: self.clone(), id: admitted.job, done: false }, turn))
+    }
+
+    /// Waits for the next slot of a job.
+    async fn wait(&self, turn: oneshot::Receiver<Slot>, deadline: Option<Instant>) -> Result<Slot, Outcome> {
+        let since = clock::now();
+        if deadline.is_some_and(|deadline| deadline <= since) {
+            return Err(Outcome::DeadlineExceeded);
+        }
+        let slot = match deadline {
+            None => turn.await,
+            Some(deadline) => {
+                let turn = tokio::time::timeout_at(deadline.into(), turn).await;
+                turn.map_err(|_| Outcome::DeadlineExceeded)?
+            }
+        };
+        let waited = clock::now().saturating_duration_since(since);
+        metrics::histogram!(names::TOKENIZE_SECONDS).record(waited.as_secs_f64());
+        slot.map_err(|_| Outcome::Displaced { retry: self.retry_delay })
+    }
+
+    fn lock(&self) -> MutexGuard<'_, State> {
+        // The state is consistent at every call that could panic.
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Hands free slots to the jobs that go first.
+    fn grant(&self, mut state: MutexGuard<'_, State>) {
+        let mut granted = Vec::new();
+        while let Some(job) = state.queue.grant() {
+            let slot = Slot { tokenizing: self.clone(), job, returned: false };
+            granted.push((state.waiting.remove(&job), slot));
+        }
+        metrics::gauge!(names::TOKENIZE_WAITING).set(state.queue.waiting() as f64);
+        // Outside the lock: a slot whose receiver is gone is returned at once.
+        drop(state);
+        for (sender, slot) in granted {
+            if let Some(sender) = sender {
+                drop(sender.send(slot));
+            }
+        }
+    }
+}
+
+impl Slot {
+    /// Returns the slot and asks for one for the next piece. Returns its receiver, which fails at once without a
+    /// next piece.
+    fn finish(mut self, next: Option<TokenizePiece>) -> oneshot::Receiver<Slot> {
+        self.returned = true;
+        let (sender, turn) = oneshot::channel();
+        let mut state = self.tokenizing.lock();
+        state.queue.finish(self.job, next);
+        // The job may have left, and a job without a next piece waits for nothing.
+        if next.is_some() && state.queue.is_waiting(self.job) {
+            state.waiting.insert(self.job, sender);
+        }
+        self.tokenizing.grant(state);
+        turn
+    }
+}
+
+impl Drop for Slot {
+    fn drop(&mut self) {
+        if !self.returned {
+            let mut state = self.tokenizing.lock();
+            state.queue.finish(self.job, None);
+            self.tokenizing.grant(state);
+        }
+    }
+}
+
+impl Drop for Job {
+    fn drop(&mut self) {
+        let mut state = self.tokenizing.lock();
+        state.queue.leave(self.id);
+        let unused = state.waiting.remove(&self.id);
+        self.tokenizing.grant(state);
+        drop(unused);
+        if !self.done {
+            metrics::counter!(names::TOKENIZE_CANCELLED).increment(1);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::atomic::{AtomicUsize, Ordering};
+    use std::sync::{Barrier, mpsc};
+
+    use super::*;
+
+    fn terms(tenant: &str) -> TokenizeTerms {
+        let (weight, priority) = (Weight::default(), Priority::default());
+        TokenizeTerms { tenant: tenant.to_owned(), weight, priority, deadline: None }
+    }
+
+    fn with_slots(slots: usize, jobs_max: usize) -> Tokenizing {
+        let options = TokenizeQueueOptions { slots, jobs_max, idle_tenants_max: 10 };
+        let state = State { queue: TokenizeQueue::new(options), waiting: BTreeMap::new() };
+        Tokenizing { state: Arc::new(Mutex::new(state)), retry_delay: Duration::from_secs(1) }
+    }
+
+    const PIECE: TokenizePiece = TokenizePiece { bytes: 1, last: false };
+
+    /// Job whose steps report their tenant when they run, and wait until they may end.
+    struct Steps {
+        tenant: &'static str,
+        left: usize,
+        ran: mpsc::Sender<&'static str>,
+        gate: Option<Arc<Barrier>>,
+    }
+
+    impl Steps {
+        fn step(&mut self) -> Result<Option<TokenizePiece>, Outcome> {
+            let _ = self.ran.send(self.tenant);
+            if let Some(gate) = &self.gate {
+                gate.wait();
+            }
+            self.left -= 1;
+            Ok((self.left > 0).then_some(TokenizePiece { bytes: 1, last: self.left == 1 }))
+        }
+    }
+
+    /// Starts a job and polls it until it waits.
+    fn start(
+        tokenizing: &Tokenizing,
+        tenant: &'static str,
+        left: usize,
+        ran: &mpsc::Sender<&'static str>,
+        gate: Option<&Arc<Barrier>>,
+    ) -> tokio::task::JoinHandle<Result<(), Outcome>> {
+        let steps = Steps { tenant, left, ran: ran.clone(), gate: gate.cloned() };
+        let tokenizing = tokenizing.clone();
+        tokio::spawn(async move {
+            let run = tokenizing.run(&terms(tenant), PIECE, steps, Steps::step).await;
+            run.map(drop).map_err(|failed| failed.outcome)
+        })
+    }
+
+    /// Waits until so many jobs wait for a slot.
+    async fn waiting(tokenizing: &Tokenizing, jobs: usize) {
+        while tokenizing.lock().queue.waiting() != jobs {
+            tokio::task::yield_now().await;
+        }
+    }
+
+    #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+    async fn a_tenants_prompt_waits_for_one_step_of_another_ones_and_dropped_work_never_runs() {
+        let tokenizing = with_slots(1, 10);
+        let (ran, seen) = mpsc::channel();
+        let gate = Arc::new(Barrier::new(2));
+        let flood = start(&tokenizing, "flood", 3, &ran, Some(&gate));
+        while tokenizing.lock().queue.busy() == 0 {
+            tokio::task::yield_now().await;
+        }
+        let gone = start(&tokenizing, "flood", 1, &ran, None);
+        let dropped = start(&tokenizing, "gone", 1, &ran, None);
+        waiting(&tokenizing, 2).await;
+        let other = start(&tokenizing, "other", 1, &ran, None);
+        waiting(&tokenizing, 3).await;
+        for job in [gone, dropped] {
+            job.abort();
+            assert!(job.await.unwrap_err().is_cancelled());
+        }
+        assert_eq!(tokenizing.lock().queue.waiting(), 1, "the work of dropped calls has left the queue");
+        gate.wait();
+        other.await.unwrap().unwrap();
+        gate.wait();
+        gate.wait();
+        flood.await.unwrap().unwrap();
+        drop(ran);
+        assert_eq!(seen.iter().collect::<Vec<_>>(), ["flood", "other", "flood", "flood"]);
+        let state = tokenizing.lock();
+        assert_eq!((state.queue.busy(), state.queue.waiting(), state.waiting.len()), (0, 0, 0));
+    }
+
+    #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+    async fn a_job_whose_caller_leaves_during_a_step_runs_no_further_one() {
+        let tokenizing = with_slots(1, 10);
+        let (ran, seen) = mpsc::channel();
+        let gate = Arc::new(Barrier::new(2));
+        let job = start(&tokenizing, "gone", 5, &ran, Some(&gate));
+        while tokenizing.lock().queue.busy() == 0 {
+            tokio::task::yield_now().await;
+        }
+        job.abort();
+        assert!(job.await.unwrap_err().is_cancelled());
+        gate.wait();
+        start(&tokenizing, "next", 1, &ran, None).await.unwrap().unwrap();
+        drop(ran);
+        assert_eq!(seen.iter().collect::<Vec<_>>(), ["gone", "next"]);
+    }
+
+    #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+    async fn a_full_queue_names_its_option_and_a_passed_deadline_runs_nothing() {
+        static RAN: AtomicUsize = AtomicUsize::new(0);
+        let tokenizing = with_slots(1, 1);
+        let count = |_: &mut ()| {
+            RAN.fetch_add(1, Ordering::Relaxed);
+            Ok(None)
+        };
+        let late = TokenizeTerms { deadline: Some(clock::now()), ..terms("late") };
+        let failed = tokenizing.run(&late, PIECE, (), count).await.unwrap_err();
+        assert_eq!((failed.outcome, RAN.load(Ordering::Relaxed)), (Outcome::DeadlineExceeded, 0));
+        let (ran, _seen) = mpsc::channel();
+        let gate = Arc::new(Barrier::new(2));
+        let running = start(&tokenizing, "a", 1, &ran, Some(&gate));
+        while tokenizing.lock().queue.busy() == 0 {
+            tokio::task::yield_now().await;
+        }
+        let failed = tokenizing.run(&terms("a"), PIECE, (), count).await.unwrap_err();
+        assert!(matches!(failed.outcome, Outcome::Full(_)));
+        assert!(failed.outcome.message().contains("--tokenize-queue-max"), "{}", failed.outcome.message());
+        gate.wait();
+        running.await.unwrap().unwrap();
+    }
+
+    #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+    async fn a_panic_in_a_step_returns_its_slot() {
+        let tokenizing = with_slots(1, 10);
+        let failed = tokenizing.run(&terms("a"), PIECE, (), |()| panic!("scripted")).await.unwrap_err();
+        assert!(matches!(failed.outcome, Outcome::Internal(_)));
+        tokenizing.run(&terms("a"), PIECE, (), |()| Ok(None)).await.map_err(|failed| failed.outcome).unwrap();
+    }
+}
