@@ -10,6 +10,8 @@ use crate::units::Span;
 
 /// Options of every long-running role.
 #[derive(Debug, Clone, clap::Args)]
+// Without a group: clap names it after the struct, and commands have several of the name `Args`.
+#[group(skip)]
 pub struct Args {
     /// Time for open requests to finish after SIGTERM or Ctrl-C; a second signal ends at once
     #[arg(long, value_name = "DURATION", default_value = "2m", env = "INFLIGHT_DRAIN_TIMEOUT")]

@@ -31,6 +31,8 @@ pub enum LogFormat {
 /// Options of logs and traces, the same for every role.
 #[derive(Debug, Clone, clap::Args)]
 #[command(next_help_heading = "Telemetry")]
+// Without a group: clap names it after the struct, and commands have several of the name `Args`.
+#[group(skip)]
 pub struct Args {
     /// Log filter: a level, or per-module directives such as `info,inflight_router=debug`; logs go to stderr
     #[arg(long, value_name = "FILTER", default_value = "info", env = "INFLIGHT_LOG")]

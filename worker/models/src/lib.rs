@@ -13,6 +13,9 @@ mod error;
 mod fields;
 mod files;
 mod fingerprint;
+#[cfg(feature = "fuzz")]
+#[doc(hidden)]
+pub mod fuzz;
 mod generation;
 mod gguf;
 mod source;

@@ -1,12 +1,13 @@
 //! Tensors of a checkpoint, memory-mapped from safetensors or GGUF files under their Hugging Face names.
 
+use std::collections::btree_map::Entry;
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
 
 use inflight_kernels::cpu::WeightRows;
 use inflight_kernels::{Dtype, Encoding};
 use safetensors::SafeTensors;
-use safetensors::tensor::SafeTensorError;
+use safetensors::tensor::{SafeTensorError, TensorView};
 use serde::Deserialize;
 
 use super::Error;
@@ -31,14 +32,14 @@ struct WeightFile {
 }
 
 #[derive(Debug, Clone)]
-struct TensorEntry {
+pub(super) struct TensorEntry {
     file_index: usize,
     /// Element encoding, or the name of an unsupported one.
-    encoding: Result<Encoding, String>,
+    pub(super) encoding: Result<Encoding, String>,
     /// Head size if the rows of a head are interleaved; see [`WeightRows::interleaved`].
     interleaved: Option<usize>,
-    shape: Vec<usize>,
-    range: Range<usize>,
+    pub(super) shape: Vec<usize>,
+    pub(super) range: Range<usize>,
 }
 
 /// Tensor of validated shape. Keeps its file mapped.
@@ -205,32 +206,16 @@ impl Tensors {
     }
 
     fn add(&mut self, label: String, bytes: Bytes) -> Result<(), Error> {
-        let broken = |reason: String| Error::Broken { file: label.clone(), reason };
-        let header =
-            SafeTensors::deserialize(&bytes).map_err(|error| broken(explain(&error, bytes.len())))?;
-        let start = bytes.as_ptr() as usize;
-        let file_index = self.weight_files.len();
-        for (name, view) in header.iter() {
-            let from = view.data().as_ptr() as usize - start;
-            let entry = TensorEntry {
-                file_index,
-                encoding: match view.dtype() {
-                    safetensors::Dtype::F32 => Ok(Dtype::F32.into()),
-                    safetensors::Dtype::BF16 => Ok(Dtype::Bf16.into()),
-                    safetensors::Dtype::F16 => Ok(Dtype::F16.into()),
-                    other => Err(other.to_string()),
-                },
-                interleaved: None,
-                shape: view.shape().to_vec(),
-                range: from..from + view.data().len(),
-            };
-            if let Some(other) = self.entries.insert(name.to_owned(), entry) {
-                let reason =
-                    format!("tensor {name} is also in {}", self.weight_files[other.file_index].label);
-                return Err(broken(reason));
+        for (name, entry) in parse_header(&label, &bytes, self.weight_files.len())? {
+            match self.entries.entry(name) {
+                Entry::Vacant(vacant) => drop(vacant.insert(entry)),
+                Entry::Occupied(other) => {
+                    let first = &self.weight_files[other.get().file_index].label;
+                    let reason = format!("tensor {} is also in {first}", other.key());
+                    return Err(Error::Broken { file: label, reason });
+                }
             }
         }
-        drop(header);
         self.weight_files.push(WeightFile { label, bytes });
         Ok(())
     }
@@ -286,6 +271,34 @@ impl Tensors {
             (name.as_str(), kind, entry.shape.as_slice(), bytes)
         })
     }
+}
+
+/// Parses the header of a safetensors file; returns its tensors by name.
+pub(super) fn parse_header(
+    label: &str,
+    bytes: &[u8],
+    file_index: usize,
+) -> Result<BTreeMap<String, TensorEntry>, Error> {
+    let header = SafeTensors::deserialize(bytes)
+        .map_err(|error| Error::Broken { file: label.to_owned(), reason: explain(&error, bytes.len()) })?;
+    let start = bytes.as_ptr() as usize;
+    let entry = |(name, view): (&str, TensorView<'_>)| {
+        let from = view.data().as_ptr() as usize - start;
+        let entry = TensorEntry {
+            file_index,
+            encoding: match view.dtype() {
+                safetensors::Dtype::F32 => Ok(Dtype::F32.into()),
+                safetensors::Dtype::BF16 => Ok(Dtype::Bf16.into()),
+                safetensors::Dtype::F16 => Ok(Dtype::F16.into()),
+                other => Err(other.to_string()),
+            },
+            interleaved: None,
+            shape: view.shape().to_vec(),
+            range: from..from + view.data().len(),
+        };
+        (name.to_owned(), entry)
+    };
+    Ok(header.iter().map(entry).collect())
 }
 
 /// Explains a safetensors error to the user.
