@@ -3,6 +3,7 @@
 mod detokenizer;
 mod stop;
 mod template;
+mod template_limits;
 mod token_bound;
 mod tokenizer;
 mod vocabulary;

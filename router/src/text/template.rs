@@ -60,7 +60,7 @@ impl ChatTemplate {
         let trimmed = SyntaxConfig::builder().trim_blocks(true).lstrip_blocks(true).build();
         environment.set_syntax(trimmed.map_err(|error| TemplateError::Syntax(error.to_string()))?);
         environment.set_fuel(Some(Self::FUEL));
-        environment.set_unknown_method_callback(minijinja_contrib::pycompat::unknown_method_callback);
+        super::template_limits::apply(&mut environment);
         environment.add_function("raise_exception", raise_exception);
         environment.add_filter("tojson", tojson);
         environment

@@ -11,7 +11,7 @@ use inflight_fuzz::{TARGETS, Target};
 use inflight_traces::SplitMix64;
 
 /// Mutations of each input in CI.
-const MUTATIONS: u64 = 24;
+const MUTATIONS: u64 = 100;
 /// Maximum size of all corpora together.
 const CORPORA_BYTES_MAX: u64 = 1 << 20;
 /// Bytes that parsers treat specially, in texts and in binary numbers.
