@@ -94,7 +94,7 @@ fn dispatch(placement: router::PlacementKind) -> Vec<u8> {
         retry_rate: 2,
         retry_burst: 3,
     };
-    let mut recording = router::Recording::new(options.clone(), placement, 7);
+    let mut recording = router::Recording::new(options, placement, 7);
     let mut dispatcher = router::Dispatcher::new(options, placement.build(7));
     let mut now = Duration::ZERO;
     let mut apply = |event: router::Event| {
