@@ -29,6 +29,10 @@ ci:
 nightly *seeds:
     .ci/nightly {{ seeds }}
 
+# Fuzzes the parsers of untrusted input, each for so many seconds: all of them, or those that are named.
+fuzz seconds *targets:
+    tests/fuzz/run {{ seconds }} {{ targets }}
+
 # Everything that the GPU suite needs, in target/gpu-bundle; copy it to a machine with a GPU and start `run` there.
 gpu:
     tests/gpu/bundle

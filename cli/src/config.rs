@@ -158,7 +158,17 @@ fn configuration_file(matches: &ArgMatches) -> Option<PathBuf> {
 /// Reads the file and returns flags for the keys that neither command line nor environment set.
 fn file_flags(path: &Path, role: &Command, matches: &ArgMatches) -> Result<Vec<OsString>, Error> {
     let text = fs::read_to_string(path).map_err(|source| Error::Read { path: path.to_owned(), source })?;
-    let entries: BTreeMap<Spanned<String>, Spanned<Value>> = toml::from_str(&text).map_err(|error| {
+    text_flags(path, &text, role, matches)
+}
+
+/// Returns flags for the keys of the file's text that neither command line nor environment set.
+pub(crate) fn text_flags(
+    path: &Path,
+    text: &str,
+    role: &Command,
+    matches: &ArgMatches,
+) -> Result<Vec<OsString>, Error> {
+    let entries: BTreeMap<Spanned<String>, Spanned<Value>> = toml::from_str(text).map_err(|error| {
         Error::Syntax { path: path.to_owned(), message: error.to_string().trim_end().to_owned() }
     })?;
     let mut flags = Vec::new();

@@ -13,6 +13,7 @@ use crate::units::Span;
 
 /// Options of every long-running role.
 #[derive(Debug, Clone, clap::Args)]
+// Without a group: clap names it after the struct, and commands have several of the name `Args`.
 #[group(skip)]
 pub struct Args {
     /// Time for open requests to finish after SIGTERM or Ctrl-C; a second signal ends at once

@@ -30,8 +30,8 @@ pub enum LogFormat {
 
 /// Options of logs and traces, the same for every role.
 #[derive(Debug, Clone, clap::Args)]
-#[group(skip)]
 #[command(next_help_heading = "Telemetry")]
+// Without a group: clap names it after the struct, and commands have several of the name `Args`.
 #[group(skip)]
 pub struct Args {
     /// Log filter: a level, or per-module directives such as `info,inflight_router=debug`; logs go to stderr

@@ -10,6 +10,9 @@ mod call_guard;
 mod clock;
 mod cluster;
 mod dispatcher;
+#[cfg(feature = "fuzz")]
+#[doc(hidden)]
+pub mod fuzz;
 pub mod metrics;
 mod options;
 mod outcome;

@@ -290,13 +290,18 @@ impl TenantTable {
         let text = std::fs::read_to_string(path)
             .map_err(|source| TenantsError::Read { path: path.to_owned(), source })?;
         let json = path.extension().is_some_and(|extension| extension == "json");
-        let invalid = |reason: String| TenantsError::Invalid { path: path.to_owned(), reason };
+        Self::parse(&text, json, before)
+            .map_err(|reason| TenantsError::Invalid { path: path.to_owned(), reason })
+    }
+
+    /// Parses a tenants' file, in JSON or TOML.
+    fn parse(text: &str, json: bool, before: &Self) -> Result<Self, String> {
         let file: TenantsFile = if json {
-            serde_json::from_str(&text).map_err(|error| invalid(error.to_string()))?
+            serde_json::from_str(text).map_err(|error| error.to_string())?
         } else {
-            toml::from_str(&text).map_err(|error| invalid(error.to_string().trim_end().to_owned()))?
+            toml::from_str(text).map_err(|error| error.to_string().trim_end().to_owned())?
         };
-        Self::build(file, before).map_err(invalid)
+        Self::build(file, before)
     }
 
     fn build(file: TenantsFile, before: &Self) -> Result<Self, String> {
@@ -403,7 +408,7 @@ fn head(digest: &[u8; 32]) -> [u8; 8] {
 
 fn parse_digest(hex: &str) -> Option<[u8; 32]> {
     let mut digest = [0; 32];
-    if hex.len() != 64 || !hex.is_ascii() {
+    if hex.len() != 64 || !hex.bytes().all(|byte| byte.is_ascii_hexdigit()) {
         return None;
     }
     for (at, byte) in digest.iter_mut().enumerate() {
@@ -418,6 +423,36 @@ fn parse_time(text: &str) -> Result<SystemTime, String> {
         .map_err(|error| format!("{text:?} is no time such as 2030-01-31T00:00:00Z: {error}"))
 }
 
+/// Entry point for fuzzing: a tenants' file, JSON if it begins with a brace. An accepted one has only limits above 0, and is
+/// accepted again over itself, with the same tenants. Returns whether it was accepted.
+#[cfg(feature = "fuzz")]
+pub(crate) fn fuzz(text: &str) -> bool {
+    let json = text.trim_start().starts_with('{');
+    let Ok(table) = TenantTable::parse(text, json, &TenantTable::default()) else { return false };
+    for (name, tenant) in &table.tenants {
+        assert_eq!(**name, *tenant.name);
+        assert!((1..=NAME_BYTES_MAX).contains(&name.len()), "{name:?}");
+        let limits = tenant.limits();
+        assert!(limits.weight.get().is_finite() && limits.weight.get() > 0.0, "{limits:?}");
+        let rates = [limits.requests_per_minute, limits.tokens_per_minute, limits.tokens_per_day];
+        let counts = [limits.concurrent_requests, limits.connections];
+        assert!(!rates.contains(&Some(0)) && !counts.contains(&Some(0)), "{limits:?}");
+    }
+    assert!(table.anonymous.iter().all(|tenant| table.tenants.contains_key(&tenant.name)));
+    for key in table.keys.values().flatten() {
+        assert!(table.tenants.contains_key(&key.tenant.name) && !key.id.is_empty());
+        let digest: String = key.digest.iter().map(|byte| format!("{byte:02x}")).collect();
+        // Strings with escapes may spell it in another way.
+        assert!(text.contains('\\') || text.to_lowercase().contains(&digest), "{digest} was not given");
+    }
+    let again = TenantTable::parse(text, json, &table).expect("the same file is accepted again");
+    for (name, tenant) in &table.tenants {
+        assert!(Arc::ptr_eq(tenant, &again.tenants[name]), "{name:?} lost its usage");
+    }
+    assert_eq!(table.tenants.len(), again.tenants.len());
+    true
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -427,7 +462,7 @@ mod tests {
     }
 
     fn parse(text: &str, before: &TenantTable) -> Result<TenantTable, String> {
-        TenantTable::build(toml::from_str(text).map_err(|error| error.to_string())?, before)
+        TenantTable::parse(text, false, before)
     }
 
     fn now() -> SystemTime {
@@ -507,6 +542,7 @@ mod tests {
             ("[tenants.t]\nlimits = { weight = 0 }".to_owned(), "weight is 0"),
             ("[tenants.t]\nlimits = { requests_per_minute = 0 }".to_owned(), "requests_per_minute is 0"),
             ("[tenants.t]\nkeys = [{ sha256 = \"ab\" }]".to_owned(), "not 64 hex digits"),
+            (format!("[tenants.t]\nkeys = [{{ sha256 = \"{}\" }}]", "+f".repeat(32)), "not 64 hex digits"),
             ("[tenants.t]\nkeys = [{ key = \"plain\" }]".to_owned(), "unknown field `key`"),
             (format!("[tenants.t]\n{key}\n[tenants.u]\n{key}"), "is given twice"),
             (format!("[tenants.t]\n{}", key.replace(" }", ", expires = \"soon\" }")), "\"soon\" is no time"),

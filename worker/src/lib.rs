@@ -7,6 +7,9 @@
 mod bundle;
 mod device;
 pub mod engine;
+#[cfg(feature = "fuzz")]
+#[doc(hidden)]
+pub mod fuzz;
 pub mod metrics;
 mod options;
 mod session;

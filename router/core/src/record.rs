@@ -7,7 +7,7 @@ use serde::{Deserialize, Serialize};
 use crate::{Command, Dispatcher, DispatcherOptions, Event, PlacementKind};
 
 /// First bytes of a log, including the format version.
-const MAGIC: &[u8; 8] = b"inflrou2";
+const MAGIC: &[u8; 8] = b"inflrou3";
 
 /// Configuration of the recorded dispatcher.
 #[derive(Debug, Serialize, Deserialize)]
@@ -40,7 +40,7 @@ impl Recording {
 
     /// Records the commands that followed from the event.
     pub fn commands(&mut self, commands: &[Command]) {
-        self.bytes.extend_from_slice(&digest(commands).to_le_bytes());
+        self.bytes.extend_from_slice(&digest_of(commands).to_le_bytes());
     }
 
     /// Takes the bytes recorded since the last call.
@@ -48,17 +48,24 @@ impl Recording {
         std::mem::take(&mut self.bytes)
     }
 
+    /// Appends a value with its digest, by which a replay detects damage before it applies an event that no router has
+    /// made.
     fn append(&mut self, value: &impl Serialize) {
         // Writing to memory fails only for types without a known length, which these do not have.
         if let Ok(bytes) = postcard::to_allocvec(value) {
             self.bytes.extend_from_slice(&bytes);
+            self.bytes.extend_from_slice(&digest(&bytes).to_le_bytes());
         }
     }
 }
 
-/// Returns the FNV-1a digest of commands.
-fn digest(commands: &[Command]) -> u64 {
-    let bytes = postcard::to_allocvec(commands).unwrap_or_default();
+/// Returns the digest of commands.
+fn digest_of(commands: &[Command]) -> u64 {
+    digest(&postcard::to_allocvec(commands).unwrap_or_default())
+}
+
+/// Returns the FNV-1a digest of bytes.
+fn digest(bytes: &[u8]) -> u64 {
     bytes.iter().fold(0xcbf2_9ce4_8422_2325, |digest, byte| {
         (digest ^ u64::from(*byte)).wrapping_mul(0x0100_0000_01b3)
     })
@@ -100,22 +107,22 @@ pub fn replay(bytes: &[u8], mut each: impl FnMut(&Event, Duration, &[Command])) 
     let Some(rest) = bytes.strip_prefix(MAGIC) else {
         return Err(ReplayError::Malformed { at: 0, what: "the log of a router of this version" });
     };
-    let header = postcard::take_from_bytes::<Header>(rest);
+    let header = take::<Header>(rest).ok().flatten();
     let (header, mut rest) =
-        header.map_err(|_| ReplayError::Malformed { at: MAGIC.len(), what: "a dispatcher's options" })?;
+        header.ok_or(ReplayError::Malformed { at: MAGIC.len(), what: "a dispatcher's options" })?;
     let mut dispatcher = Dispatcher::new(header.options, header.placement.build(header.seed));
     let mut commands = Vec::new();
     let mut events = 0;
     while !rest.is_empty() {
-        let ((now, event), after) = match postcard::take_from_bytes::<(Duration, Event)>(rest) {
-            Ok(taken) => taken,
-            Err(postcard::Error::DeserializeUnexpectedEnd) => break,
-            Err(_) => return Err(ReplayError::Malformed { at: at(rest), what: "an event" }),
+        let ((now, event), after) = match take::<(Duration, Event)>(rest) {
+            Ok(Some(taken)) => taken,
+            Ok(None) => break,
+            Err(Damaged) => return Err(ReplayError::Malformed { at: at(rest), what: "an event" }),
         };
         let Some((recorded, after)) = after.split_first_chunk::<8>() else { break };
         commands.clear();
         dispatcher.apply(event.clone(), now, &mut commands);
-        if digest(&commands) != u64::from_le_bytes(*recorded) {
+        if digest_of(&commands) != u64::from_le_bytes(*recorded) {
             return Err(ReplayError::Diverged { event: events, at: at(rest) });
         }
         each(&event, now, &commands);
@@ -123,4 +130,19 @@ pub fn replay(bytes: &[u8], mut each: impl FnMut(&Event, Duration, &[Command])) 
         rest = after;
     }
     Ok(events)
+}
+
+/// Value that was not recorded like this.
+struct Damaged;
+
+/// Takes a value and its digest from the beginning of `bytes`; `None` if they end before.
+fn take<'a, T: Deserialize<'a>>(bytes: &'a [u8]) -> Result<Option<(T, &'a [u8])>, Damaged> {
+    let (value, rest) = match postcard::take_from_bytes::<T>(bytes) {
+        Ok(taken) => taken,
+        Err(postcard::Error::DeserializeUnexpectedEnd) => return Ok(None),
+        Err(_) => return Err(Damaged),
+    };
+    let Some((recorded, behind)) = rest.split_first_chunk::<8>() else { return Ok(None) };
+    let taken = &bytes[..bytes.len() - rest.len()];
+    if digest(taken) == u64::from_le_bytes(*recorded) { Ok(Some((value, behind))) } else { Err(Damaged) }
 }

@@ -412,6 +412,13 @@ fn a_truncated_recording_replays_up_to_its_end_and_a_changed_one_is_named() {
         matches!(diverged, Err(ReplayError::Diverged { event, .. }) if event == whole - 1),
         "{diverged:?}"
     );
+    // Damage is detected before a dispatcher gets an event that no router has made.
+    for at in (8..last - 7).step_by(3) {
+        let mut damaged = log.clone();
+        damaged[at] ^= 1 << (at % 8);
+        let replayed = replay(&damaged, |_, _, _| {});
+        assert!(replayed.as_ref().map_or(true, |events| *events < whole), "byte {at}: {replayed:?}");
+    }
     assert!(matches!(replay(b"inflrec2", |_, _, _| {}), Err(ReplayError::Malformed { at: 0, .. })));
 }
 

@@ -31,6 +31,8 @@ use crate::api::ingress::{Ingress, RequestContext, rejected};
 use crate::api::response_stream::ResponseStream;
 use crate::clock;
 use crate::outcome::Outcome;
+#[cfg(feature = "fuzz")]
+pub(crate) use tensors::fuzz;
 use tensors::{InferRequest, bytes_tensor};
 
 /// Maximum concurrent requests of one ModelStreamInfer call; further ones are not read yet.

@@ -4,5 +4,5 @@ pub(crate) mod bundle;
 pub(crate) mod connector;
 pub(crate) mod discovery;
 pub(crate) mod membership;
-mod wire;
+pub(crate) mod wire;
 mod worker_session;

@@ -1,5 +1,8 @@
 //! Conversions between the session's protobuf messages and the dispatcher's types.
 
+#[cfg(feature = "fuzz")]
+pub(crate) mod fuzz;
+
 use std::time::Duration;
 
 use inflight_contract::{FinishReason, Service, ServiceCounter};

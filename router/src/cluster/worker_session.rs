@@ -35,7 +35,7 @@ const FETCH_BUNDLE_PATH: &str = "/inflight.v1.Worker/FetchBundle";
 
 /// Failure to open a session, or end of one.
 #[derive(Debug, thiserror::Error)]
-enum SessionError {
+pub(super) enum SessionError {
     #[error(transparent)]
     Address(#[from] OptionsError),
     #[error("cannot connect: {0}")]
@@ -410,7 +410,7 @@ where
     answer.map_err(|status| SessionError::Refused { what, status })
 }
 
-fn check_hello(hello: &v1::Hello) -> Result<(ModelLimits, u32, Credits), SessionError> {
+pub(super) fn check_hello(hello: &v1::Hello) -> Result<(ModelLimits, u32, Credits), SessionError> {
     let violation = |what: String| Err(SessionError::Protocol(what));
     if hello.protocol_version == 0 || hello.protocol_version > PROTOCOL_VERSION {
         return violation(format!(

@@ -7,6 +7,7 @@ mod pieces;
 mod prompt_text;
 mod stop;
 mod template;
+mod template_limits;
 mod token_bound;
 mod tokenizer;
 mod vocabulary;

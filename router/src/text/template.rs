@@ -48,6 +48,10 @@ pub struct ChatTemplate {
 impl ChatTemplate {
     /// Maximum instructions of a rendering; bounds templates that loop.
     const FUEL: u64 = 10_000_000;
+    /// Maximum output of a rendering in bytes, beside [`Self::OUTPUT_FACTOR`] times the messages' bytes.
+    const OUTPUT_BYTES: usize = 1 << 20;
+    /// Bytes that a byte of a message may become: escapes in JSON take up to six, and templates may repeat a message.
+    const OUTPUT_FACTOR: usize = 16;
     const NAME: &'static str = "chat";
 
     /// Parses a template.
@@ -59,7 +63,7 @@ impl ChatTemplate {
         let trimmed = SyntaxConfig::builder().trim_blocks(true).lstrip_blocks(true).build();
         environment.set_syntax(trimmed.map_err(|error| TemplateError::Syntax(error.to_string()))?);
         environment.set_fuel(Some(Self::FUEL));
-        environment.set_unknown_method_callback(minijinja_contrib::pycompat::unknown_method_callback);
+        super::template_limits::apply(&mut environment);
         environment.add_function("raise_exception", raise_exception);
         environment.add_filter("tojson", tojson);
         environment
@@ -140,10 +144,42 @@ impl ChatTemplate {
             bos_token => &self.bos_token,
             eos_token => &self.eos_token,
         };
-        self.environment
+        let given: usize = messages.iter().map(|message| message.role.len() + message.content.len()).sum();
+        let most = Self::OUTPUT_BYTES.saturating_add(given.saturating_mul(Self::OUTPUT_FACTOR));
+        let mut output = BoundedOutput { bytes: Vec::new(), most, exceeded: false };
+        let rendered = self
+            .environment
             .get_template(Self::NAME)
-            .and_then(|template| template.render(context))
-            .map_err(|error| TemplateError::Render(cause(&error)))
+            .and_then(|template| template.render_captured_to(context, &mut output).map(drop));
+        match rendered {
+            _ if output.exceeded => Err(TemplateError::Render(format!("its output exceeds {most} bytes"))),
+            Err(error) => Err(TemplateError::Render(cause(&error))),
+            Ok(()) => {
+                String::from_utf8(output.bytes).map_err(|error| TemplateError::Render(error.to_string()))
+            }
+        }
+    }
+}
+
+/// Output of a rendering, bounded so that a template that repeats its output is stopped before its fuel is used up.
+struct BoundedOutput {
+    bytes: Vec<u8>,
+    most: usize,
+    exceeded: bool,
+}
+
+impl std::io::Write for BoundedOutput {
+    fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
+        if self.bytes.len() + bytes.len() > self.most {
+            self.exceeded = true;
+            return Err(std::io::ErrorKind::FileTooLarge.into());
+        }
+        self.bytes.extend_from_slice(bytes);
+        Ok(bytes.len())
+    }
+
+    fn flush(&mut self) -> std::io::Result<()> {
+        Ok(())
     }
 }
 
@@ -234,6 +270,9 @@ mod tests {
         let template = ChatTemplate::new(endless, "", "").unwrap();
         assert!(matches!(template.render(&[]), Err(TemplateError::Render(_))));
         assert!(matches!(ChatTemplate::new("{% if %}", "", ""), Err(TemplateError::Syntax(_))));
+        let long = "{% for i in range(100) %}{{ 'x' * 100000 }}{% endfor %}";
+        let refused = ChatTemplate::new(long, "", "").unwrap().render(&[]).unwrap_err();
+        assert!(refused.to_string().contains("its output exceeds 1048576 bytes"), "{refused}");
     }
 
     #[test]

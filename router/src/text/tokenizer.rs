@@ -56,7 +56,10 @@ impl Tokenizer {
     /// [`TokenizerError`] if the file is invalid or its decoder cannot be streamed.
     pub fn from_json(json: &[u8]) -> Result<Self, TokenizerError> {
         let load = |error: tokenizers::Error| TokenizerError::Load(error.to_string());
-        let mut inner = tokenizers::Tokenizer::from_bytes(json).map_err(load)?;
+        // The library panics on some invalid files.
+        let parsed = std::panic::catch_unwind(|| tokenizers::Tokenizer::from_bytes(json));
+        let mut inner =
+            parsed.map_err(|panic| TokenizerError::Load(panic_message(&*panic)))?.map_err(load)?;
         inner.with_truncation(None).map_err(load)?;
         inner.with_padding(None);
         let vocabulary = Vocabulary::new(&inner)?;
@@ -227,6 +230,12 @@ impl Tokenizer {
     }
 }
 
+/// Returns the message of a panic.
+fn panic_message(panic: &(dyn std::any::Any + Send)) -> String {
+    let text = panic.downcast_ref::<String>().map(String::as_str);
+    text.or_else(|| panic.downcast_ref::<&str>().copied()).unwrap_or("the library failed").to_owned()
+}
+
 #[cfg(test)]
 mod tests {
     use inflight_fixtures::{Chat, Family};
@@ -356,5 +365,13 @@ mod tests {
         let refused = Tokenizer::from_json(value.to_string().as_bytes()).unwrap_err();
         assert!(refused.to_string().contains("WordPiece"), "{refused}");
         assert!(matches!(Tokenizer::from_json(b"{"), Err(TokenizerError::Load(_))));
+    }
+
+    #[test]
+    fn a_token_id_beyond_every_vocabulary_is_rejected() {
+        let mut value: serde_json::Value = serde_json::from_str(Family::Llama3.tokenizer_json()).unwrap();
+        value["model"]["vocab"]["zz"] = u32::MAX.into();
+        let refused = Tokenizer::from_json(value.to_string().as_bytes()).unwrap_err();
+        assert!(refused.to_string().contains("token id 4294967295"), "{refused}");
     }
 }

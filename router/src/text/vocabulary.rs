@@ -14,6 +14,15 @@ pub enum VocabularyError {
         /// Decoder in the file.
         decoder: String,
     },
+    /// Token id beyond every real vocabulary.
+    #[error("tokenizer.json has the token id {id}; ids below {most} are supported", most = Vocabulary::TOKENS_MAX)]
+    TokenId {
+        /// Highest token id.
+        id: u32,
+    },
+    /// Token texts that are too long.
+    #[error("the decoder of tokenizer.json makes its tokens longer than {most} bytes together", most = Vocabulary::BYTES_MAX)]
+    TooLong,
 }
 
 /// Conversion of vocabulary pieces to bytes.
@@ -51,6 +60,12 @@ pub struct Vocabulary {
 }
 
 impl Vocabulary {
+    /// Bound on token ids, above those of every published tokenizer, so that a broken file cannot request absurd amounts
+    /// of memory.
+    const TOKENS_MAX: u32 = 1 << 22;
+    /// Bound on the bytes of all tokens, which replacements of the decoder can multiply.
+    const BYTES_MAX: usize = 1 << 28;
+
     /// Builds the table of a tokenizer.
     ///
     /// # Errors
@@ -60,13 +75,16 @@ impl Vocabulary {
         let rules = Rules::parse(&decoder)
             .ok_or_else(|| VocabularyError::Decoder { decoder: decoder.to_string() })?;
         let added = tokenizer.get_added_tokens_decoder();
-        let ids = tokenizer.get_vocab(true).into_values().max().map_or(0, |most| most + 1);
+        let ids = match tokenizer.get_vocab(true).into_values().max() {
+            Some(id) if id >= Self::TOKENS_MAX => return Err(VocabularyError::TokenId { id }),
+            highest => highest.map_or(0, |id| id + 1),
+        };
         let alphabet = byte_alphabet();
         let mut bytes = Vec::new();
         let mut ends = Vec::with_capacity(ids as usize);
         for id in 0..ids {
             if let Some(piece) = tokenizer.id_to_token(id) {
-                rules.append(&piece, &alphabet, &mut bytes);
+                rules.append(&piece, &alphabet, &mut bytes)?;
             }
             ends.push(bytes.len() as u32);
         }
@@ -158,7 +176,13 @@ impl Rules {
         Some(rules)
     }
 
-    fn append(&self, piece: &str, alphabet: &[Option<u8>], bytes: &mut Vec<u8>) {
+    /// Appends the bytes of a token.
+    fn append(
+        &self,
+        piece: &str,
+        alphabet: &[Option<u8>],
+        bytes: &mut Vec<u8>,
+    ) -> Result<(), VocabularyError> {
         if self.byte_level {
             let byte = |c: char| alphabet.get(c as usize).copied().flatten();
             // A piece with a character outside the alphabet is an added token and stands for itself.
@@ -166,16 +190,21 @@ impl Rules {
                 Some(mapped) => bytes.extend(mapped),
                 None => bytes.extend_from_slice(piece.as_bytes()),
             }
-            return;
+            return Ok(());
         }
         let mut text = piece.to_owned();
         for (from, to) in &self.replace {
+            let most = Vocabulary::BYTES_MAX.saturating_sub(bytes.len() + text.len());
+            if text.matches(from).count().saturating_mul(to.len()) > most {
+                return Err(VocabularyError::TooLong);
+            }
             text = text.replace(from, to);
         }
         match fallback_byte(&text) {
             Some(byte) if self.byte_fallback => bytes.push(byte),
             _ => bytes.extend_from_slice(text.as_bytes()),
         }
+        Ok(())
     }
 }
 

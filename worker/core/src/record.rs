@@ -15,6 +15,11 @@ use crate::{
 /// First bytes of a log, including the format version.
 const MAGIC: &[u8; 8] = b"inflrec4";
 
+/// Maximum blocks of a pool, and maximum running sequences, of a replay: more than any device has, so that a damaged
+/// log cannot allocate without bound.
+const BLOCKS_MAX: u32 = 1 << 24;
+const RUNNING_MAX: u32 = 1 << 20;
+
 /// Record type: one scheduler input. The values are part of the format.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(u8)]
@@ -336,9 +341,9 @@ impl RecordReader<'_> {
         }
         let limits = SchedulerLimits {
             block_tokens: self.small()?,
-            blocks: self.small()?,
-            host_blocks: self.small()?,
-            running_max: self.small()?,
+            blocks: self.at_most(BLOCKS_MAX)?,
+            host_blocks: self.at_most(BLOCKS_MAX)?,
+            running_max: self.at_most(RUNNING_MAX)?,
             waiting_max: self.small()?,
             iteration_tokens: self.small()?,
             sequence_tokens: self.small()?,
@@ -497,6 +502,11 @@ impl RecordReader<'_> {
 
     fn small(&mut self) -> Result<u32, ReplayError> {
         u32::try_from(self.number()?).map_err(|_| self.malformed("a number of at most 32 bits"))
+    }
+
+    fn at_most(&mut self, most: u32) -> Result<u32, ReplayError> {
+        let number = self.small()?;
+        if number <= most { Ok(number) } else { Err(self.malformed("the limits of a device")) }
     }
 
     fn step_target(&mut self) -> Result<StepTarget, ReplayError> {

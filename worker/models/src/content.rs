@@ -90,6 +90,12 @@ impl TensorContent {
         (self.range.end - self.range.start) as usize
     }
 
+    /// Bytes of the file that are the tensor's.
+    #[cfg(feature = "fuzz")]
+    pub(super) fn range(&self) -> Range<u64> {
+        self.range.clone()
+    }
+
     /// File of the tensor.
     pub(super) fn file(&self) -> &Arc<WeightFile> {
         &self.file

@@ -25,6 +25,11 @@ pub struct GenerationDefaults {
 
 impl GenerationDefaults {
     pub(super) fn read(files: &Files, config: &ModelConfig) -> Result<Self, Error> {
+        Self::of(Fields::read(files, "generation_config.json")?, config)
+    }
+
+    /// Validates the fields of a generation_config.json, if there is one.
+    pub(super) fn of(fields: Option<Fields>, config: &ModelConfig) -> Result<Self, Error> {
         let in_vocabulary = |ids: &[u32]| -> Vec<u32> {
             let mut ids: Vec<u32> =
                 ids.iter().copied().filter(|id| (*id as usize) < config.vocab_size).collect();
@@ -32,7 +37,7 @@ impl GenerationDefaults {
             ids.dedup();
             ids
         };
-        let Some(fields) = Fields::read(files, "generation_config.json")? else {
+        let Some(fields) = fields else {
             return Ok(Self { eos_token_ids: in_vocabulary(&config.eos_token_ids), ..Self::default() });
         };
         let eos = fields.tokens("eos_token_id")?;

@@ -16,6 +16,9 @@ mod fields;
 mod files;
 mod fingerprint;
 mod fingerprint_cache;
+#[cfg(feature = "fuzz")]
+#[doc(hidden)]
+pub mod fuzz;
 mod generation;
 mod gguf;
 mod source;

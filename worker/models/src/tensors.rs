@@ -35,13 +35,13 @@ pub struct Tensors {
 }
 
 #[derive(Debug, Clone)]
-struct TensorEntry {
+pub(super) struct TensorEntry {
     /// Element encoding, or the name of an unsupported one.
-    encoding: Result<Encoding, String>,
+    pub(super) encoding: Result<Encoding, String>,
     /// Head size if the rows of a head are interleaved; see [`WeightRows::interleaved`].
     interleaved: Option<usize>,
-    shape: Vec<usize>,
-    content: Arc<TensorContent>,
+    pub(super) shape: Vec<usize>,
+    pub(super) content: Arc<TensorContent>,
 }
 
 /// Tensor of validated shape in its file.
@@ -226,10 +226,8 @@ struct SafetensorsIndex {
 impl Tensors {
     /// Opens model.safetensors, or the files of model.safetensors.index.json.
     pub(super) fn open(files: &Files) -> Result<Self, Error> {
-        let mut tensors = Self { weight_files: Vec::new(), entries: BTreeMap::new(), cache: None };
         if let Some(file) = files.open_weights(SINGLE)? {
-            tensors.add(file)?;
-            return Ok(tensors);
+            return Self::of_safetensors(file);
         }
         let Some(bytes) = files.read(INDEX)? else {
             return Err(Error::MissingFile {
@@ -240,6 +238,7 @@ impl Tensors {
         let index: SafetensorsIndex = serde_json::from_slice(&bytes)
             .map_err(|error| Error::Broken { file: files.label(INDEX), reason: error.to_string() })?;
         let names: BTreeSet<&String> = index.weight_map.values().collect();
+        let mut tensors = Self { weight_files: Vec::new(), entries: BTreeMap::new(), cache: None };
         for name in names {
             if name.contains(['/', '\\']) || name.starts_with('.') {
                 let reason = format!("`{name}` is not the name of a file beside it");
@@ -253,6 +252,13 @@ impl Tensors {
             };
             tensors.add(file)?;
         }
+        Ok(tensors)
+    }
+
+    /// Locates the tensors of one safetensors file.
+    pub(super) fn of_safetensors(file: WeightFile) -> Result<Self, Error> {
+        let mut tensors = Self { weight_files: Vec::new(), entries: BTreeMap::new(), cache: None };
+        tensors.add(file)?;
         Ok(tensors)
     }
 
@@ -277,6 +283,12 @@ impl Tensors {
             entries.insert(name, entry);
         }
         Self { weight_files: vec![file], entries, cache: None }
+    }
+
+    /// All tensors by name.
+    #[cfg(feature = "fuzz")]
+    pub(super) fn entries(&self) -> &BTreeMap<String, TensorEntry> {
+        &self.entries
     }
 
     /// Adds the tensors of a safetensors file.

@@ -3,6 +3,8 @@
 mod authentication;
 mod cache_feed;
 mod engine_thread;
+#[cfg(feature = "fuzz")]
+pub(crate) mod fuzz;
 mod load_report;
 mod outbox;
 mod service_tables;

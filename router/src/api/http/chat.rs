@@ -119,7 +119,7 @@ fn read_message(at: usize, message: &RawValue) -> Result<Message, Outcome> {
 
 /// Output options of a call.
 #[derive(Debug, Clone, Copy)]
-struct Output {
+pub(super) struct Output {
     stream: bool,
     stream_options: StreamOptions,
     logprobs: bool,
@@ -127,7 +127,7 @@ struct Output {
     prompt_logprobs: Option<u32>,
 }
 
-fn read(body: &[u8]) -> Result<(GenerationRequest, Output), Outcome> {
+pub(super) fn read(body: &[u8]) -> Result<(GenerationRequest, Output), Outcome> {
     let fields = FIELDS.read(body)?;
     let mut request = GenerationRequest::new(fields.model()?, Input::Chat(messages(&fields)?));
     sampling::read(&fields, &mut request)?;

@@ -115,7 +115,7 @@ pub(super) struct Output {
     prompt_logprobs: Option<u32>,
 }
 
-fn read(body: &[u8]) -> Result<(Vec<GenerationRequest>, Output), Outcome> {
+pub(super) fn read(body: &[u8]) -> Result<(Vec<GenerationRequest>, Output), Outcome> {
     let fields = FIELDS.read(body)?;
     let logprobs = fields.count("logprobs")?;
     let echo = fields.flag("echo")?;

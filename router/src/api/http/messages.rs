@@ -77,7 +77,7 @@ struct MessageBody<'a> {
 }
 
 /// Reads the conversation.
-fn conversation(fields: &Fields<'_>) -> Result<Input, Outcome> {
+pub(super) fn conversation(fields: &Fields<'_>) -> Result<Input, Outcome> {
     #[derive(Deserialize)]
     struct OutputConfig<'a> {
         #[serde(borrow, default)]
@@ -116,7 +116,7 @@ fn conversation(fields: &Fields<'_>) -> Result<Input, Outcome> {
     Ok(Input::Chat(messages))
 }
 
-fn read(body: &[u8]) -> Result<(GenerationRequest, bool), Outcome> {
+pub(super) fn read(body: &[u8]) -> Result<(GenerationRequest, bool), Outcome> {
     let fields = FIELDS.read(body)?;
     let max_tokens = fields.count("max_tokens")?;
     let max_tokens = max_tokens.ok_or_else(|| Outcome::field("max_tokens", "max_tokens is missing"))?;

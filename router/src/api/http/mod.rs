@@ -12,6 +12,8 @@ mod cors;
 mod errors;
 mod event_writer;
 mod fields;
+#[cfg(feature = "fuzz")]
+pub(crate) mod fuzz;
 mod generations;
 mod logprobs;
 mod message_stream;

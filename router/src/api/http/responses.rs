@@ -130,13 +130,13 @@ fn read_item(name: &str, item: &RawValue) -> Result<Option<Message>, Outcome> {
 
 /// Output options of a call.
 #[derive(Debug)]
-struct Output {
+pub(super) struct Output {
     stream: bool,
     instructions: Option<String>,
     max_output_tokens: Option<u32>,
 }
 
-fn read(body: &[u8]) -> Result<(GenerationRequest, Output), Outcome> {
+pub(super) fn read(body: &[u8]) -> Result<(GenerationRequest, Output), Outcome> {
     let fields = FIELDS.read(body)?;
     let instructions = fields.text("instructions")?;
     let input = conversation(&fields, instructions.as_deref())?;

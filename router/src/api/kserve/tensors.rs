@@ -355,6 +355,33 @@ pub(super) fn bytes_tensor(texts: &[String]) -> Vec<u8> {
     raw
 }
 
+/// Entry point for fuzzing: a request of `ModelInfer`. An accepted one is read in the same way after another encoding, and
+/// its texts survive as raw contents. Returns whether it was accepted.
+#[cfg(feature = "fuzz")]
+pub(crate) fn fuzz(data: &[u8]) -> bool {
+    use prost::Message as _;
+    let Ok(message) = ModelInferRequest::decode(data) else { return false };
+    let again = ModelInferRequest::decode(message.encode_to_vec().as_slice());
+    let again = again.expect("an encoded message decodes");
+    // As text, because NaN differs from itself.
+    let read = |message| format!("{:?}", InferRequest::read(message));
+    let first = read(message.clone());
+    // Of several parameters with an error, any may be reported.
+    if message.parameters.len() <= 1 {
+        assert_eq!(first, read(again));
+    }
+    let Ok(infer) = InferRequest::read(message) else { return false };
+    let mut texts = infer.request.stop.stop;
+    if let Input::Text(text) = infer.request.input {
+        texts.push(text);
+    }
+    assert!(texts.iter().map(String::len).sum::<usize>() <= data.len(), "texts grow");
+    let input = InferInputTensor { datatype: "BYTES".to_owned(), ..InferInputTensor::default() };
+    let decoded = of_raw(&input, &bytes_tensor(&texts)).expect("encoded texts decode");
+    assert_eq!(decoded, Value::Texts(texts));
+    true
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -113,7 +113,8 @@ impl TensorHeader {
         let Some(count) = count else { return Err(lies(&format!("claims the shape {shape:?}"))) };
         let bytes = match encoding {
             Ok(encoding) => {
-                let row = shape.last().copied().unwrap_or(0);
+                // A scalar is a row of one element.
+                let row = shape.last().copied().unwrap_or(1);
                 if !row.is_multiple_of(encoding.block() as u64) {
                     let block = encoding.block();
                     return Err(lies(&format!(

@@ -1,0 +1,6 @@
+//! Fuzz target `safetensors`: see the function of that name.
+#![no_main]
+
+libfuzzer_sys::fuzz_target!(|data: &[u8]| {
+    inflight_fuzz::safetensors(data);
+});
