@@ -10,6 +10,7 @@ mod template;
 mod template_limits;
 mod token_bound;
 mod tokenizer;
+mod tokenizer_error;
 mod vocabulary;
 
 pub use added_tokens::AddedTokens;
@@ -18,5 +19,6 @@ pub use prompt_text::PromptText;
 pub use stop::{StopMatch, StopMatcher};
 pub use template::{ChatTemplate, Message, TemplateError};
 pub use token_bound::TokenBound;
-pub use tokenizer::{Tokenizer, TokenizerError};
+pub use tokenizer::Tokenizer;
+pub use tokenizer_error::TokenizerError;
 pub use vocabulary::{Vocabulary, VocabularyError};

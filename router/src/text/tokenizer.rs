@@ -4,33 +4,7 @@ use std::ops::Range;
 
 use tokenizers::{Model as _, Normalizer as _, OffsetType, PreTokenizedString, PreTokenizer as _};
 
-use super::{AddedTokens, PromptText, TokenBound, Vocabulary, VocabularyError, pieces};
-
-/// Invalid tokenizer, or text that it cannot encode.
-#[derive(Debug, thiserror::Error)]
-pub enum TokenizerError {
-    /// Invalid tokenizer.json.
-    #[error("tokenizer.json does not load: {0}")]
-    Load(String),
-    /// Decoder that cannot be streamed.
-    #[error(transparent)]
-    Vocabulary(#[from] VocabularyError),
-    /// Decoder whose output differs from streamed decoding.
-    #[error(
-        "the decoder of tokenizer.json turns {sample:?} into {theirs:?}, but token by token into {ours:?}; it is not supported"
-    )]
-    Mismatch {
-        /// Sample text.
-        sample: &'static str,
-        /// Output of the tokenizer's own decoder.
-        theirs: String,
-        /// Output of streamed decoding.
-        ours: String,
-    },
-    /// Text that cannot be encoded.
-    #[error("the text cannot be tokenized: {0}")]
-    Encode(String),
-}
+use super::{AddedTokens, PromptText, TokenBound, TokenizerError, Vocabulary, pieces};
 
 /// Special tokens before and after a text.
 type Around = (Vec<u32>, Vec<u32>);

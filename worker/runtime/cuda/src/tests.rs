@@ -84,13 +84,27 @@ fn unsharded(model: &ModelDir) -> ShardPlan {
     ShardPlan::for_ranks(shard_model(model, &find(model).unwrap(), 1).unwrap(), false).next().unwrap()
 }
 
+/// Model whose files stay while it is loaded.
+struct TestModel {
+    model: ModelDir,
+    _folder: TempDir,
+}
+
+impl std::ops::Deref for TestModel {
+    type Target = ModelDir;
+
+    fn deref(&self) -> &ModelDir {
+        &self.model
+    }
+}
+
 /// Returns a tiny model with a head dimension that the kernels support.
-fn model(arch: Arch, dtype: Dtype, seed: u32) -> ModelDir {
+fn model(arch: Arch, dtype: Dtype, seed: u32) -> TestModel {
     model_of(arch, dtype, seed, 6, false)
 }
 
 /// Returns a tiny model with the given query heads; `tied`: the LM head is the embedding.
-fn model_of(arch: Arch, dtype: Dtype, seed: u32, heads: usize, tied: bool) -> ModelDir {
+fn model_of(arch: Arch, dtype: Dtype, seed: u32, heads: usize, tied: bool) -> TestModel {
     let folder: TempDir = Checkpoint::new(arch, dtype).write_temp().unwrap();
     let path = folder.path().join("config.json");
     let mut config: serde_json::Value = serde_json::from_slice(&std::fs::read(&path).unwrap()).unwrap();
@@ -163,7 +177,8 @@ fn model_of(arch: Arch, dtype: Dtype, seed: u32, heads: usize, tied: bool) -> Mo
     });
     let bytes = safetensors::serialize(views, None).unwrap();
     std::fs::write(folder.path().join("model.safetensors"), bytes).unwrap();
-    ModelDir::open(&ModelSource::Directory(folder.path().to_path_buf())).unwrap()
+    let model = ModelDir::open(&ModelSource::Directory(folder.path().to_path_buf())).unwrap();
+    TestModel { model, _folder: folder }
 }
 
 const CONTEXT: u32 = 600;
