@@ -17,6 +17,7 @@ mod kserve;
 mod lifecycle;
 mod prefix;
 mod prompt_logprobs;
+mod python_client;
 mod quarantine;
 mod recovery;
 mod requests;
