@@ -10,7 +10,7 @@ use sha2::{Digest as _, Sha256};
 
 use crate::api::admission::{self, RequestTerms};
 use crate::api::cursor::{ChoicePosition, Cursor, RequestDigest, stream_id};
-use crate::api::generation::{GenerationRequest, Input, SamplingOverrides, StopConditions};
+use crate::api::generation::{GenerationRequest, Input, SamplingOverrides};
 use crate::api::prompt::{PromptJob, SpecialTokens, Truncation, encoding};
 use crate::api::tokenizing::TokenizeTerms;
 use crate::dispatcher::ServedModel;
@@ -67,7 +67,7 @@ pub(crate) fn check(
     let priority = Priority::try_from(request.priority).map_err(|error| Outcome::field("priority", error))?;
     let tenant = std::mem::take(&mut request.tenant);
     let terms = admission::terms(caller, tenant, weight, priority, options.anonymous_weights)?;
-    check_stops(&request.stop)?;
+    check_stops("stop", &request.stop.stop)?;
     let defaults = SamplingSpec { seed, ..served.model.defaults.clone() };
     let mut sampling = std::mem::take(&mut request.sampling);
     add_bad_words(&mut sampling, served)?;
@@ -267,16 +267,17 @@ fn check_fields(request: &GenerationRequest) -> Result<(), Outcome> {
     Ok(())
 }
 
-fn check_stops(stop: &StopConditions) -> Result<(), Outcome> {
-    if stop.stop.len() > STOPS_MAX {
-        let reason = format!("stop has {} strings; at most {STOPS_MAX} are allowed", stop.stop.len());
-        return Err(Outcome::field("stop", reason));
+/// Checks the stop strings in the field `name`.
+pub(crate) fn check_stops(name: &str, stop: &[String]) -> Result<(), Outcome> {
+    if stop.len() > STOPS_MAX {
+        let reason = format!("{name} has {} strings; at most {STOPS_MAX} are allowed", stop.len());
+        return Err(Outcome::field(name, reason));
     }
-    for (index, text) in stop.stop.iter().enumerate() {
+    for (index, text) in stop.iter().enumerate() {
         if text.is_empty() || text.len() > STOP_BYTES_MAX {
             let bytes = text.len();
-            let reason = format!("stop[{index}] has {bytes} bytes; each must have 1 to {STOP_BYTES_MAX}");
-            return Err(Outcome::field("stop", reason));
+            let reason = format!("{name}[{index}] has {bytes} bytes; each must have 1 to {STOP_BYTES_MAX}");
+            return Err(Outcome::field(name, reason));
         }
     }
     Ok(())
@@ -317,6 +318,9 @@ fn invalid_sampling(error: SamplingError) -> Outcome {
 fn invalid_request(error: RequestError) -> Outcome {
     match error {
         RequestError::ContextExceeded { .. } => Outcome::ContextExceeded(error.to_string()),
-        error => Outcome::invalid(error),
+        error => match error.field() {
+            Some(field) => Outcome::field(field, error),
+            None => Outcome::invalid(error),
+        },
     }
 }
