@@ -63,14 +63,15 @@ class _Attempts:
 def stream_events(urls, path, body, headers=None, patience=PATIENCE_SECONDS, timeout=300.0):
     """Posts `body`, a dictionary, with `stream` set to `path` of the first of `urls` that answers, and yields its events.
 
-    `data: [DONE]` ends the stream and is not yielded. Raises StatusError for an error that is final, and the last failure
+    `data: [DONE]` ends the stream and is not yielded. An error event that is not final, as of an overloaded router, is not
+    yielded either: the stream continues. One that is final is yielded, and ends the stream. Raises StatusError for an error that is final, and the last failure
     if no router has continued the stream within `patience` seconds. `timeout` is the longest silence on a connection, in
     seconds; routers send comments while nothing is generated.
     """
     payload = json.dumps({**body, "stream": True}).encode()
     headers = {"content-type": "application/json", **(headers or {})}
     attempts = _Attempts(len(urls), patience)
-    last_id, begun = None, False
+    last_id, begun, failed = None, False, False
     for url in itertools.cycle(urls):
         connection = None
         try:
@@ -90,18 +91,23 @@ def stream_events(urls, path, body, headers=None, patience=PATIENCE_SECONDS, tim
             if request_id:
                 headers.setdefault("x-request-id", request_id)
             for event_id, event in _parse(response):
-                attempts.progress()
                 if event.data == "[DONE]":
                     return
                 last_id = event_id or last_id
-                if event.data.startswith('{"error"') and _retries(event.data):
+                error = None if failed else _error(event)
+                if error is not None and _RETRIED_ERRORS & {error.get("code"), error.get("type")}:
                     raise ConnectionError(event.data)
-                begun = True
+                attempts.progress()
+                begun, failed = True, failed or error is not None
                 yield event
                 if _is_last(event):
                     return
+            if failed:
+                return
             raise ConnectionError("the stream ended before it was complete")
         except (OSError, http.client.HTTPException):
+            if failed:
+                return
             # Without an id the stream cannot be resumed, as that of several prompts.
             if (begun and not last_id) or not attempts.failed():
                 raise
@@ -120,14 +126,23 @@ def _path(url, path):
     return urllib.parse.urlsplit(url).path.rstrip("/") + path
 
 
+# Codes of OpenAI's errors, and the type of Anthropic's, after which another router, or the same one later, may continue a stream.
+_RETRIED_ERRORS = {"unavailable", "overloaded", "overloaded_error"}
+_LAST_EVENTS = {"message_stop", "response.completed", "response.incomplete", "response.failed"}
+
+
+def _error(event):
+    """Returns the error that an event reports, or None."""
+    if event.name == "error" or (event.name is None and event.data.startswith('{"error"')):
+        data = json.loads(event.data)
+        # That of /v1/responses is the event itself.
+        return data.get("error", data)
+    return None
+
+
 def _is_last(event):
-    """Whether an event ends a stream without [DONE]."""
-    return event.data.startswith('{"error"') or event.name in {"message_stop", "response.completed", "response.incomplete", "response.failed", "error"}
-
-
-def _retries(data):
-    """Whether another router, or the same one later, may continue a stream that ended with this error."""
-    return json.loads(data)["error"].get("code") in {"unavailable", "overloaded"}
+    """Whether an event ends a stream without [DONE]. An error of /v1/responses is followed by response.failed."""
+    return event.name in _LAST_EVENTS or (_error(event) is not None and "error" in json.loads(event.data))
 
 
 def _parse(lines):

@@ -52,8 +52,10 @@ pub enum RequestError {
     #[error("priority is {0}; it must be in [-{PRIORITY_MAX}, {PRIORITY_MAX}]")]
     Priority(i32),
     /// A token id is outside the vocabulary.
-    #[error("token id {id} at position {position} is outside the vocabulary of {vocab_size}")]
+    #[error("token id {id} at position {position} of {field} is outside the vocabulary of {vocab_size}")]
     TokenOutOfVocabulary {
+        /// Field of the request that holds it.
+        field: &'static str,
         /// Offending token id.
         id: u32,
         /// Its index in the list that holds it.
@@ -64,6 +66,23 @@ pub enum RequestError {
     /// Bad words of one token mask every allowed token.
     #[error("every allowed token is a bad word by itself, so no token could be generated; allow another one")]
     NothingAllowed,
+}
+
+impl RequestError {
+    /// Name of the prompt in errors.
+    pub const PROMPT: &'static str = "prompt";
+
+    /// Returns the field of the request that breaks the rule, if it is one.
+    pub fn field(&self) -> Option<&'static str> {
+        match self {
+            Self::EmptyPrompt => Some(Self::PROMPT),
+            Self::NoTokens => Some("max_tokens"),
+            Self::Priority(_) => Some("priority"),
+            Self::TokenOutOfVocabulary { field, .. } => Some(field),
+            Self::NothingAllowed => Some("allowed_token_ids"),
+            Self::ContextExceeded { .. } => None,
+        }
+    }
 }
 
 /// Priority of a request, in [-100, 100]; higher goes first.
@@ -132,21 +151,19 @@ impl ModelLimits {
     /// [`RequestError::TokenOutOfVocabulary`] for the first id that is not, [`RequestError::NothingAllowed`].
     pub fn check_tokens(&self, prompt: &[u32], sampling: &SamplingParams) -> Result<(), RequestError> {
         let vocab_size = self.vocab_size;
-        let bias_ids = sampling.logit_bias.iter().map(|(id, _)| *id).enumerate();
-        let stop_ids = sampling.stop_token_ids.iter().copied().enumerate();
-        let allowed_ids = sampling.allowed_token_ids.iter().copied().enumerate();
-        let word_ids = sampling.bad_word_token_ids.iter().flat_map(|word| word.iter().copied().enumerate());
-        match prompt
-            .iter()
-            .copied()
-            .enumerate()
-            .chain(stop_ids)
-            .chain(bias_ids)
-            .chain(allowed_ids)
-            .chain(word_ids)
-            .find(|(_, id)| *id >= vocab_size)
-        {
-            Some((position, id)) => Err(RequestError::TokenOutOfVocabulary { id, position, vocab_size }),
+        let outside = |field, ids: &mut dyn Iterator<Item = u32>| {
+            let found = ids.enumerate().find(|(_, id)| *id >= vocab_size);
+            found.map(|(position, id)| RequestError::TokenOutOfVocabulary { field, id, position, vocab_size })
+        };
+        let bias_ids = &mut sampling.logit_bias.iter().map(|(id, _)| *id);
+        let word_ids = &mut sampling.bad_word_token_ids.iter().flatten().copied();
+        let found = outside(RequestError::PROMPT, &mut prompt.iter().copied())
+            .or_else(|| outside("stop_token_ids", &mut sampling.stop_token_ids.iter().copied()))
+            .or_else(|| outside("logit_bias", bias_ids))
+            .or_else(|| outside("allowed_token_ids", &mut sampling.allowed_token_ids.iter().copied()))
+            .or_else(|| outside("bad_word_token_ids", word_ids));
+        match found {
+            Some(error) => Err(error),
             None if sampling.masks_tokens() && sampling.fallback_token(vocab_size).is_none() => {
                 Err(RequestError::NothingAllowed)
             }

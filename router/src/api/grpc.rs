@@ -6,6 +6,7 @@ use std::sync::Arc;
 use std::task::{Context, Poll, ready};
 
 use futures::{Stream, StreamExt as _};
+use inflight_contract::RequestError;
 use inflight_proto::v1;
 use inflight_proto::v1::generate_response::Event;
 use inflight_proto::v1::inference_server::Inference;
@@ -93,6 +94,9 @@ fn failed(outcome: Outcome, stream: &ResponseStream) -> Status {
 /// Names an invalid field by its path in `GenerateRequest`.
 fn at_path(outcome: Outcome) -> Outcome {
     let Outcome::InvalidField { field, reason } = outcome else { return outcome };
+    if field == RequestError::PROMPT {
+        return Outcome::field("input", reason);
+    }
     let parent = match field.as_str() {
         "temperature" | "top_p" | "top_k" | "min_p" | "presence_penalty" | "frequency_penalty"
         | "repetition_penalty" | "logit_bias" | "logprobs" | "prompt_logprobs" | "n"

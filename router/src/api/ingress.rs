@@ -12,8 +12,9 @@ use tonic::codegen::http::{Extensions, HeaderMap};
 use tracing::{Instrument, info_span};
 use tracing_opentelemetry::OpenTelemetrySpanExt;
 
-use crate::api::admission::{self, Admission, AdmissionGuard, AdmissionSlot, RequestTerms, TokenCharge};
+use crate::api::admission::{self, Admission, AdmissionGuard, AdmissionSlot, TokenCharge};
 use crate::api::arrival::CallArrival;
+use crate::api::bad_words::BadWords;
 use crate::api::cursor::{Cursor, CursorError, CursorKeys, CursorTracker};
 use crate::api::generation::{GenerationRequest, Input};
 use crate::api::prompt::{PromptJob, SpecialTokens};
@@ -160,10 +161,15 @@ impl Ingress {
         // Fails without an OpenTelemetry layer; then there is no parent to set.
         let _ = span.set_parent(context.clone());
         let (seed, stream) = (rand::random(), rand::random());
-        let mut checked = request::check(request, &served, &self.options, seed, &caller)?;
+        let terms = request::terms(&mut request, &self.options, &caller)?;
+        let tokenize = TokenizeTerms::new(&terms, arrival.deadline);
+        let words = std::mem::take(&mut request.sampling.bad_words);
+        let words = BadWords::new(served.clone(), words)?;
+        let words = self.tokenize_words(words, &tokenize).instrument(span.clone()).await?;
+        request.sampling.bad_word_token_ids.extend(words);
+        let mut checked = request::check(request, terms, &served, seed)?;
         let prompt = checked.take_prompt(&served, &self.options);
-        let terms = checked.tokenize_terms(arrival.deadline);
-        let prompt = self.tokenize(prompt, &terms).instrument(span.clone()).await;
+        let prompt = self.tokenize(prompt, &tokenize).instrument(span.clone()).await;
         let prompt = prompt.map_err(|failed| failed.outcome)?.into_tokens();
         let arrived = (arrival.at, arrival.deadline);
         let mut call = checked.admit(prompt, resumed, &served, &self.options, arrived, stream, &caller)?;
@@ -220,6 +226,20 @@ impl Ingress {
             Ok(()) => Ok(prompt),
             Err(outcome) => Err(Failed { outcome, state: Some(prompt) }),
         }
+    }
+
+    /// Returns the tokens of bad words, in turns with other tenants if they are many.
+    async fn tokenize_words(
+        &self,
+        mut words: BadWords,
+        terms: &TokenizeTerms,
+    ) -> Result<Vec<Vec<u32>>, Outcome> {
+        if words.are_many() {
+            let done = self.tokenizing.run(terms, words.piece(), words, BadWords::run).await;
+            return Ok(done.map_err(|failed| failed.outcome)?.into_tokens());
+        }
+        words.run()?;
+        Ok(words.into_tokens())
     }
 
     /// Tokenizes a prompt exactly as [`Ingress::start`] does, and charges its tokens to the tenant's rate and daily
@@ -291,8 +311,7 @@ impl Ingress {
             priority,
             self.options.anonymous_weights,
         )?;
-        let RequestTerms { tenant, weight, priority, .. } = terms;
-        Ok(TokenizeTerms { tenant, weight, priority, deadline: context.arrival.deadline })
+        Ok(TokenizeTerms::new(&terms, context.arrival.deadline))
     }
 
     /// Returns the outcome of a readiness probe while no worker accepts requests.

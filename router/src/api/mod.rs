@@ -4,6 +4,7 @@
 pub(crate) mod admission;
 pub(crate) mod arrival;
 pub(crate) mod auth;
+mod bad_words;
 mod choice_output;
 mod collected;
 pub(crate) mod cursor;

@@ -10,9 +10,8 @@ use sha2::{Digest as _, Sha256};
 
 use crate::api::admission::{self, RequestTerms};
 use crate::api::cursor::{ChoicePosition, Cursor, RequestDigest, stream_id};
-use crate::api::generation::{GenerationRequest, Input, SamplingOverrides, StopConditions};
-use crate::api::prompt::{PromptJob, SpecialTokens, Truncation, encoding};
-use crate::api::tokenizing::TokenizeTerms;
+use crate::api::generation::{GenerationRequest, Input};
+use crate::api::prompt::{PromptJob, SpecialTokens, Truncation};
 use crate::dispatcher::ServedModel;
 use crate::dispatcher::request::AdmittedCall;
 use crate::options::Options;
@@ -24,8 +23,6 @@ use crate::trace::TraceContext;
 const NAME_BYTES_MAX: usize = 128;
 const STOPS_MAX: usize = 16;
 const STOP_BYTES_MAX: usize = 256;
-const BAD_WORDS_MAX: usize = 256;
-const BAD_WORD_BYTES_MAX: usize = 128;
 
 /// Makes a request continue from a cursor: with its seed, on workers of its fingerprint.
 pub(crate) fn continue_from(request: &mut GenerationRequest, cursor: &Cursor) -> Result<(), Outcome> {
@@ -53,24 +50,31 @@ pub(crate) struct CheckedRequest {
     chat: bool,
 }
 
-/// Validates the fields of a request. `seed` is the random seed of one without a seed.
-pub(crate) fn check(
-    mut request: GenerationRequest,
-    served: &ServedModel,
+/// Returns the terms on which a request runs.
+pub(crate) fn terms(
+    request: &mut GenerationRequest,
     options: &Options,
-    seed: u64,
     caller: &Caller,
-) -> Result<CheckedRequest, Outcome> {
-    check_fields(&request)?;
+) -> Result<RequestTerms, Outcome> {
+    check_fields(request)?;
     let weight = request.weight.map_or(Ok(Weight::default()), Weight::try_from);
     let weight = weight.map_err(|error| Outcome::field("weight", error))?;
     let priority = Priority::try_from(request.priority).map_err(|error| Outcome::field("priority", error))?;
     let tenant = std::mem::take(&mut request.tenant);
-    let terms = admission::terms(caller, tenant, weight, priority, options.anonymous_weights)?;
-    check_stops(&request.stop)?;
+    admission::terms(caller, tenant, weight, priority, options.anonymous_weights)
+}
+
+/// Validates the fields of a request, whose bad words are tokenized. `seed` is the random seed of one without a
+/// seed.
+pub(crate) fn check(
+    mut request: GenerationRequest,
+    terms: RequestTerms,
+    served: &ServedModel,
+    seed: u64,
+) -> Result<CheckedRequest, Outcome> {
+    check_stops("stop", &request.stop.stop)?;
     let defaults = SamplingSpec { seed, ..served.model.defaults.clone() };
-    let mut sampling = std::mem::take(&mut request.sampling);
-    add_bad_words(&mut sampling, served)?;
+    let sampling = std::mem::take(&mut request.sampling);
     let sampling = sampling.apply(&request.stop, &defaults).validate().map_err(invalid_sampling)?;
     if request.stop.max_tokens == Some(0) && sampling.prompt_logprobs.is_none() {
         let reason = "max_tokens is 0; ask for at least one token, or for log probabilities of the prompt";
@@ -90,12 +94,6 @@ impl CheckedRequest {
         let input = std::mem::replace(&mut self.request.input, Input::TokenIds(Vec::new()));
         let special = SpecialTokens::new(self.request.parse_special, options);
         PromptJob::of_request(served.clone(), input, special, self.truncation)
-    }
-
-    /// Returns the terms on which the prompt is tokenized.
-    pub(crate) fn tokenize_terms(&self, deadline: Option<Instant>) -> TokenizeTerms {
-        let RequestTerms { tenant, weight, priority, .. } = &self.terms;
-        TokenizeTerms { tenant: tenant.clone(), weight: *weight, priority: *priority, deadline }
     }
 
     /// Returns the call of a request with its tokenized prompt; `resumed` is the cursor that it continues from.
@@ -267,44 +265,17 @@ fn check_fields(request: &GenerationRequest) -> Result<(), Outcome> {
     Ok(())
 }
 
-fn check_stops(stop: &StopConditions) -> Result<(), Outcome> {
-    if stop.stop.len() > STOPS_MAX {
-        let reason = format!("stop has {} strings; at most {STOPS_MAX} are allowed", stop.stop.len());
-        return Err(Outcome::field("stop", reason));
+/// Checks the stop strings in the field `name`.
+pub(crate) fn check_stops(name: &str, stop: &[String]) -> Result<(), Outcome> {
+    if stop.len() > STOPS_MAX {
+        let reason = format!("{name} has {} strings; at most {STOPS_MAX} are allowed", stop.len());
+        return Err(Outcome::field(name, reason));
     }
-    for (index, text) in stop.stop.iter().enumerate() {
+    for (index, text) in stop.iter().enumerate() {
         if text.is_empty() || text.len() > STOP_BYTES_MAX {
             let bytes = text.len();
-            let reason = format!("stop[{index}] has {bytes} bytes; each must have 1 to {STOP_BYTES_MAX}");
-            return Err(Outcome::field("stop", reason));
-        }
-    }
-    Ok(())
-}
-
-/// Tokenizes the bad words of a request: each with and without a leading space, as it may begin the output or
-/// follow other text.
-fn add_bad_words(sampling: &mut SamplingOverrides, served: &ServedModel) -> Result<(), Outcome> {
-    let words = std::mem::take(&mut sampling.bad_words);
-    let invalid = |reason: String| Err(Outcome::field("bad_words", reason));
-    if words.len() > BAD_WORDS_MAX {
-        return invalid(format!("bad_words has {} words; at most {BAD_WORDS_MAX} are allowed", words.len()));
-    }
-    for (index, word) in words.iter().enumerate() {
-        let bare = word.trim_start();
-        if bare.is_empty() || word.len() > BAD_WORD_BYTES_MAX {
-            let bytes = word.len();
-            return invalid(format!(
-                "bad_words[{index}] has {bytes} bytes; each must have 1 to {BAD_WORD_BYTES_MAX}, not only spaces"
-            ));
-        }
-        for text in [bare.to_owned(), format!(" {bare}")] {
-            let tokens = served.model.tokenizer.encode_rendered(&text).map_err(encoding)?;
-            let (len, most) = (tokens.len(), SamplingSpec::BAD_WORD_TOKENS_MAX);
-            if !(1..=most).contains(&len) {
-                return invalid(format!("bad_words[{index}] has {len} tokens; each must have 1 to {most}"));
-            }
-            sampling.bad_word_token_ids.push(tokens);
+            let reason = format!("{name}[{index}] has {bytes} bytes; each must have 1 to {STOP_BYTES_MAX}");
+            return Err(Outcome::field(name, reason));
         }
     }
     Ok(())
@@ -317,6 +288,9 @@ fn invalid_sampling(error: SamplingError) -> Outcome {
 fn invalid_request(error: RequestError) -> Outcome {
     match error {
         RequestError::ContextExceeded { .. } => Outcome::ContextExceeded(error.to_string()),
-        error => Outcome::invalid(error),
+        error => match error.field() {
+            Some(field) => Outcome::field(field, error),
+            None => Outcome::invalid(error),
+        },
     }
 }

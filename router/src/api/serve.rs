@@ -24,7 +24,7 @@ use crate::api::admission::{Admission, AdmissionLayer};
 use crate::api::arrival::{ArrivalLayer, receive_limits};
 use crate::api::auth::AuthLayer;
 use crate::api::grpc::Grpc;
-use crate::api::http::{self, CorsLayer, HttpApi, RenderMetrics, RequestIdLayer};
+use crate::api::http::{self, CorsLayer, FaultLayer, HttpApi, RenderMetrics, RequestIdLayer};
 use crate::api::ingress::Ingress;
 use crate::api::key_failures::KeyFailures;
 use crate::api::kserve::Kserve;
@@ -105,6 +105,7 @@ impl Shared {
         let (ingress, admission, drain) = (self.ingress.clone(), self.admission.clone(), self.drain.clone());
         let draining = move || drain.is_cancelled();
         let api = HttpApi::new(ingress, admission, &self.options, http, metrics, draining);
+        // Of the layers outside of `FaultLayer`.
         let fault =
             || http::refuse("", Outcome::Internal("the call failed on a fault of the server".to_owned()));
         let server = self.server(Protocols::Any, fault);
@@ -114,6 +115,7 @@ impl Shared {
         let service = ServiceBuilder::new()
             .layer(CorsLayer { origins: http.cors_origins.clone().into() })
             .layer(RequestIdLayer)
+            .layer(FaultLayer)
             .layer(ReceiveLayer::new(budget, limits))
             .layer(ArrivalLayer { open: self.open.clone(), refuse })
             .layer(self.authentication(refuse))

@@ -10,6 +10,7 @@ use inflight_router_core::{
 };
 use tokio::sync::oneshot;
 
+use crate::api::admission::RequestTerms;
 use crate::clock;
 use crate::metrics as names;
 use crate::options::Options;
@@ -25,6 +26,14 @@ pub(crate) struct TokenizeTerms {
     pub(crate) weight: Weight,
     pub(crate) priority: Priority,
     pub(crate) deadline: Option<Instant>,
+}
+
+impl TokenizeTerms {
+    /// Returns the terms of the texts of a request.
+    pub(crate) fn new(terms: &RequestTerms, deadline: Option<Instant>) -> Self {
+        let RequestTerms { tenant, weight, priority, .. } = terms;
+        Self { tenant: tenant.clone(), weight: *weight, priority: *priority, deadline }
+    }
 }
 
 /// Queue of tokenizing work and the threads that it may use.

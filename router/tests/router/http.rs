@@ -531,3 +531,38 @@ async fn http2_clients_and_grpc_clients_get_the_same_output() {
     })
     .await;
 }
+
+#[tokio::test]
+async fn the_id_of_a_request_is_that_of_its_header_then_of_its_body() {
+    bounded(async {
+        let mut http = cluster().await;
+        for (path, ask, prefix) in
+            [("/v1/chat/completions", CHAT, "chatcmpl-"), ("/v1/completions", r#"{"prompt":"a""#, "cmpl-")]
+        {
+            for (header, stream, expected) in [
+                (None, false, "from-body"),
+                (None, true, "from-body"),
+                (Some("from-header"), false, "from-header"),
+            ] {
+                let body = format!("{ask},\"request_id\":\"from-body\",\"stream\":{stream}}}");
+                let headers: Vec<_> = header.map(|id| ("x-request-id", id)).into_iter().collect();
+                let call = Call::send(http.address, "POST", path, &headers, body.as_bytes()).await;
+                let submit = http.session.submit().await;
+                assert_eq!(submit.request_id, expected, "{path} {header:?}");
+                http.session.finish(&submit, 0, &tokens("a"), LENGTH);
+                let response = call.response().await;
+                assert_eq!(response.headers["x-request-id"], expected, "{path} {header:?}");
+                assert!(
+                    response.body.contains(&format!("\"id\":\"{prefix}{expected}\"")),
+                    "{}",
+                    response.body
+                );
+            }
+        }
+        // A refusal after the body was read has it too.
+        let body = format!("{},\"request_id\":\"from-body\"}}", CHAT.replace("tiny", "other"));
+        let refused = http.post("/v1/chat/completions", &body).await.response().await;
+        assert_eq!((refused.status, refused.headers["x-request-id"].as_str()), (404, "from-body"));
+    })
+    .await;
+}

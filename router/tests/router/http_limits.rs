@@ -59,13 +59,24 @@ async fn every_bad_field_is_refused_by_name_and_unknown_ones_pass() {
             ("tools", "[{\"type\": \"function\"}]", "tool calls are not supported"),
             ("response_format", "{\"type\": \"json_object\"}", "structured output is not supported"),
             ("audio", "{\"voice\": \"x\"}", "audio is not supported"),
+            ("max_completion_tokens", "0", "max_completion_tokens is 0"),
+            ("request_id", "7", "must be a string"),
+            ("request_id", "\"a b\"", "1 to 120 visible characters"),
+            ("stop_token_ids", "[9999]", "token id 9999"),
+            ("logit_bias", "{\"9999\": 1}", "token id 9999"),
+            ("allowed_token_ids", "[9999]", "token id 9999"),
+            // Arrays in place of objects.
+            ("stream_options", "[true]", "an object of flags"),
+            ("response_format", "[\"text\"]", "an object with a type"),
+            ("messages", "[[\"user\", \"hi\"]]", "a message with role and content"),
+            ("messages", "[{\"role\": \"user\", \"content\": [[\"text\", \"hi\"]]}]", "a part with a type"),
+            ("messages", "[]", "messages is empty"),
         ];
         for (field, value, words) in table {
             let messages = if field == "messages" { "" } else { r#""messages":[{"role":"user","content":"a"}],"# };
             let (status, error) = http.refused(CHAT, &format!("{{{messages}\"{field}\":{value}}}")).await;
             assert_eq!((status, &error["type"]), (400, &json!("invalid_request_error")), "{field}: {error}");
-            let param = if field == "max_completion_tokens" { "max_completion_tokens" } else { field };
-            assert_eq!(error["param"], param, "{value}: {error}");
+            assert_eq!(error["param"], field, "{value}: {error}");
             assert!(error["message"].as_str().unwrap().contains(words), "{field} {value}: {error}");
         }
         let (status, error) =
@@ -90,6 +101,83 @@ async fn every_bad_field_is_refused_by_name_and_unknown_ones_pass() {
             );
             assert!(rendered.contains(&line), "{line}");
         }
+    })
+    .await;
+}
+
+#[tokio::test]
+async fn a_refusal_names_the_field_of_the_api_that_was_called() {
+    bounded(async {
+        let http = HttpCluster::start(with_http(HttpOptions::default())).await;
+        let chat = r#""messages": [{"role": "user", "content": "a"}]"#;
+        let table = [
+            (CHAT, chat, "top_logprobs", r#""logprobs": true, "top_logprobs": 21"#, "[0, 20]"),
+            (
+                "/v1/completions",
+                r#""prompt": "a""#,
+                "logprobs",
+                r#""logprobs": 1000, "echo": true"#,
+                "[0, 20]",
+            ),
+            ("/v1/completions", "", "prompt", r#""prompt": [5, 9999]"#, "token id 9999"),
+            ("/v1/completions", "", "prompt", r#""prompt": """#, "prompt is empty"),
+            ("/v1/completions", "", "prompt", r#""prompt": ["a", ""]"#, "prompt[1] is empty"),
+            ("/v1/completions", "", "prompt", r#""prompt": [[5], []]"#, "prompt[1] is empty"),
+            (
+                "/v1/responses",
+                r#""input": "a""#,
+                "max_output_tokens",
+                r#""max_output_tokens": 0"#,
+                "max_output_tokens is 0",
+            ),
+            ("/v1/responses", r#""input": "a""#, "top_logprobs", r#""top_logprobs": 21"#, "[0, 20]"),
+            (
+                "/v1/responses",
+                r#""input": "a""#,
+                "text",
+                r#""text": [{"type": "text"}]"#,
+                "an object with a format",
+            ),
+            (
+                "/v1/responses",
+                r#""input": "a""#,
+                "text",
+                r#""text": {"format": ["text"]}"#,
+                "text.format must be",
+            ),
+            ("/v1/responses", r#""input": "a""#, "tools", r#""tools": [["web_search"]]"#, "tools[0] must be"),
+            ("/v1/responses", "", "input", r#""input": [["message", "user", "hi"]]"#, "input[0] must be"),
+        ];
+        for (path, needed, param, more, words) in table {
+            let comma = if needed.is_empty() { "" } else { "," };
+            let (status, error) = http.refused(path, &format!("{{{needed}{comma}{more}}}")).await;
+            assert_eq!((status, &error["param"]), (400, &json!(param)), "{path} {more}: {error}");
+            assert!(error["message"].as_str().unwrap().contains(words), "{path} {more}: {error}");
+        }
+        // Anthropic's errors have no param; their messages name the field.
+        let ask = r#""max_tokens": 9, "messages": [{"role": "user", "content": "a"}]"#;
+        for (more, words) in [
+            (r#""stop_sequences": [""]"#, "stop_sequences[0] has 0 bytes"),
+            (r#""max_tokens": 0"#, "max_tokens is 0"),
+            (r#""output_config": [{"type": "json_schema"}]"#, "output_config must be an object"),
+            (r#""messages": [["user", "hi"]]"#, "messages[0] must be a message"),
+            (r#""messages": []"#, "messages is empty"),
+        ] {
+            let (status, error) = http.refused("/v1/messages", &format!("{{{ask},{more}}}")).await;
+            assert_eq!((status, &error["type"]), (400, &json!("invalid_request_error")), "{more}: {error}");
+            assert!(error["message"].as_str().unwrap().starts_with(words), "{more}: {error}");
+        }
+        for forged in ["not base64", "AAAA"] {
+            let body = format!("{{{chat}, \"stream\": true}}");
+            let headers = [("last-event-id", forged)];
+            let call = Call::send(http.address, "POST", CHAT, &headers, body.as_bytes()).await;
+            let refused = call.response().await;
+            assert_eq!((refused.status, &refused.json()["error"]["param"]), (400, &json!("Last-Event-ID")));
+        }
+        let fields: Vec<String> = (0..256).map(|at| format!("\"x{at}\": 1")).collect();
+        let (status, error) = http.refused(CHAT, &format!("{{{}, {chat}}}", fields.join(","))).await;
+        assert_eq!((status, &error["type"]), (400, &json!("invalid_request_error")));
+        assert!(error["message"].as_str().unwrap().contains("at most 256 fields"), "{error}");
     })
     .await;
 }

@@ -135,6 +135,16 @@ async fn bad_words_reach_the_worker_with_and_without_a_leading_space() {
         expected.sort_by(|a, b| a.token_ids.cmp(&b.token_ids));
         assert_eq!(submitted.bad_word_token_ids, expected);
         assert_eq!((submitted.allowed_token_ids, submitted.bad_words), (vec![3, 7], vec![]));
+        // So many that they are tokenized in turns with other tenants.
+        let request = changed(|r| {
+            sampling(r).bad_words = (0..256).map(|number| format!("w{number}")).collect();
+        });
+        let words = request.sampling.clone().unwrap().bad_words;
+        let expected = words.iter().flat_map(|word| [word.clone(), format!(" {word}")]);
+        let mut expected: Vec<_> = expected.map(|text| word(&tokens(&text))).collect();
+        expected.sort_by(|a, b| a.token_ids.cmp(&b.token_ids));
+        let _stream = cluster.generate(request).await.unwrap();
+        assert_eq!(session.submit().await.sampling.unwrap().bad_word_token_ids, expected);
     })
     .await;
 }

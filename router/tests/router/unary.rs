@@ -154,6 +154,8 @@ async fn an_invalid_field_is_a_violation_at_its_path_in_the_request() {
         let (_worker, _session, mut cluster) = one(Options::default()).await;
         let sampling = |sampling| v1::GenerateRequest { sampling: Some(sampling), ..text("a") };
         let stop = |stop| v1::GenerateRequest { stop: Some(stop), ..text("a") };
+        let logit_bias = [(9999, 1.0)].into();
+        let outside = v1::generate_request::Input::TokenIds(v1::TokenIds { ids: vec![5, 9999] });
         let bad = vec![
             ("input", v1::GenerateRequest::default()),
             ("weight", v1::GenerateRequest { weight: Some(0.0), ..text("a") }),
@@ -167,6 +169,12 @@ async fn an_invalid_field_is_a_violation_at_its_path_in_the_request() {
                 "stop.stop_token_ids",
                 stop(v1::StopConditions { stop_token_ids: vec![1; 129], ..Default::default() }),
             ),
+            (
+                "stop.stop_token_ids",
+                stop(v1::StopConditions { stop_token_ids: vec![9999], ..Default::default() }),
+            ),
+            ("sampling.logit_bias", sampling(v1::SamplingParams { logit_bias, ..Default::default() })),
+            ("input", v1::GenerateRequest { input: Some(outside), ..text("a") }),
         ];
         for (path, request) in bad {
             let streamed = cluster.client.generate(request.clone()).await.unwrap_err();

@@ -10,7 +10,7 @@ use tonic::codegen::Bytes;
 use tonic::codegen::http::Response;
 
 use super::chat_stream::ChatStream;
-use super::fields::{FieldTable, Fields, honoured, ignored, is_empty, parse, refused};
+use super::fields::{FieldTable, Fields, honoured, ignored, is_empty, parse_object, refused};
 use super::logprobs::{ChatLogprobs, PromptBody};
 use super::sampling::{self, STRUCTURED, StreamOptions};
 use super::usage::{TimingsBody, UsageBody};
@@ -23,6 +23,9 @@ use crate::text::Message;
 
 /// Reason for which tools are refused.
 pub(super) const TOOLS: &str = "tool calls are not supported";
+
+/// Reason for which an empty conversation is refused.
+pub(super) const NO_MESSAGES: &str = "messages is empty; a conversation has at least one message";
 
 /// Fields of `/v1/chat/completions`.
 pub(super) static FIELDS: FieldTable = FieldTable {
@@ -90,12 +93,15 @@ struct MessageBody<'a> {
 pub(super) fn messages(fields: &Fields<'_>) -> Result<Vec<Message>, Outcome> {
     let messages: Option<Vec<&RawValue>> = fields.get("messages", "an array of messages")?;
     let messages = messages.ok_or_else(|| Outcome::field("messages", "messages is missing"))?;
+    if messages.is_empty() {
+        return Err(Outcome::field("messages", NO_MESSAGES));
+    }
     messages.into_iter().enumerate().map(|(at, message)| read_message(at, message)).collect()
 }
 
 fn read_message(at: usize, message: &RawValue) -> Result<Message, Outcome> {
     let name = format!("messages[{at}]");
-    let message: MessageBody<'_> = parse(&name, message, "a message with role and content")?;
+    let message: MessageBody<'_> = parse_object(&name, message, "a message with role and content")?;
     let calls = [message.tool_calls, message.function_call].into_iter().flatten();
     if calls.into_iter().any(|call| !is_empty(call)) {
         return Err(Outcome::field("messages", format!("{name} has tool calls: {TOOLS}")));
@@ -132,10 +138,16 @@ pub(super) fn read(body: &[u8]) -> Result<(GenerationRequest, Output), Outcome> 
     let mut request = GenerationRequest::new(fields.model()?, Input::Chat(messages(&fields)?));
     sampling::read(&fields, &mut request)?;
     let max_tokens = fields.count("max_tokens")?;
-    request.stop.max_tokens = fields.count("max_completion_tokens")?.or(max_tokens);
+    let max_completion_tokens = fields.count("max_completion_tokens")?;
+    if max_completion_tokens == Some(0) && request.sampling.prompt_logprobs.is_none() {
+        let reason =
+            "max_completion_tokens is 0; ask for at least one token, or for log probabilities of the prompt";
+        return Err(Outcome::field("max_completion_tokens", reason));
+    }
+    request.stop.max_tokens = max_completion_tokens.or(max_tokens);
     let stream_options = StreamOptions::read(&fields)?;
     let logprobs = fields.flag("logprobs")?;
-    let top_logprobs = fields.count("top_logprobs")?;
+    let top_logprobs = sampling::alternatives(&fields, "top_logprobs")?;
     if top_logprobs.is_some_and(|top| top > 0) && !logprobs {
         return Err(Outcome::field("top_logprobs", "top_logprobs needs logprobs = true"));
     }
@@ -153,7 +165,7 @@ fn check_text_only(fields: &Fields<'_>) -> Result<(), Outcome> {
         #[serde(rename = "type")]
         kind: String,
     }
-    let format: Option<Format> = fields.get("response_format", "an object with a type")?;
+    let format: Option<Format> = fields.object("response_format", "an object with a type")?;
     if let Some(Format { kind }) = format.filter(|format| format.kind != "text") {
         return Err(Outcome::field(
             "response_format",

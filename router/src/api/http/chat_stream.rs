@@ -12,7 +12,7 @@ use super::logprobs::ChatLogprobs;
 use super::sampling::StreamOptions;
 use super::sse::Encoder;
 use super::usage::{TimingsBody, UsageBody};
-use crate::api::generation::{Delta, GenerationEvent};
+use crate::api::generation::{Delta, Finished, GenerationEvent};
 use crate::cluster::bundle::Model;
 use crate::outcome::Outcome;
 
@@ -28,6 +28,10 @@ pub(super) struct ChatStream {
     with_timings: bool,
     /// Number of choices.
     choices: u32,
+    /// Choices that have not ended.
+    open: u32,
+    /// Last end of a choice, whose chunk waits for the timings.
+    last: Option<Finished>,
     prompt_tokens: u32,
     completion_tokens: u32,
     usage: UsageBody,
@@ -76,6 +80,8 @@ impl ChatStream {
             logprobs,
             with_timings: timings,
             choices: started.choices(),
+            open: started.choices(),
+            last: None,
             prompt_tokens: 0,
             completion_tokens: 0,
             usage: UsageBody::default(),
@@ -84,11 +90,19 @@ impl ChatStream {
     }
 
     /// Writes a chunk of one choice.
-    fn choice(&self, choice: Choice<'_>, out: &mut EventWriter) {
+    fn choice(&self, choice: Choice<'_>, timings: Option<TimingsBody>, out: &mut EventWriter) {
         let so_far = || UsageBody::so_far(self.prompt_tokens, self.completion_tokens);
-        // With usage at the end, other chunks have it as null.
-        let usage = self.options.include_usage().then(|| self.options.continuous().then(so_far));
-        self.chunk(&[choice], usage, None, out);
+        self.chunk(&[choice], self.options.of_chunk(so_far), timings, out);
+    }
+
+    /// Writes the last chunk of a choice.
+    fn finish(&self, finished: &Finished, timings: Option<TimingsBody>, out: &mut EventWriter) {
+        let (index, finish_reason) = (finished.choice, Some(finish_reason(finished.reason)));
+        self.choice(
+            Choice { index, delta: DeltaBody::default(), logprobs: None, finish_reason },
+            timings,
+            out,
+        );
     }
 
     fn chunk(
@@ -107,7 +121,7 @@ impl ChatStream {
     fn open(&self, out: &mut EventWriter) {
         for index in 0..self.choices {
             let delta = DeltaBody { role: Some("assistant"), content: Some("") };
-            self.choice(Choice { index, delta, logprobs: None, finish_reason: None }, out);
+            self.choice(Choice { index, delta, logprobs: None, finish_reason: None }, None, out);
         }
     }
 
@@ -119,7 +133,7 @@ impl ChatStream {
         let logprobs = self.bundle.as_ref().filter(|_| self.logprobs);
         let logprobs = logprobs.map(|model| ChatLogprobs::new(&delta.logprobs, model.tokenizer.vocabulary()));
         let content = DeltaBody { role: None, content: Some(&delta.text) };
-        self.choice(Choice { index: delta.choice, delta: content, logprobs, finish_reason: None }, out);
+        self.choice(Choice { index: delta.choice, delta: content, logprobs, finish_reason: None }, None, out);
     }
 }
 
@@ -135,23 +149,26 @@ impl Encoder for ChatStream {
             GenerationEvent::PromptLogprobs { .. } => {}
             GenerationEvent::Delta(delta) => self.delta(delta, out),
             GenerationEvent::Finished(finished) => {
-                let (index, finish_reason) = (finished.choice, Some(finish_reason(finished.reason)));
-                self.choice(
-                    Choice { index, delta: DeltaBody::default(), logprobs: None, finish_reason },
-                    out,
-                );
+                self.open = self.open.saturating_sub(1);
+                if self.with_timings && self.open == 0 && !self.options.include_usage() {
+                    self.last = Some(finished);
+                } else {
+                    self.finish(&finished, None, out);
+                }
             }
             GenerationEvent::Completed(completed) => {
                 self.usage.add(&completed.usage);
                 self.timings = self.with_timings.then(|| completed.timings.into());
+                if let Some(finished) = self.last.take() {
+                    self.finish(&finished, self.timings, out);
+                }
             }
         }
     }
 
     fn end(&mut self, out: &mut EventWriter) {
-        let usage = self.options.include_usage().then_some(Some(self.usage));
-        if usage.is_some() || self.timings.is_some() {
-            self.chunk(&[], usage, self.timings, out);
+        if self.options.include_usage() {
+            self.chunk(&[], Some(Some(self.usage)), self.timings, out);
         }
         out.text(None, b"[DONE]");
     }

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use inflight_contract::PromptLogprobs;
+use inflight_contract::{FinishReason, PromptLogprobs};
 use serde::Serialize;
 
 use super::Started;
@@ -31,6 +31,12 @@ pub(super) struct CompletionStream {
     choices: Vec<ChoiceState>,
     /// Prompts that are echoed with log probabilities.
     prompts: Vec<EchoedPrompt>,
+    /// Choices that have not ended.
+    open: usize,
+    /// Prompts whose usage is not known.
+    uncounted: usize,
+    /// Last end of a choice, whose chunk waits for the timings.
+    last: Option<Ending>,
     prompt_tokens: u32,
     completion_tokens: u32,
     usage: UsageBody,
@@ -49,6 +55,14 @@ struct ChoiceState {
 struct EchoedPrompt {
     tokens: Vec<u32>,
     logprobs: Vec<PromptLogprobs>,
+}
+
+/// Last chunk of a choice.
+struct Ending {
+    index: u32,
+    text: String,
+    logprobs: Option<TextLogprobs>,
+    reason: FinishReason,
 }
 
 #[derive(Serialize)]
@@ -94,6 +108,9 @@ impl CompletionStream {
             choices_per_prompt,
             choices: (0..count).map(choice).collect(),
             prompts: prompts.map(|tokens| EchoedPrompt { tokens, logprobs: Vec::new() }).collect(),
+            open: count,
+            uncounted: started.streams.len(),
+            last: None,
             prompt_tokens: 0,
             completion_tokens: 0,
             usage: UsageBody::default(),
@@ -102,11 +119,16 @@ impl CompletionStream {
     }
 
     /// Writes a chunk of one choice.
-    fn choice(&self, choice: Choice<'_>, out: &mut EventWriter) {
-        let options = self.output.stream_options;
+    fn choice(&self, choice: Choice<'_>, timings: Option<TimingsBody>, out: &mut EventWriter) {
         let so_far = || UsageBody::so_far(self.prompt_tokens, self.completion_tokens);
-        let usage = options.include_usage().then(|| options.continuous().then(so_far));
-        self.chunk(&[choice], usage, None, out);
+        self.chunk(&[choice], self.output.stream_options.of_chunk(so_far), timings, out);
+    }
+
+    /// Writes the last chunk of a choice.
+    fn finish(&self, ending: Ending, timings: Option<TimingsBody>, out: &mut EventWriter) {
+        let Ending { index, text, logprobs, reason } = ending;
+        let finish_reason = Some(finish_reason(reason));
+        self.choice(Choice { index, text: &text, logprobs, finish_reason }, timings, out);
     }
 
     fn chunk(
@@ -165,26 +187,36 @@ impl Encoder for CompletionStream {
                     body
                 });
                 if !text.is_empty() || logprobs.is_some() {
-                    self.choice(Choice { index, text: &text, logprobs, finish_reason: None }, out);
+                    self.choice(Choice { index, text: &text, logprobs, finish_reason: None }, None, out);
                 }
             }
             GenerationEvent::Finished(finished) => {
                 let index = self.index(prompt, finished.choice);
                 let (text, logprobs) = self.take_echo(prompt, index);
-                let finish_reason = Some(finish_reason(finished.reason));
-                self.choice(Choice { index, text: &text, logprobs, finish_reason }, out);
+                let ending = Ending { index, text, logprobs, reason: finished.reason };
+                self.open = self.open.saturating_sub(1);
+                if self.with_timings && self.open == 0 && !self.output.stream_options.include_usage() {
+                    self.last = Some(ending);
+                } else {
+                    self.finish(ending, None, out);
+                }
             }
             GenerationEvent::Completed(completed) => {
                 self.usage.add(&completed.usage);
-                self.timings = self.with_timings.then(|| completed.timings.into());
+                if prompt == 0 && self.with_timings {
+                    self.timings = Some(completed.timings.into());
+                }
+                self.uncounted = self.uncounted.saturating_sub(1);
+                if let Some(ending) = self.last.take_if(|_| self.uncounted == 0) {
+                    self.finish(ending, self.timings, out);
+                }
             }
         }
     }
 
     fn end(&mut self, out: &mut EventWriter) {
-        let usage = self.output.stream_options.include_usage().then_some(Some(self.usage));
-        if usage.is_some() || self.timings.is_some() {
-            self.chunk(&[], usage, self.timings, out);
+        if self.output.stream_options.include_usage() {
+            self.chunk(&[], Some(Some(self.usage)), self.timings, out);
         }
         out.text(None, b"[DONE]");
     }

@@ -69,7 +69,9 @@ fn prompts(fields: &Fields<'_>) -> Result<Vec<Input>, Outcome> {
     let special: Option<bool> = fields.get("add_special_tokens", "true or false")?;
     let text = |text: String| if special == Some(false) { Input::RawText(text) } else { Input::Text(text) };
     if value.get().starts_with('"') {
-        return Ok(vec![text(parse("prompt", value, expected)?)]);
+        let prompt: String = parse("prompt", value, expected)?;
+        check_filled("prompt", prompt.is_empty())?;
+        return Ok(vec![text(prompt)]);
     }
     // The first element decides. An array of token ids is the common large one, so it is read at once.
     let inner = value.get().get(1..).unwrap_or_default().trim_start();
@@ -79,17 +81,28 @@ fn prompts(fields: &Fields<'_>) -> Result<Vec<Input>, Outcome> {
             let prompts: Vec<&RawValue> = parse("prompt", value, expected)?;
             check_count(prompts.len())?;
             let ids = |(at, ids): (usize, &RawValue)| {
-                parse(&format!("prompt[{at}]"), ids, "an array of token ids").map(Input::TokenIds)
+                let name = format!("prompt[{at}]");
+                let ids: Vec<u32> = parse(&name, ids, "an array of token ids")?;
+                check_filled(&name, ids.is_empty())?;
+                Ok(Input::TokenIds(ids))
             };
             prompts.into_iter().enumerate().map(ids).collect::<Result<Vec<_>, _>>()?
         }
         _ => {
             let prompts: Vec<String> = parse("prompt", value, expected)?;
+            if let Some(at) = prompts.iter().position(String::is_empty) {
+                check_filled(&format!("prompt[{at}]"), true)?;
+            }
             prompts.into_iter().map(text).collect()
         }
     };
     check_count(many.len())?;
     Ok(many)
+}
+
+fn check_filled(name: &str, empty: bool) -> Result<(), Outcome> {
+    let reason = || format!("{name} is empty; give at least one character or token id");
+    if empty { Err(Outcome::field("prompt", reason())) } else { Ok(()) }
 }
 
 fn check_count(prompts: usize) -> Result<(), Outcome> {
@@ -117,7 +130,7 @@ pub(super) struct Output {
 
 pub(super) fn read(body: &[u8]) -> Result<(Vec<GenerationRequest>, Output), Outcome> {
     let fields = FIELDS.read(body)?;
-    let logprobs = fields.count("logprobs")?;
+    let logprobs = sampling::alternatives(&fields, "logprobs")?;
     let echo = fields.flag("echo")?;
     let stream_options = StreamOptions::read(&fields)?;
     let mut template = GenerationRequest::new(fields.model()?, Input::TokenIds(Vec::new()));

@@ -3,7 +3,7 @@
 use serde::Deserialize;
 use serde_json::value::RawValue;
 
-use super::fields::parse;
+use super::fields::{parse, parse_object};
 use crate::outcome::Outcome;
 
 /// Part of a content, of any API.
@@ -38,7 +38,7 @@ pub(super) fn text(name: &str, content: Option<&RawValue>) -> Result<String, Out
             texts.push(parse::<String>(&name, part, "text")?);
             continue;
         }
-        let part: Part = parse(&name, part, "a part with a type")?;
+        let part: Part = parse_object(&name, part, "a part with a type")?;
         texts.extend(part_text(&name, part)?);
     }
     Ok(texts.join("\n"))
@@ -47,7 +47,7 @@ pub(super) fn text(name: &str, content: Option<&RawValue>) -> Result<String, Out
 /// Returns the text of a part; `None` if the part is one that has no effect on the prompt.
 fn part_text(name: &str, part: Part) -> Result<Option<String>, Outcome> {
     let refused = |what: &str| {
-        let top = name.split('[').next().unwrap_or(name);
+        let top = name.split(['.', '[']).next().unwrap_or(name);
         Err(Outcome::field(
             top,
             format!("{name} is of type {:?}: {what} not supported; send text", part.kind),
@@ -93,6 +93,7 @@ mod tests {
             (r#"{"type":"text"}"#, "a part without text"),
             (r#"{"type":"hologram"}"#, "this type is not supported"),
             (r#"{"text":"a"}"#, "must be a part with a type"),
+            (r#"["text","a"]"#, "must be a part with a type"),
         ] {
             let refused = of(&format!("[{{\"type\":\"text\",\"text\":\"a\"}}, {part}]")).unwrap_err();
             assert!(refused.contains(words) && refused.contains("messages[0].content[1]"), "{refused}");

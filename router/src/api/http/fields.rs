@@ -3,7 +3,7 @@
 use std::borrow::Cow;
 use std::fmt;
 
-use serde::de::{Deserialize, Deserializer, IgnoredAny, MapAccess, Visitor};
+use serde::de::{Deserialize, Deserializer, Error as _, MapAccess, Visitor};
 use serde_json::value::RawValue;
 
 use crate::metrics as names;
@@ -64,7 +64,7 @@ impl FieldTable {
     /// Reads a body. Unknown fields are counted and skipped.
     ///
     /// # Errors
-    /// The body is not a JSON object, or has a refused field.
+    /// The body is not a JSON object, has too many fields, or a refused one.
     pub(super) fn read<'a>(&'static self, body: &'a [u8]) -> Result<Fields<'a>, Outcome> {
         if body.is_empty() {
             return Err(Outcome::invalid("the request has no body; send a JSON object"));
@@ -83,7 +83,7 @@ impl FieldTable {
                 continue;
             };
             match field.fate {
-                Fate::Honoured if value.get() != "null" => fields.values.push((field.name, value)),
+                Fate::Honoured => fields.values.push((field.name, value)),
                 Fate::Ignored if !is_empty(value) => self.count(field.name),
                 Fate::Refused if !is_empty(value) => {
                     return Err(Outcome::field(field.name, format!("{name} is refused: {}", field.note)));
@@ -113,7 +113,7 @@ pub(super) fn is_empty(value: &RawValue) -> bool {
 /// Object with the texts of its values.
 struct Object<'a>(Vec<(Cow<'a, str>, &'a RawValue)>);
 
-/// Maximum fields of an object; further ones are skipped.
+/// Maximum fields of a request body, the unknown ones included.
 const FIELDS_MAX: usize = 256;
 
 impl<'de: 'a, 'a> Deserialize<'de> for Object<'a> {
@@ -129,11 +129,12 @@ impl<'de: 'a, 'a> Deserialize<'de> for Object<'a> {
             fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Object<'de>, A::Error> {
                 let mut entries = Vec::new();
                 while let Some(key) = map.next_key::<Cow<'de, str>>()? {
-                    if entries.len() < FIELDS_MAX {
-                        entries.push((key, map.next_value()?));
-                    } else {
-                        map.next_value::<IgnoredAny>()?;
+                    if entries.len() == FIELDS_MAX {
+                        return Err(A::Error::custom(format_args!(
+                            "it may have at most {FIELDS_MAX} fields"
+                        )));
                     }
+                    entries.push((key, map.next_value()?));
                 }
                 Ok(Object(entries))
             }
@@ -149,9 +150,10 @@ pub(crate) struct Fields<'a> {
 }
 
 impl<'a> Fields<'a> {
-    /// Returns the text of a field. Of several with one name, the last counts.
+    /// Returns the text of a field. Of several with one name, the last counts, even if it is null.
     pub(super) fn raw(&self, name: &str) -> Option<&'a RawValue> {
-        self.values.iter().rev().find(|(known, _)| *known == name).map(|(_, value)| *value)
+        let last = self.values.iter().rev().find(|(known, _)| *known == name);
+        last.map(|(_, value)| *value).filter(|value| value.get() != "null")
     }
 
     /// Returns the value of a field; `expected` names its type.
@@ -160,6 +162,18 @@ impl<'a> Fields<'a> {
     /// The value has another type.
     pub(super) fn get<T: Deserialize<'a>>(&self, name: &str, expected: &str) -> Result<Option<T>, Outcome> {
         self.raw(name).map(|value| parse(name, value, expected)).transpose()
+    }
+
+    /// Returns the value of a field that is an object; `expected` names its type.
+    ///
+    /// # Errors
+    /// The value has another type.
+    pub(super) fn object<T: Deserialize<'a>>(
+        &self,
+        name: &str,
+        expected: &str,
+    ) -> Result<Option<T>, Outcome> {
+        self.raw(name).map(|value| parse_object(name, value, expected)).transpose()
     }
 
     pub(super) fn text(&self, name: &str) -> Result<Option<String>, Outcome> {
@@ -204,16 +218,34 @@ pub(super) fn parse<'a, T: Deserialize<'a>>(
     value: &'a RawValue,
     expected: &str,
 ) -> Result<T, Outcome> {
-    serde_json::from_str(value.get()).map_err(|_| {
-        let text = value.get();
-        let mut end = text.len().min(FieldTable::QUOTED_BYTES);
-        while !text.is_char_boundary(end) {
-            end -= 1;
-        }
-        let cut = if end < text.len() { "…" } else { "" };
-        let top = name.split(['.', '[']).next().unwrap_or(name);
-        Outcome::field(top, format!("{name} must be {expected}; it is {}{cut}", &text[..end]))
-    })
+    serde_json::from_str(value.get()).map_err(|_| wrong_type(name, value, expected))
+}
+
+/// Parses the object `name` into a struct.
+///
+/// # Errors
+/// The value has another type; the message quotes its beginning.
+pub(super) fn parse_object<'a, T: Deserialize<'a>>(
+    name: &str,
+    value: &'a RawValue,
+    expected: &str,
+) -> Result<T, Outcome> {
+    // Derived readers of structs would take an array of their fields, too.
+    if !value.get().starts_with('{') {
+        return Err(wrong_type(name, value, expected));
+    }
+    parse(name, value, expected)
+}
+
+fn wrong_type(name: &str, value: &RawValue, expected: &str) -> Outcome {
+    let text = value.get();
+    let mut end = text.len().min(FieldTable::QUOTED_BYTES);
+    while !text.is_char_boundary(end) {
+        end -= 1;
+    }
+    let cut = if end < text.len() { "…" } else { "" };
+    let top = name.split(['.', '[']).next().unwrap_or(name);
+    Outcome::field(top, format!("{name} must be {expected}; it is {}{cut}", &text[..end]))
 }
 
 #[cfg(test)]
@@ -242,6 +274,8 @@ mod tests {
         let fields = FIELDS.read(body).unwrap();
         assert_eq!(fields.number("temperature").unwrap(), Some(0.5));
         assert_eq!(fields.texts("stop").unwrap(), Vec::<String>::new());
+        let fields = FIELDS.read(br#"{"temperature": 1, "temperature": null}"#).unwrap();
+        assert_eq!(fields.number("temperature").unwrap(), None, "the last of two is null");
         let fields = FIELDS.read(br#"{"stop": "a"}"#).unwrap();
         assert_eq!(fields.texts("stop").unwrap(), ["a"]);
         let fields = FIELDS.read(br#"{"temperature": "hot", "stop": [1]}"#).unwrap();
@@ -262,6 +296,12 @@ mod tests {
         let deep = format!("{{\"stop\": {}1{}}}", "[".repeat(1 << 20), "]".repeat(1 << 20));
         let fields = FIELDS.read(deep.as_bytes()).unwrap();
         assert!(fields.texts("stop").unwrap_err().message().starts_with("stop must be a string or"));
+        let many = |count: usize| {
+            let fields: Vec<String> = (0..count).map(|at| format!("\"x{at}\": 1")).collect();
+            refusal(&format!("{{{}}}", fields.join(", ")))
+        };
+        assert_eq!(many(FIELDS_MAX), "");
+        assert!(many(FIELDS_MAX + 1).contains("at most 256 fields"), "{}", many(FIELDS_MAX + 1));
         let invalid_text = b"{\"stop\": \"\xff\"}";
         assert!(FIELDS.read(invalid_text).is_err());
     }

@@ -9,21 +9,25 @@ use tonic::body::Body;
 use tonic::codegen::Bytes;
 use tonic::codegen::http::Response;
 
-use super::chat::TOOLS;
-use super::fields::{Field, FieldTable, Fields, honoured, ignored, is_empty, parse, refused};
+use super::chat::{NO_MESSAGES, TOOLS};
+use super::fields::{Field, FieldTable, Fields, honoured, ignored, is_empty, parse_object, refused};
 use super::message_stream::MessageStream;
 use super::sampling::STRUCTURED;
 use super::usage::TimingsBody;
 use super::{Call, HttpApi, Started, content, json, sse};
 use crate::api::generation::{Finished, GenerationRequest, Input, StopConditions, Usage};
 use crate::api::ingress::rejected;
+use crate::api::request;
 use crate::outcome::Outcome;
 use crate::text::Message;
 
 /// Fields that make the prompt.
 const PROMPT: &[Field] = &[
     honoured("model", "Name of a served model; absent: the only one."),
-    honoured("messages", "Roles `user` and `assistant`, and text; the last one is of the user."),
+    honoured(
+        "messages",
+        "Roles `user`, `assistant` and `system`, and text; the last one is not of the assistant.",
+    ),
     honoured("system", "A string or text blocks."),
     refused("tools", TOOLS),
     refused("mcp_servers", TOOLS),
@@ -83,12 +87,15 @@ pub(super) fn conversation(fields: &Fields<'_>) -> Result<Input, Outcome> {
         #[serde(borrow, default)]
         format: Option<&'a RawValue>,
     }
-    let config: Option<OutputConfig<'_>> = fields.get("output_config", "an object")?;
+    let config: Option<OutputConfig<'_>> = fields.object("output_config", "an object")?;
     if config.and_then(|config| config.format).is_some_and(|format| !is_empty(format)) {
         return Err(Outcome::field("output_config", format!("output_config has a format: {STRUCTURED}")));
     }
     let bodies: Option<Vec<&RawValue>> = fields.get("messages", "an array of messages")?;
     let bodies = bodies.ok_or_else(|| Outcome::field("messages", "messages is missing"))?;
+    if bodies.is_empty() {
+        return Err(Outcome::field("messages", NO_MESSAGES));
+    }
     let mut messages = Vec::with_capacity(bodies.len() + 1);
     let system = content::text("system", fields.raw("system"))?;
     if !system.is_empty() {
@@ -97,7 +104,7 @@ pub(super) fn conversation(fields: &Fields<'_>) -> Result<Input, Outcome> {
     let last = bodies.len().checked_sub(1);
     for (at, body) in bodies.into_iter().enumerate() {
         let name = format!("messages[{at}]");
-        let body: MessageBody<'_> = parse(&name, body, "a message with role and content")?;
+        let body: MessageBody<'_> = parse_object(&name, body, "a message with role and content")?;
         match body.role.as_str() {
             "user" | "system" => {}
             "assistant" if Some(at) == last => {
@@ -106,7 +113,7 @@ pub(super) fn conversation(fields: &Fields<'_>) -> Result<Input, Outcome> {
             }
             "assistant" => {}
             other => {
-                let reason = format!("{name} has the role {other:?}; roles are user and assistant");
+                let reason = format!("{name} has the role {other:?}; roles are user, assistant and system");
                 return Err(Outcome::field("messages", reason));
             }
         }
@@ -116,6 +123,7 @@ pub(super) fn conversation(fields: &Fields<'_>) -> Result<Input, Outcome> {
     Ok(Input::Chat(messages))
 }
 
+/// Reads a request, and whether its response is streamed.
 pub(super) fn read(body: &[u8]) -> Result<(GenerationRequest, bool), Outcome> {
     let fields = FIELDS.read(body)?;
     let max_tokens = fields.count("max_tokens")?;
@@ -125,6 +133,7 @@ pub(super) fn read(body: &[u8]) -> Result<(GenerationRequest, bool), Outcome> {
     request.sampling.top_p = fields.number("top_p")?;
     request.sampling.top_k = fields.get("top_k", "an integer")?;
     let stop = fields.texts("stop_sequences")?;
+    request::check_stops("stop_sequences", &stop)?;
     request.stop = StopConditions { max_tokens: Some(max_tokens), stop, ..StopConditions::default() };
     Ok((request, fields.flag("stream")?))
 }
@@ -226,14 +235,19 @@ struct Count {
     input_tokens: usize,
 }
 
+/// Reads the model and the conversation whose tokens are counted.
+pub(super) fn read_count(body: &[u8]) -> Result<(String, Input), Outcome> {
+    let fields = COUNT_FIELDS.read(body)?;
+    Ok((fields.model()?, conversation(&fields)?))
+}
+
 /// Counts the tokens of a conversation.
 pub(super) async fn count_tokens(
     api: Arc<HttpApi>,
     call: Call,
     body: Bytes,
 ) -> Result<Response<Body>, Outcome> {
-    let fields = COUNT_FIELDS.read(&body)?;
-    let (model, input) = (fields.model()?, conversation(&fields)?);
+    let (model, input) = read_count(&body)?;
     let (_, tokens) = api.ingress.tokens(&model, input, None, call.context).await?;
     json(&Count { input_tokens: tokens.len() })
 }

@@ -11,6 +11,7 @@ mod content;
 mod cors;
 mod errors;
 mod event_writer;
+mod faults;
 mod fields;
 #[cfg(feature = "fuzz")]
 pub(crate) mod fuzz;
@@ -51,6 +52,7 @@ use crate::outcome::Outcome;
 pub(crate) use call::Call;
 pub(crate) use cors::CorsLayer;
 pub(crate) use errors::refuse;
+pub(crate) use faults::FaultLayer;
 use generations::Generations;
 pub(crate) use request_id::RequestIdLayer;
 
@@ -132,6 +134,12 @@ impl HttpApi {
         call: Call,
     ) -> Result<Started, Outcome> {
         let Call { context, request_id, last_event_id } = call;
+        if let [first, ..] = &*requests
+            && !first.request_id.is_empty()
+        {
+            request_id.set(&first.request_id);
+        }
+        let request_id = request_id.get().to_owned();
         set_position(&mut requests, streamed, last_event_id)?;
         let further = requests.iter().skip(1).map(|_| context.for_next_request(&self.admission));
         let further: Vec<_> = further.collect::<Result<_, _>>()?;
@@ -139,7 +147,7 @@ impl HttpApi {
         let mut streams = Vec::with_capacity(requests.len());
         for (at, (mut request, context)) in requests.into_iter().zip(contexts).enumerate() {
             request.request_id = if at == 0 { request_id.clone() } else { format!("{request_id}-{at}") };
-            streams.push(self.ingress.start(request, context).await?);
+            streams.push(self.ingress.start(request, context).await.map_err(at_header)?);
         }
         let model = streams.first().map_or_else(String::new, |stream| stream.call().model.clone());
         let cursor = streams.first().and_then(|stream| self.ingress.track(stream));
@@ -204,17 +212,20 @@ impl Started {
     }
 }
 
+/// Name of the header with the cursor, in error messages.
+const LAST_EVENT_ID: &str = "Last-Event-ID";
+
 /// Makes the stream of a single prompt resumable, and resumes it from the client's last event.
 fn set_position(
     requests: &mut [GenerationRequest],
     streamed: bool,
     last_event_id: Option<String>,
 ) -> Result<(), Outcome> {
-    let refused = |reason: &str| Err(Outcome::field("Last-Event-ID", reason));
+    let refused = |reason: &str| Err(Outcome::field(LAST_EVENT_ID, reason));
     match (requests, last_event_id) {
         ([request], None) => request.resumable = streamed,
         ([request], Some(id)) if streamed => {
-            let cursor = CursorKeys::decode(&id).map_err(|error| Outcome::field("Last-Event-ID", error))?;
+            let cursor = CursorKeys::decode(&id).map_err(|error| Outcome::field(LAST_EVENT_ID, error))?;
             request.resume = Some(Resume { cursor, tokens: None });
         }
         (_, None) => {}
@@ -226,6 +237,14 @@ fn set_position(
         }
     }
     Ok(())
+}
+
+/// Names the header that has the cursor in HTTP.
+fn at_header(outcome: Outcome) -> Outcome {
+    match outcome {
+        Outcome::InvalidField { field, reason } if field == "cursor" => Outcome::field(LAST_EVENT_ID, reason),
+        outcome => outcome,
+    }
 }
 
 fn unix_seconds() -> u64 {
@@ -275,26 +294,41 @@ mod tests {
     use super::fields::{Fate, FieldTable};
     use super::*;
 
-    /// Every table of fields, in the order of the documentation.
-    const TABLES: [&FieldTable; 7] = [
-        &chat::FIELDS,
-        &completions::FIELDS,
-        &responses::FIELDS,
-        &messages::FIELDS,
-        &messages::COUNT_FIELDS,
-        &tokenize::FIELDS,
-        &tokenize::DETOKENIZE_FIELDS,
+    /// Reads a body of an API and returns what it says.
+    type Read = fn(&[u8]) -> Result<String, Outcome>;
+
+    fn said(read: Result<impl std::fmt::Debug, Outcome>) -> Result<String, Outcome> {
+        read.map(|read| format!("{read:?}"))
+    }
+
+    /// Every table of fields, in the order of the documentation, with the fields that a body needs, and the
+    /// reader that applies the table.
+    const TABLES: [(&FieldTable, &str, Read); 7] = [
+        (&chat::FIELDS, r#""messages": [{"role": "user", "content": "a"}]"#, |body| said(chat::read(body))),
+        (&completions::FIELDS, r#""prompt": "a""#, |body| said(completions::read(body))),
+        (&responses::FIELDS, r#""input": "a""#, |body| said(responses::read(body))),
+        (&messages::FIELDS, r#""max_tokens": 9, "messages": [{"role": "user", "content": "a"}]"#, |body| {
+            said(messages::read(body))
+        }),
+        (&messages::COUNT_FIELDS, r#""messages": [{"role": "user", "content": "a"}]"#, |body| {
+            said(messages::read_count(body))
+        }),
+        (&tokenize::FIELDS, r#""prompt": "a""#, |body| said(tokenize::read(body))),
+        (&tokenize::DETOKENIZE_FIELDS, r#""tokens": [1]"#, |body| said(tokenize::read_tokens(body))),
     ];
 
+    /// Returns the section of the documentation with the fields of an API.
+    fn section<'a>(documentation: &'a str, api: &str) -> &'a str {
+        let heading = format!("### Fields of {api}\n");
+        let section = documentation.split(&heading).nth(1).unwrap_or_default();
+        section.split("\n#").next().unwrap_or_default()
+    }
+
     #[test]
-    fn the_documentation_has_the_fate_of_every_field() {
+    fn the_documentation_has_the_fate_of_every_field_and_of_no_other() {
         let path = concat!(env!("CARGO_MANIFEST_DIR"), "/../docs/http-api.md");
         let documentation = std::fs::read_to_string(path).unwrap();
-        let mut missing = String::new();
-        for table in TABLES {
-            let heading = format!("### Fields of {}\n", table.api);
-            let section = documentation.split(&heading).nth(1).unwrap_or_default();
-            let section = section.split("\n#").next().unwrap_or_default();
+        for (table, ..) in TABLES {
             let rows: Vec<String> = table
                 .iter()
                 .map(|field| {
@@ -306,19 +340,53 @@ mod tests {
                     format!("| `{}` | {fate} | {} |", field.name, field.note)
                 })
                 .collect();
-            if rows.iter().any(|row| !section.contains(row)) {
-                missing.push_str(&format!(
-                    "{heading}\n| field | fate | |\n|---|---|---|\n{}\n\n",
-                    rows.join("\n")
-                ));
+            let documented =
+                section(&documentation, table.api).lines().filter(|line| line.starts_with("| `"));
+            let documented: Vec<&str> = documented.collect();
+            let (missing, stale): (Vec<_>, Vec<_>) = (
+                rows.iter().filter(|row| !documented.contains(&row.as_str())).collect(),
+                documented.iter().filter(|row| !rows.iter().any(|known| known == **row)).collect(),
+            );
+            assert!(
+                missing.is_empty() && stale.is_empty(),
+                "docs/http-api.md, {}: lacks {missing:#?}, has {stale:#?}",
+                table.api
+            );
+        }
+    }
+
+    #[test]
+    fn every_honoured_field_is_read_null_is_absent_and_a_refusal_names_the_field() {
+        let wrong = ["7.5", "true", r#""\n""#, r#"{"x": [[]]}"#, r#"[{"x": [[]]}]"#, "[[true]]", "[7]"];
+        for (table, needed, read) in TABLES {
+            let api = table.api;
+            let absent = read(format!("{{{needed}}}").as_bytes()).unwrap();
+            for field in table.iter().filter(|field| field.fate == Fate::Honoured) {
+                let name = field.name;
+                // A field that the body needs is missing if it is null.
+                if !needed.contains(&format!("\"{name}\":")) {
+                    let null = read(format!("{{{needed}, \"{name}\": null}}").as_bytes());
+                    assert_eq!(null.as_ref(), Ok(&absent), "{api}: {name} is null");
+                }
+                let mut refused = false;
+                for value in wrong {
+                    match read(format!("{{{needed}, \"{name}\": {value}}}").as_bytes()) {
+                        Ok(_) => {}
+                        Err(Outcome::InvalidField { field, reason }) => {
+                            assert_eq!(field, name, "{api}: {name} = {value}: {reason}");
+                            refused = true;
+                        }
+                        Err(other) => panic!("{api}: {name} = {value}: {other:?} names no field"),
+                    }
+                }
+                assert!(refused, "{api}: {name} takes any value, so it is not read");
             }
         }
-        assert!(missing.is_empty(), "docs/http-api.md lacks:\n{missing}");
     }
 
     #[test]
     fn no_field_has_two_fates() {
-        for table in TABLES {
+        for (table, ..) in TABLES {
             let mut names: Vec<&str> = table.iter().map(|field| field.name).collect();
             names.sort_unstable();
             let count = names.len();

@@ -2,6 +2,7 @@
 
 use std::sync::Arc;
 
+use axum::extract::rejection::PathRejection;
 use axum::extract::{Path, State};
 use serde::Serialize;
 use time::OffsetDateTime;
@@ -74,8 +75,12 @@ pub(super) async fn list(State(api): State<Arc<HttpApi>>) -> AxumResponse {
 }
 
 /// Returns one model. Names may contain slashes.
-pub(super) async fn retrieve(State(api): State<Arc<HttpApi>>, Path(id): Path<String>) -> AxumResponse {
-    let served = api.ingress.resolve(&id);
+pub(super) async fn retrieve(
+    State(api): State<Arc<HttpApi>>,
+    id: Result<Path<String>, PathRejection>,
+) -> AxumResponse {
+    let id = id.map_err(|_| Outcome::invalid("the model's name in the path is not percent-encoded UTF-8"));
+    let served = id.and_then(|Path(id)| api.ingress.resolve(&id));
     finish(served.and_then(|served| json(&ModelBody::new(served, api.started_at))))
 }
 

@@ -2,6 +2,7 @@
 
 use std::future::Future;
 use std::pin::Pin;
+use std::sync::{Arc, OnceLock};
 use std::task::{Context, Poll};
 
 use tonic::codegen::http::header::HeaderName;
@@ -9,6 +10,7 @@ use tonic::codegen::http::{HeaderMap, HeaderValue, Request, Response};
 use tower::{Layer, Service};
 
 use super::errors::Dialect;
+use crate::outcome::Outcome;
 
 /// Header of OpenAI's API, and of most proxies.
 const X_REQUEST_ID: HeaderName = HeaderName::from_static("x-request-id");
@@ -17,22 +19,51 @@ const REQUEST_ID: HeaderName = HeaderName::from_static("request-id");
 /// Longest id taken from a client, in bytes, with room for the index of a prompt.
 const BYTES_MAX: usize = 120;
 
-/// Id of a call, in the extensions of its request.
+/// Whether a client's id is short and of visible ASCII characters.
+fn is_valid(id: &str) -> bool {
+    !id.is_empty() && id.len() <= BYTES_MAX && id.bytes().all(|byte| byte.is_ascii_graphic())
+}
+
+/// Checks the id in a body.
+///
+/// # Errors
+/// It is too long, or has other characters than headers may have.
+pub(super) fn check(id: &str) -> Result<(), Outcome> {
+    if is_valid(id) {
+        return Ok(());
+    }
+    let reason =
+        format!("request_id has {} bytes; it must have 1 to {BYTES_MAX} visible characters", id.len());
+    Err(Outcome::field("request_id", reason))
+}
+
+/// Id of a call, in the extensions of its request: the header's, or else the body's, or else a random one.
 #[derive(Debug, Clone)]
-pub(super) struct RequestId(pub(super) String);
+pub(super) struct RequestId {
+    /// Set until the response has its headers, which have the id.
+    id: Arc<OnceLock<String>>,
+}
 
 impl RequestId {
-    pub(super) fn random() -> Self {
-        Self(format!("{:032x}", rand::random::<u128>()))
+    /// Returns the id of a call with these headers.
+    fn of(headers: &HeaderMap) -> Self {
+        let id = headers.get(X_REQUEST_ID).and_then(|id| id.to_str().ok()).filter(|id| is_valid(id));
+        Self { id: Arc::new(id.map(|id| OnceLock::from(id.to_owned())).unwrap_or_default()) }
     }
 
-    /// Returns the client's id, if it is short and of visible ASCII characters.
-    fn of(headers: &HeaderMap) -> Self {
-        let valid = |id: &&str| {
-            !id.is_empty() && id.len() <= BYTES_MAX && id.bytes().all(|byte| byte.is_ascii_graphic())
-        };
-        let id = headers.get(X_REQUEST_ID).and_then(|id| id.to_str().ok()).filter(valid);
-        id.map_or_else(Self::random, |id| Self(id.to_owned()))
+    /// Returns an id that nobody has given.
+    pub(super) fn new() -> Self {
+        Self { id: Arc::default() }
+    }
+
+    /// Sets the id in the body, which is valid, unless the header had one.
+    pub(super) fn set(&self, id: &str) {
+        let _ = self.id.set(id.to_owned());
+    }
+
+    /// Returns the id; it no longer changes.
+    pub(super) fn get(&self) -> &str {
+        self.id.get_or_init(|| format!("{:032x}", rand::random::<u128>()))
     }
 }
 
@@ -69,13 +100,12 @@ where
 
     fn call(&mut self, mut request: Request<B>) -> Self::Future {
         let id = RequestId::of(request.headers());
-        let value = HeaderValue::from_str(&id.0).ok();
         let anthropic = Dialect::of(request.uri().path()) == Dialect::Anthropic;
-        request.extensions_mut().insert(id);
+        request.extensions_mut().insert(id.clone());
         let response = self.inner.call(request);
         Box::pin(async move {
             let mut response = response.await?;
-            if let Some(value) = value {
+            if let Ok(value) = HeaderValue::from_str(id.get()) {
                 if anthropic {
                     response.headers_mut().insert(REQUEST_ID, value.clone());
                 }

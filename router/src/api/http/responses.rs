@@ -9,11 +9,11 @@ use tonic::codegen::Bytes;
 use tonic::codegen::http::Response;
 
 use super::chat::TOOLS;
-use super::fields::{FieldTable, Fields, honoured, ignored, parse, refused};
+use super::fields::{FieldTable, Fields, honoured, ignored, parse, parse_object, refused};
 use super::logprobs::PositionBody;
 use super::response_events::ResponseEvents;
 use super::response_object::{Ended, RequestEcho, TextPart};
-use super::sampling::STRUCTURED;
+use super::sampling::{self, STRUCTURED};
 use super::{Call, HttpApi, content, json, sse};
 use crate::api::generation::{GenerationRequest, Input, StopConditions};
 use crate::api::ingress::rejected;
@@ -105,7 +105,7 @@ fn conversation(fields: &Fields<'_>, instructions: Option<&str>) -> Result<Input
 
 /// Returns the message of an item; `None` if it has no effect on the prompt.
 fn read_item(name: &str, item: &RawValue) -> Result<Option<Message>, Outcome> {
-    let item: ItemBody<'_> = parse(name, item, "an item")?;
+    let item: ItemBody<'_> = parse_object(name, item, "an item")?;
     let refused = |what: &str| Err(Outcome::field("input", format!("{name} {what}")));
     match item.kind.as_deref() {
         None | Some("message") => {}
@@ -141,13 +141,17 @@ pub(super) fn read(body: &[u8]) -> Result<(GenerationRequest, Output), Outcome> 
     let instructions = fields.text("instructions")?;
     let input = conversation(&fields, instructions.as_deref())?;
     let max_output_tokens = fields.count("max_output_tokens")?;
+    if max_output_tokens == Some(0) {
+        let reason = "max_output_tokens is 0; ask for at least one token";
+        return Err(Outcome::field("max_output_tokens", reason));
+    }
     let mut request = GenerationRequest::new(fields.model()?, input);
     request.sampling.temperature = fields.number("temperature")?;
     request.sampling.top_p = fields.number("top_p")?;
     request.stop = StopConditions { max_tokens: max_output_tokens, ..StopConditions::default() };
     let included: Vec<String> = fields.get("include", "an array of strings")?.unwrap_or_default();
     let with_logprobs = included.iter().any(|name| name == "message.output_text.logprobs");
-    let top_logprobs = fields.count("top_logprobs")?.filter(|top| *top > 0);
+    let top_logprobs = sampling::alternatives(&fields, "top_logprobs")?.filter(|top| *top > 0);
     request.sampling.logprobs = top_logprobs.or(with_logprobs.then_some(0));
     check_text_only(&fields)?;
     Ok((request, Output { stream: fields.flag("stream")?, instructions, max_output_tokens }))
@@ -156,23 +160,26 @@ pub(super) fn read(body: &[u8]) -> Result<(GenerationRequest, Output), Outcome> 
 /// Checks the fields that ask for something other than text.
 fn check_text_only(fields: &Fields<'_>) -> Result<(), Outcome> {
     #[derive(Deserialize)]
-    struct Text {
-        #[serde(default)]
-        format: Option<Format>,
+    struct Text<'a> {
+        #[serde(borrow, default)]
+        format: Option<&'a RawValue>,
     }
     #[derive(Deserialize)]
     struct Format {
         #[serde(rename = "type")]
         kind: String,
     }
-    let text: Option<Text> = fields.get("text", "an object with a format")?;
-    let format = text.and_then(|text| text.format).filter(|format| format.kind != "text");
-    if let Some(Format { kind }) = format {
+    let text: Option<Text<'_>> = fields.object("text", "an object with a format")?;
+    // A borrowed value that is null is a value, too.
+    let format = text.and_then(|text| text.format).filter(|format| format.get() != "null");
+    let format: Option<Format> =
+        format.map(|format| parse_object("text.format", format, "an object with a type")).transpose()?;
+    if let Some(Format { kind }) = format.filter(|format| format.kind != "text") {
         return Err(Outcome::field("text", format!("text.format is of type {kind:?}: {STRUCTURED}")));
     }
     let tools: Vec<&RawValue> = fields.get("tools", "an array of tools")?.unwrap_or_default();
     for (at, tool) in tools.into_iter().enumerate() {
-        let tool: ItemBody<'_> = parse(&format!("tools[{at}]"), tool, "a tool")?;
+        let tool: ItemBody<'_> = parse_object(&format!("tools[{at}]"), tool, "a tool")?;
         if tool.kind.as_deref() == Some("function") {
             return Err(Outcome::field("tools", format!("tools[{at}] is a function: {TOOLS}")));
         }

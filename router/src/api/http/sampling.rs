@@ -2,7 +2,11 @@
 
 use std::collections::BTreeMap;
 
+use inflight_contract::SamplingSpec;
+
 use super::fields::{Field, Fields, honoured, ignored, refused};
+use super::request_id;
+use super::usage::UsageBody;
 use crate::api::generation::{GenerationRequest, SamplingOverrides, StopConditions};
 use crate::outcome::Outcome;
 
@@ -38,7 +42,10 @@ pub(super) const EXTENSIONS: &[Field] = &[
     honoured("stop_token_ids", "Extension: at most 128 token ids that end the output."),
     honoured("ignore_eos", "Extension: the model's EOS tokens do not end the output."),
     honoured("require_fingerprint", "Extension: runs only on workers with this `system_fingerprint`."),
-    honoured("request_id", "Extension: id of the request; the header `x-request-id` counts first."),
+    honoured(
+        "request_id",
+        "Extension: id of the request, 1 to 120 visible characters; the header `x-request-id` counts first.",
+    ),
     ignored("priority", "The tenant's priority counts; other servers order it the other way round."),
     ignored("cache_salt", "The prefix cache is keyed by tenant."),
     ignored("include_stop_str_in_output", "Stop strings are never part of the output."),
@@ -98,8 +105,23 @@ pub(super) fn read(fields: &Fields<'_>, request: &mut GenerationRequest) -> Resu
         ignore_eos: fields.flag("ignore_eos")?,
     };
     request.truncate_prompt_tokens = fields.get("truncate_prompt_tokens", "an integer")?;
+    if let Some(id) = fields.text("request_id")? {
+        request_id::check(&id)?;
+        request.request_id = id;
+    }
     request.require_fingerprint = fields.text("require_fingerprint")?.unwrap_or_default();
     Ok(())
+}
+
+/// Returns the number of alternatives in a field of log probabilities.
+pub(super) fn alternatives(fields: &Fields<'_>, name: &str) -> Result<Option<u32>, Outcome> {
+    let (alternatives, most) = (fields.count(name)?, SamplingSpec::LOGPROBS_MAX);
+    match alternatives {
+        Some(more) if more > most => {
+            Err(Outcome::field(name, format!("{name} is {more}; it must be in [0, {most}]")))
+        }
+        alternatives => Ok(alternatives),
+    }
 }
 
 fn logit_bias(fields: &Fields<'_>) -> Result<Vec<(u32, f32)>, Outcome> {
@@ -114,7 +136,7 @@ fn logit_bias(fields: &Fields<'_>) -> Result<Vec<(u32, f32)>, Outcome> {
 }
 
 fn prompt_logprobs(fields: &Fields<'_>) -> Result<Option<u32>, Outcome> {
-    let alternatives = fields.count("prompt_logprobs")?;
+    let alternatives = alternatives(fields, "prompt_logprobs")?;
     if alternatives.is_some() && fields.flag("stream")? {
         let reason = "prompt_logprobs with stream is refused; use stream = false, or gRPC";
         return Err(Outcome::field("prompt_logprobs", reason));
@@ -159,14 +181,21 @@ pub(super) struct StreamOptions {
 
 impl StreamOptions {
     pub(super) fn read(fields: &Fields<'_>) -> Result<Self, Outcome> {
-        Ok(fields.get("stream_options", "an object of flags")?.unwrap_or_default())
+        Ok(fields.object("stream_options", "an object of flags")?.unwrap_or_default())
     }
 
+    /// Whether a last chunk has the usage.
     pub(super) fn include_usage(self) -> bool {
-        self.include_usage == Some(true) || self.continuous()
+        self.include_usage == Some(true)
     }
 
+    /// Whether every chunk has the usage so far.
     pub(super) fn continuous(self) -> bool {
         self.continuous_usage_stats == Some(true)
+    }
+
+    /// Returns the usage of a chunk with output: null if only a last chunk has it.
+    pub(super) fn of_chunk(self, so_far: impl FnOnce() -> UsageBody) -> Option<Option<UsageBody>> {
+        (self.include_usage() || self.continuous()).then(|| self.continuous().then(so_far))
     }
 }

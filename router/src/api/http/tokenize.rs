@@ -3,6 +3,7 @@
 use std::sync::Arc;
 
 use axum::extract::{RawQuery, State};
+use percent_encoding::percent_decode_str;
 use serde::Serialize;
 use tonic::body::Body;
 use tonic::codegen::Bytes;
@@ -68,12 +69,24 @@ struct Info<'a> {
     model_max_length: u32,
 }
 
-/// Tokenizes a prompt or a conversation.
-pub(super) async fn tokenize(api: Arc<HttpApi>, call: Call, body: Bytes) -> Result<Response<Body>, Outcome> {
-    let fields = FIELDS.read(&body)?;
+/// Request to tokenize.
+#[derive(Debug)]
+pub(super) struct Request {
+    model: String,
+    input: Input,
+    parse_special: Option<bool>,
+    /// Whether the texts of the tokens are wanted.
+    with_texts: bool,
+}
+
+/// Reads a request to tokenize.
+pub(super) fn read(body: &[u8]) -> Result<Request, Outcome> {
+    let fields = FIELDS.read(body)?;
     let model = fields.model()?;
     let input = match (fields.text("prompt")?, fields.raw("messages")) {
-        (Some(_), Some(_)) => return Err(Outcome::invalid("both prompt and messages were given; give one")),
+        (Some(_), Some(_)) => {
+            return Err(Outcome::field("messages", "both prompt and messages were given; give one"));
+        }
         (None, None) => return Err(Outcome::field("prompt", "prompt is missing; give prompt or messages")),
         (Some(text), None) => match fields.get("add_special_tokens", "true or false")? {
             Some(false) => Input::RawText(text),
@@ -87,6 +100,12 @@ pub(super) async fn tokenize(api: Arc<HttpApi>, call: Call, body: Bytes) -> Resu
     }
     let with_texts = fields.flag("return_token_strs")?;
     let parse_special = fields.get("parse_special", "true or false")?;
+    Ok(Request { model, input, parse_special, with_texts })
+}
+
+/// Tokenizes a prompt or a conversation.
+pub(super) async fn tokenize(api: Arc<HttpApi>, call: Call, body: Bytes) -> Result<Response<Body>, Outcome> {
+    let Request { model, input, parse_special, with_texts } = read(&body)?;
     let (served, tokens) = api.ingress.tokens(&model, input, parse_special, call.context).await?;
     let texts = || tokens.iter().map(|id| served.model.tokenizer.piece(*id)).collect();
     json(&Tokens {
@@ -97,16 +116,22 @@ pub(super) async fn tokenize(api: Arc<HttpApi>, call: Call, body: Bytes) -> Resu
     })
 }
 
+/// Reads the model and the tokens whose text is wanted.
+pub(super) fn read_tokens(body: &[u8]) -> Result<(String, Vec<u32>), Outcome> {
+    let fields = DETOKENIZE_FIELDS.read(body)?;
+    let tokens: Option<Vec<u32>> = fields.get("tokens", "an array of token ids")?;
+    let tokens = tokens.ok_or_else(|| Outcome::field("tokens", "tokens is missing"))?;
+    Ok((fields.model()?, tokens))
+}
+
 /// Returns the text of tokens, special ones included.
 pub(super) async fn detokenize(
     api: Arc<HttpApi>,
     call: Call,
     body: Bytes,
 ) -> Result<Response<Body>, Outcome> {
-    let fields = DETOKENIZE_FIELDS.read(&body)?;
-    let served = api.ingress.resolve(&fields.model()?)?;
-    let tokens: Option<Vec<u32>> = fields.get("tokens", "an array of token ids")?;
-    let tokens = tokens.ok_or_else(|| Outcome::field("tokens", "tokens is missing"))?;
+    let (model, tokens) = read_tokens(&body)?;
+    let served = api.ingress.resolve(&model)?;
     let vocab_size = served.limits.vocab_size;
     if let Some(id) = tokens.iter().find(|id| **id >= vocab_size) {
         let reason = format!("token id {id} is outside the vocabulary of {vocab_size}");
@@ -118,10 +143,19 @@ pub(super) async fn detokenize(
 
 /// Returns what a remote tokenizer needs to know of a model, the only one or that of the query `model`.
 pub(super) async fn info(State(api): State<Arc<HttpApi>>, RawQuery(query): RawQuery) -> AxumResponse {
-    let query = query.unwrap_or_default();
-    let model = query.split('&').find_map(|pair| pair.strip_prefix("model=")).unwrap_or_default();
-    let answer = api.ingress.resolve(model).and_then(|served| describe(&served));
+    let served = model_of(&query.unwrap_or_default()).and_then(|model| api.ingress.resolve(&model));
+    let answer = served.and_then(|served| describe(&served));
     answer.unwrap_or_else(|outcome| refuse("/tokenizer_info", outcome)).map(axum::body::Body::new)
+}
+
+/// Returns the parameter `model` of a query; empty if it has none.
+fn model_of(query: &str) -> Result<String, Outcome> {
+    let model = query.split('&').find_map(|pair| pair.strip_prefix("model=")).unwrap_or_default();
+    let model = model.replace('+', " ");
+    let decoded = percent_decode_str(&model).decode_utf8();
+    let decoded =
+        decoded.map_err(|_| Outcome::field("model", "model in the query is not percent-encoded UTF-8"));
+    Ok(decoded?.into_owned())
 }
 
 fn describe(served: &ServedModel) -> Result<Response<Body>, Outcome> {
