@@ -14,6 +14,7 @@ mod models;
 mod overload;
 mod placement;
 mod requests;
+mod resuming_commands;
 mod resumption;
 mod rolling;
 mod startup_errors;

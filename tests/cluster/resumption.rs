@@ -30,17 +30,17 @@ const REQUESTS: usize = 12;
 const PATHS: [&str; 4] = ["/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages"];
 
 /// Two workers and two routers that share a resume key.
-struct Cluster {
+pub struct Cluster {
     workers: Vec<RoleProcess>,
-    routers: Vec<RoleProcess>,
+    pub routers: Vec<RoleProcess>,
     /// Base URLs of the routers' HTTP APIs.
     urls: Vec<String>,
     /// Directories of the routers' usage logs.
-    logs: Vec<PathBuf>,
+    pub logs: Vec<PathBuf>,
 }
 
 impl Cluster {
-    async fn start(folder: &Path) -> Result<Self> {
+    pub async fn start(folder: &Path) -> Result<Self> {
         let key = folder.join("key");
         std::fs::write(&key, "a key of the cluster that all of its routers share\n")?;
         let mut workers = Vec::new();
@@ -73,7 +73,7 @@ impl Cluster {
     }
 
     /// Kills a process and starts it again.
-    async fn kill(victim: &mut RoleProcess) -> Result<()> {
+    pub async fn kill(victim: &mut RoleProcess) -> Result<()> {
         victim.signal(libc::SIGKILL)?;
         victim.wait().await?;
         victim.restart().await

@@ -188,7 +188,8 @@ async fn every_prompt_of_a_call_has_one_line_however_the_call_ends() {
         http.cluster.drain.cancel();
         http.cluster.serving.await.unwrap().unwrap();
         let mut records: Vec<UsageRecord> = Vec::new();
-        let reading = read_usage(&[folder.0.clone()], None, |record| records.push(record)).unwrap();
+        let reading =
+            read_usage(std::slice::from_ref(&folder.0), None, |record| records.push(record)).unwrap();
         assert_eq!((reading.lines, reading.duplicates), (expected.len() as u64, 0));
         assert_eq!((reading.resumed, reading.torn, reading.damaged), (0, 0, 0));
         let mut found: Vec<_> = records
