@@ -15,6 +15,7 @@ mod models;
 mod overload;
 mod placement;
 mod requests;
+mod resuming_commands;
 mod resumption;
 mod rolling;
 mod startup_errors;

@@ -1,5 +1,6 @@
 //! Streams that outlive their routers: every router and every worker is killed in turn under resuming clients.
 
+use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -10,7 +11,7 @@ use inflight_fixtures::TempDir;
 use inflight_harness::{RoleProcess, eventually, exclusive, run, scrape};
 use inflight_proto::v1::GenerateRequest;
 use inflight_proto::v1::inference_client::InferenceClient;
-use inflight_router::usage::{UsageRecord, read_usage};
+use inflight_router::usage::read_usage;
 use serde_json::{Value, json};
 use tokio_util::sync::CancellationToken;
 use tonic::transport::{Channel, Endpoint};
@@ -25,19 +26,21 @@ const STREAMS: usize = 64;
 const PYTHON_STREAMS: usize = 8;
 /// Distinct requests; the streams repeat them.
 const REQUESTS: usize = 12;
+/// Generating endpoints, in turn those of the requests over HTTP.
+const PATHS: [&str; 4] = ["/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages"];
 
 /// Two workers and two routers that share a resume key.
-struct Cluster {
+pub struct Cluster {
     workers: Vec<RoleProcess>,
-    routers: Vec<RoleProcess>,
+    pub routers: Vec<RoleProcess>,
     /// Base URLs of the routers' HTTP APIs.
     urls: Vec<String>,
     /// Directories of the routers' usage logs.
-    logs: Vec<PathBuf>,
+    pub logs: Vec<PathBuf>,
 }
 
 impl Cluster {
-    async fn start(folder: &Path) -> Result<Self> {
+    pub async fn start(folder: &Path) -> Result<Self> {
         let key = folder.join("key");
         std::fs::write(&key, "a key of the cluster that all of its routers share\n")?;
         let mut workers = Vec::new();
@@ -70,7 +73,7 @@ impl Cluster {
     }
 
     /// Kills a process and starts it again.
-    async fn kill(victim: &mut RoleProcess) -> Result<()> {
+    pub async fn kill(victim: &mut RoleProcess) -> Result<()> {
         victim.signal(libc::SIGKILL)?;
         victim.wait().await?;
         victim.restart().await
@@ -148,6 +151,10 @@ async fn every_router_and_worker_is_killed_and_each_stream_is_whole_and_billed_o
         async move { generate(&mut client, request.clone()).await }
     }))
     .await?;
+    let over_http = http_requests(&requests, &cluster.urls).await?;
+    for (request, result) in over_http.iter().zip(&expected).filter(|(asked, _)| asked["path"] == PATHS[0]) {
+        ensure!(request["text"] == result.text, "{request} has not the text of {result:?}");
+    }
     let (requests, expected) = (Arc::new(requests), Arc::new(expected));
 
     let quiet = CancellationToken::new();
@@ -179,10 +186,10 @@ async fn every_router_and_worker_is_killed_and_each_stream_is_whole_and_billed_o
             Ok((complete, resumed))
         });
     }
-    let asked: Vec<Value> = requests.iter().zip(&*expected).zip(0..).map(task_request).collect();
-    let http =
-        json!({"urls": cluster.urls, "requests": asked, "streams": STREAMS, "stop": stop.to_string_lossy()});
+    let http = json!({"urls": cluster.urls, "requests": over_http, "streams": STREAMS,
+        "stop": stop.to_string_lossy()});
     let http = tokio::spawn(python("python3".to_owned(), http));
+    let asked: Vec<Value> = requests.iter().zip(&*expected).zip(0..).map(task_request).collect();
     let grpc = std::env::var("INFLIGHT_TEST_PYTHON").ok().map(|interpreter| {
         let targets: Vec<String> = cluster.routers.iter().map(|router| router.address.to_string()).collect();
         let protos = Path::new(env!("CARGO_MANIFEST_DIR")).join("../proto");
@@ -202,56 +209,140 @@ async fn every_router_and_worker_is_killed_and_each_stream_is_whole_and_billed_o
     quiet.cancel();
     std::fs::write(&stop, "")?;
     killed?;
-    let mut complete = vec![1u64; REQUESTS];
-    let add = |complete: &mut Vec<u64>, more: &[u64]| {
-        complete.iter_mut().zip(more).for_each(|(sum, count)| *sum += count);
-    };
+    let mut bill = Bill::default();
+    for (result, request) in expected.iter().zip(&over_http) {
+        bill.add(counts_of_result(result)?, 1);
+        bill.add(counts_of_request(request)?, 1);
+    }
     let mut resumed = 0;
     while let Some(stream) = streams.join_next().await {
         let (counts, times) = stream??;
-        add(&mut complete, &counts);
+        for (result, count) in expected.iter().zip(counts) {
+            bill.add(counts_of_result(result)?, count);
+        }
         resumed += times;
     }
-    let over_http = http.await?.context("HTTP")?;
-    add(&mut complete, &over_http);
-    if let Some(grpc) = grpc {
-        add(&mut complete, &grpc.await?.context("gRPC from Python")?);
+    let answer = http.await?.context("HTTP")?;
+    for (request, count) in over_http.iter().zip(complete_counts(&answer)?) {
+        bill.add(counts_of_request(request)?, count);
     }
-    ensure!(resumed > 0, "no stream was resumed");
+    if let Some(grpc) = grpc {
+        let counts = complete_counts(&grpc.await?.context("gRPC from Python")?)?;
+        for (result, count) in expected.iter().zip(counts) {
+            bill.add(counts_of_result(result)?, count);
+        }
+    }
+    ensure!(resumed > 0, "no stream over gRPC was resumed");
+    for path in PATHS {
+        ensure!(answer["resumed"][path].as_u64() > Some(0), "no stream of {path} was resumed: {answer}");
+    }
     for router in &mut cluster.routers {
         router.signal(libc::SIGTERM)?;
         router.wait().await?;
     }
-    let mut records = Vec::new();
-    let reading = read_usage(&cluster.logs, None, |record| records.push(record))?;
-    let total: u64 = complete.iter().sum();
-    println!(
-        "{total} streams, {} over HTTP; {resumed} of those over gRPC resumed; {} lines of {} streams",
-        over_http.iter().sum::<u64>(),
-        reading.lines + reading.resumed,
-        reading.lines
-    );
-    billed_once(&records, &complete, &expected)
+    println!("{} streams; resumed: {resumed} over gRPC, over HTTP {}", bill.streams(), answer["resumed"]);
+    bill.check_log(&cluster.logs)?;
+    bill.check_command(&cluster.logs).await
 }
 
-/// Checks that each stream has one line with all of its tokens.
-fn billed_once(records: &[UsageRecord], complete: &[u64], expected: &[GenerationResult]) -> Result<()> {
-    let mut left: Vec<u64> = complete.to_vec();
-    for record in records {
-        ensure!(record.outcome == "completed", "{record:?}");
-        let is_same = |result: &&GenerationResult| {
-            let usage = result.usage.as_ref();
-            usage.is_some_and(|usage| {
-                u64::from(usage.prompt_tokens) == record.prompt_tokens
-                    && u64::from(usage.completion_tokens) == record.completion_tokens
-            })
-        };
-        let index = expected.iter().position(|result| is_same(&result));
-        let index = index.with_context(|| format!("no request has the tokens of {record:?}"))?;
-        left[index] = left[index].checked_sub(1).with_context(|| format!("billed twice: {record:?}"))?;
+/// Prompt and output tokens of a stream.
+type Counts = (u64, u64);
+
+/// Number of streams by their tokens.
+#[derive(Default)]
+struct Bill(BTreeMap<Counts, u64>);
+
+impl Bill {
+    fn add(&mut self, counts: Counts, streams: u64) {
+        *self.0.entry(counts).or_default() += streams;
     }
-    ensure!(left.iter().all(|left| *left == 0), "streams without a line, by request: {left:?}");
-    Ok(())
+
+    fn streams(&self) -> u64 {
+        self.0.values().sum()
+    }
+
+    /// Checks that each stream has one line with all of its tokens.
+    fn check_log(&self, logs: &[PathBuf]) -> Result<()> {
+        let mut billed = Self::default();
+        let mut incomplete = Vec::new();
+        let reading = read_usage(logs, None, |record| match record.outcome.as_str() {
+            "completed" => billed.add((record.prompt_tokens, record.completion_tokens), 1),
+            _ => incomplete.push(record),
+        })?;
+        println!("{} lines of {} streams", reading.lines + reading.resumed, reading.lines);
+        ensure!(incomplete.is_empty(), "{incomplete:?}");
+        ensure!(billed.0 == self.0, "billed: {:?}, streams: {:?}", billed.0, self.0);
+        ensure!((reading.duplicates, reading.damaged) == (0, 0), "{reading:?}");
+        Ok(())
+    }
+
+    /// Checks the sums of `inflight usage`.
+    async fn check_command(&self, logs: &[PathBuf]) -> Result<()> {
+        let mut arguments = vec!["usage".to_owned(), "--json".to_owned()];
+        arguments.extend(logs.iter().map(|log| log.to_string_lossy().into_owned()));
+        let arguments: Vec<&str> = arguments.iter().map(String::as_str).collect();
+        let finished = run(program(), &arguments, "").await?;
+        ensure!(finished.code == Some(0), "{finished:?}");
+        let printed: Value = serde_json::from_str(&finished.stdout)?;
+        let sum = |tokens: fn(&Counts) -> u64| -> u64 {
+            self.0.iter().map(|(counts, streams)| tokens(counts) * streams).sum()
+        };
+        let total = &printed["total"];
+        ensure!(
+            total["requests"] == self.streams()
+                && total["prompt_tokens"] == sum(|counts| counts.0)
+                && total["completion_tokens"] == sum(|counts| counts.1),
+            "{printed}, but the streams were {:?}",
+            self.0
+        );
+        Ok(())
+    }
+}
+
+fn counts_of_result(result: &GenerationResult) -> Result<Counts> {
+    let usage = result.usage.as_ref().context("no usage")?;
+    Ok((usage.prompt_tokens.into(), usage.completion_tokens.into()))
+}
+
+fn counts_of_request(request: &Value) -> Result<Counts> {
+    let count = |name: &str| request[name].as_u64().with_context(|| format!("no {name} in {request}"));
+    Ok((count("prompt_tokens")?, count("completion_tokens")?))
+}
+
+/// Returns the requests over HTTP, to each endpoint in turn, with the answers of the cluster in one piece.
+async fn http_requests(requests: &[GenerateRequest], urls: &[String]) -> Result<Vec<Value>> {
+    let mut asked: Vec<Value> = requests.iter().enumerate().map(http_request).collect();
+    let task = json!({"urls": urls, "requests": asked, "expect": true});
+    let answer = python("python3".to_owned(), task).await?;
+    for (at, request) in asked.iter_mut().enumerate() {
+        for name in ["text", "prompt_tokens", "completion_tokens"] {
+            request[name] = answer["results"][at][name].clone();
+        }
+    }
+    Ok(asked)
+}
+
+/// Returns a request with its path. Without a seed in the API it is greedy.
+fn http_request((index, request): (usize, &GenerateRequest)) -> Value {
+    let Some(inflight_proto::v1::generate_request::Input::Text(prompt)) = &request.input else {
+        return Value::Null;
+    };
+    let max_tokens = request.stop.as_ref().and_then(|stop| stop.max_tokens);
+    let messages = json!([{"role": "user", "content": prompt}]);
+    let sampled = json!({"max_tokens": max_tokens, "seed": index, "temperature": 0.8, "ignore_eos": true,
+        "stream_options": {"include_usage": true}});
+    let path = PATHS[index % PATHS.len()];
+    let mut body = match path {
+        "/v1/completions" | "/v1/chat/completions" => sampled,
+        "/v1/responses" => json!({"max_output_tokens": max_tokens, "temperature": 0}),
+        _ => json!({"max_tokens": max_tokens, "temperature": 0}),
+    };
+    match path {
+        "/v1/completions" => body["prompt"] = json!(prompt),
+        "/v1/responses" => body["input"] = json!(prompt),
+        _ => body["messages"] = messages,
+    }
+    json!({"path": path, "body": body})
 }
 
 fn task_request(((request, result), seed): ((&GenerateRequest, &GenerationResult), u64)) -> Value {
@@ -262,12 +353,16 @@ fn task_request(((request, result), seed): ((&GenerateRequest, &GenerationResult
     json!({"prompt": prompt, "max_tokens": max_tokens, "seed": seed, "text": result.text})
 }
 
-/// Runs the Python client until its task ends. Returns the number of complete streams of each request.
-async fn python(interpreter: String, task: Value) -> Result<Vec<u64>> {
+/// Runs the Python client until its task ends. Returns what it printed.
+async fn python(interpreter: String, task: Value) -> Result<Value> {
     let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/clients/python/resuming.py");
     let finished = run(Path::new(&interpreter), &[&script.to_string_lossy()], &task.to_string()).await?;
     ensure!(finished.code == Some(0), "{finished:?}");
-    let counts: Value = serde_json::from_str(&finished.stdout)?;
-    let counts = counts["complete"].as_array().context("no counts")?;
+    Ok(serde_json::from_str(&finished.stdout)?)
+}
+
+/// Returns the number of complete streams of each request.
+fn complete_counts(answer: &Value) -> Result<Vec<u64>> {
+    let counts = answer["complete"].as_array().context("no counts")?;
     counts.iter().map(|count| count.as_u64().context("no count")).collect()
 }

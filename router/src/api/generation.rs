@@ -103,6 +103,8 @@ pub(crate) struct GenerationRequest {
     pub(crate) require_fingerprint: String,
     /// Whether its stream can be resumed: events have positions.
     pub(crate) resumable: bool,
+    /// Path whose events its cursors count; empty over gRPC.
+    pub(crate) event_path: String,
     /// Position of the stream that it resumes.
     pub(crate) resume: Option<Resume>,
 }
@@ -133,6 +135,7 @@ impl GenerationRequest {
             request_id: String::new(),
             require_fingerprint: String::new(),
             resumable: false,
+            event_path: String::new(),
             resume: None,
         }
     }

@@ -208,6 +208,7 @@ fn generation_request(message: v1::GenerateRequest) -> Result<GenerationRequest,
         request_id: message.request_id,
         require_fingerprint: message.require_fingerprint,
         resumable,
+        event_path: String::new(),
         resume: message.resume.map(resume),
     })
 }

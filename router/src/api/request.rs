@@ -157,7 +157,7 @@ impl CheckedRequest {
             trace: TraceContext::default(),
         };
         if resumable {
-            let digest = digest(&call);
+            let digest = digest(&call, &request.event_path);
             match resumed {
                 Some(cursor) => {
                     resume_from(&mut call, cursor, digest, resume.and_then(|resume| resume.tokens))?
@@ -204,12 +204,12 @@ fn resume_from(
     Ok(())
 }
 
-/// Returns the digest of all that decides the tokens of a call, and of its tenant. Not of the seed, which the
-/// cursor has.
-fn digest(call: &AdmittedCall) -> RequestDigest {
+/// Returns the digest of all that decides the tokens of a call, of its tenant, and of the path whose events its
+/// cursors count. Not of the seed, which the cursor has.
+fn digest(call: &AdmittedCall, event_path: &str) -> RequestDigest {
     let sampling = &call.sampling;
     let mut hash = Sha256::new();
-    for text in [&call.model, &call.tenant] {
+    for text in [&*call.model, &*call.tenant, event_path] {
         hash.update((text.len() as u64).to_le_bytes());
         hash.update(text);
     }

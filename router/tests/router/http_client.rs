@@ -32,9 +32,16 @@ impl HttpCluster {
     }
 
     pub async fn over(profile: WorkerProfile, options: Options) -> Self {
+        let http = Self::ungranted(profile, options).await;
+        http.session.grant(64, 1 << 16);
+        http
+    }
+
+    /// Starts a cluster whose worker grants nothing, so that requests queue.
+    pub async fn ungranted(profile: WorkerProfile, options: Options) -> Self {
         let mut worker = ScriptedWorker::start(profile).await;
         let cluster = Cluster::start(&[&worker], options).await;
-        let session = worker.granted().await;
+        let session = worker.session().await;
         cluster.handle.ready().await;
         let address = cluster.http.unwrap();
         Self { cluster, session, worker, address }
@@ -128,6 +135,28 @@ impl Call {
         (size > 0).then(|| String::from_utf8(data).unwrap())
     }
 
+    /// Reads chunks up to `count` keep-alive comments in a row, and returns what came before them.
+    pub async fn until_comments(&mut self, count: usize) -> String {
+        let (mut body, mut comments) = (String::new(), 0);
+        while comments < count {
+            let chunk = self.chunk().await.expect("the stream ended");
+            comments = if chunk == KEEP_ALIVE { comments + 1 } else { 0 };
+            if comments == 0 {
+                body.push_str(&chunk);
+            }
+        }
+        body
+    }
+
+    /// Reads the chunks up to the end of a stream whose headers were read.
+    pub async fn rest(mut self) -> Vec<Event> {
+        let mut body = String::new();
+        while let Some(chunk) = self.chunk().await {
+            body.push_str(&chunk);
+        }
+        parse_events(&body)
+    }
+
     /// Reads a whole response.
     pub async fn response(mut self) -> Response {
         let (status, headers) = self.head().await;
@@ -213,6 +242,22 @@ pub fn timeless(text: &str) -> String {
         })
     })
 }
+
+/// Returns a request on the bytes of the wire, to be sent over the test's own connection.
+pub fn raw_post(path: &str, body: &str) -> Vec<u8> {
+    format!("POST {path} HTTP/1.1\r\nhost: test\r\ncontent-length: {}\r\n\r\n{body}", body.len()).into_bytes()
+}
+
+/// Comment of a stream without output.
+pub const KEEP_ALIVE: &str = ": keep-alive\n\n";
+
+/// Generating endpoints with the beginning of their bodies.
+pub const ENDPOINTS: [(&str, &str); 4] = [
+    ("/v1/chat/completions", r#"{"messages":[{"role":"user","content":"a"}]"#),
+    ("/v1/completions", r#"{"prompt":"a""#),
+    ("/v1/responses", r#"{"input":"a""#),
+    ("/v1/messages", r#"{"max_tokens":9,"messages":[{"role":"user","content":"a"}]"#),
+];
 
 /// A keep-alive interval that tests can wait for.
 pub const SHORT: Duration = Duration::from_millis(30);

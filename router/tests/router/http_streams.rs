@@ -9,12 +9,11 @@ use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::TcpSocket;
 
 use crate::cluster::{bounded, tokens};
-use crate::http_client::{Call, HttpCluster, SHORT, parse_events, with_http};
+use crate::http_client::{Call, Event, HttpCluster, KEEP_ALIVE, SHORT, parse_events, raw_post, with_http};
 use crate::worker::{Command, WorkerProfile};
 
 const LENGTH: v1::FinishReason = v1::FinishReason::Length;
 const ASK: &str = r#"{"messages":[{"role":"user","content":"hello"}]"#;
-const KEEP_ALIVE: &str = ": keep-alive\n\n";
 
 /// Body of a streamed request to each generating endpoint, and whether failures are named events.
 const ENDPOINTS: [(&str, &str, Option<&str>); 4] = [
@@ -79,6 +78,63 @@ async fn comments_keep_a_stream_alive_while_queued_in_prefill_between_tokens_and
             .filter_map(|event| event.json()["choices"][0]["delta"]["content"].as_str().map(str::to_owned))
             .collect();
         assert_eq!((text.as_str(), events.last().unwrap().data.as_str()), ("ab", "[DONE]"));
+    })
+    .await;
+}
+
+#[tokio::test]
+async fn every_endpoint_has_comments_while_queued_and_in_prefill_and_then_the_whole_output() {
+    bounded(async {
+        let mut http = HttpCluster::ungranted(WorkerProfile::default(), short()).await;
+        let mut calls = Vec::new();
+        for (path, ask, _) in ENDPOINTS {
+            calls.push((path, http.post(path, &format!("{ask},\"stream\":true}}")).await));
+        }
+        for (path, call) in &mut calls {
+            assert_eq!(call.head().await.0, 200, "{path}");
+            assert_eq!(call.until_comments(3).await, "", "{path}: queued");
+        }
+        http.session.grant(64, 1 << 16);
+        let mut submits = Vec::new();
+        for _ in &calls {
+            submits.push(http.session.submit().await);
+        }
+        let mut started = Vec::new();
+        for (_, call) in &mut calls {
+            // The events of the dispatch, then comments.
+            started.push(call.until_comments(3).await);
+        }
+        for submit in &submits {
+            http.session.finish(submit, 0, &tokens("out"), LENGTH);
+        }
+        for ((path, call), started) in calls.into_iter().zip(started) {
+            let before = if started.is_empty() { Vec::new() } else { parse_events(&started) };
+            assert!(before.iter().all(|event| !event.data.contains("\"out\"")), "{path}: {before:?}");
+            let events = [before, call.rest().await].concat();
+            let kinds: Vec<_> = events.iter().map(|event| event.name.as_deref()).collect();
+            let firsts = match path {
+                "/v1/responses" => Some("response.created"),
+                "/v1/messages" => Some("message_start"),
+                _ => None,
+            };
+            assert_eq!(kinds[0], firsts, "{path}");
+            let text: String = events
+                .iter()
+                .filter(|event| event.data != "[DONE]")
+                .filter_map(|event| {
+                    let json = event.json();
+                    let at = ["/choices/0/delta/content", "/choices/0/text", "/delta/text", "/delta"];
+                    at.iter().find_map(|at| Some(json.pointer(at)?.as_str()?.to_owned()))
+                })
+                .collect();
+            assert_eq!(text, "out", "{path}");
+            let last = events.last().unwrap();
+            match firsts {
+                None => assert_eq!(last.data, "[DONE]"),
+                Some("message_start") => assert_eq!(last.name.as_deref(), Some("message_stop")),
+                Some(_) => assert_eq!(last.name.as_deref(), Some("response.incomplete")),
+            }
+        }
     })
     .await;
 }
@@ -172,64 +228,80 @@ async fn a_disconnect_cancels_in_every_phase_streamed_or_not() {
     .await;
 }
 
+/// Sends pieces of output that the client does not read until the request is paused: it is cancelled at its
+/// worker, and not submitted again. Confirms the cancel.
+pub async fn pause(http: &mut HttpCluster, submit: &v1::Submit, piece: &[u32]) {
+    let mut submit = submit.clone();
+    'pile: loop {
+        let command = loop {
+            http.session.tokens(&submit, 0, piece);
+            tokio::task::yield_now().await;
+            if let Some(command) = http.session.try_command() {
+                break command;
+            }
+        };
+        assert!(matches!(command, Command::Cancel(_)), "{command:?}");
+        http.session.finish(&submit, 0, &[], v1::FinishReason::Cancelled);
+        while http.cluster.handle.stats().in_flight > 0 {
+            tokio::task::yield_now().await;
+        }
+        // The connection may have taken the output just after the pause.
+        for _ in 0..100 {
+            tokio::task::yield_now().await;
+            match http.session.try_command() {
+                None => {}
+                Some(Command::Submit(again)) => {
+                    submit = again;
+                    continue 'pile;
+                }
+                Some(other) => panic!("{other:?}"),
+            }
+        }
+        return;
+    }
+}
+
 #[tokio::test]
 async fn a_client_that_reads_slowly_is_paused_and_loses_nothing() {
     bounded(async {
-        let options = Options { client_buffer_tokens: 512, ..with_http(HttpOptions::default()) };
-        let mut http = HttpCluster::start(options).await;
+        let options = Options { client_buffer_tokens: 512, ..short() };
+        let profile = WorkerProfile { context_tokens: 1 << 20, ..WorkerProfile::default() };
+        let mut http = HttpCluster::over(profile, options).await;
         let socket = TcpSocket::new_v4().unwrap();
         socket.set_recv_buffer_size(4096).unwrap();
         let mut stream = socket.connect(http.address).await.unwrap();
-        let body = r#"{"prompt":"a","max_tokens":200,"n":16,"stream":true}"#;
-        let head = format!(
-            "POST /v1/completions HTTP/1.1\r\nhost: test\r\ncontent-length: {}\r\n\r\n{body}",
-            body.len()
-        );
-        stream.write_all(head.as_bytes()).await.unwrap();
-        let mut submit = http.session.submit().await;
-        // The client reads nothing: output piles up until the request is cancelled at its worker.
-        let mut sent = vec![0u32; 16];
-        let piece = tokens("ab");
-        let paused = 'piled: loop {
-            for choice in 0..16 {
-                if sent[choice as usize] + 2 < 200 {
-                    http.session.tokens(&submit, choice, &piece);
-                    sent[choice as usize] += 2;
-                }
-                if let Some(command) = http.session.try_command() {
-                    break 'piled Some(command);
-                }
-            }
-            if sent.iter().all(|sent| sent + 2 >= 200) {
-                break None;
-            }
-            tokio::task::yield_now().await;
-        };
+        let body = r#"{"prompt":"a","max_tokens":900000,"stream":true}"#;
+        stream.write_all(&raw_post("/v1/completions", body)).await.unwrap();
+        let submit = http.session.submit().await;
+        let piece = tokens("0123456789abcdef");
+        pause(&mut http, &submit, &piece).await;
+
         let mut call = Call::over(stream);
-        if let Some(command) = paused {
-            assert!(matches!(command, Command::Cancel(_)), "{command:?}");
-            let reader = tokio::spawn(async move {
-                assert_eq!(call.head().await.0, 200);
-                let mut body = String::new();
-                while let Some(chunk) = call.chunk().await {
-                    body.push_str(&chunk);
-                }
-                body
-            });
-            submit = http.session.submit().await;
-            sent.fill(0);
-            for resumed in &submit.resumed {
-                sent[resumed.choice as usize] = resumed.token_ids.len() as u32;
-            }
-            finish(&http, &submit, &sent);
-            check(&reader.await.unwrap());
-        } else {
-            // The sockets held all of it.
-            finish(&http, &submit, &sent);
-            check(&call.response().await.body);
-        }
+        let reader = tokio::spawn(async move {
+            assert_eq!(call.head().await.0, 200);
+            // Comments come while the worker prepares to go on.
+            let body = call.until_comments(3).await;
+            (body, call)
+        });
+        let submit = http.session.submit().await;
+        let (body, call) = reader.await.unwrap();
+        let before = joined_text(&parse_events(&body));
+        let resumed = &submit.resumed[0].token_ids;
+        assert!(resumed.len() > 512 && resumed.chunks(piece.len()).all(|tokens| piece.starts_with(tokens)));
+        http.session.finish(&submit, 0, &tokens(" and the rest"), LENGTH);
+        let events = call.rest().await;
+        assert_eq!(events.last().unwrap().data, "[DONE]");
+        let after = joined_text(&events[..events.len() - 1]);
+        let expected: String = "0123456789abcdef".chars().cycle().take(before.len()).collect();
+        assert!(before == expected, "cut or changed after {} bytes", before.len());
+        assert_eq!((before.len(), after.as_str()), (resumed.len(), " and the rest"), "one token is one byte");
     })
     .await;
+}
+
+/// Joins the text of a streamed completion with one choice.
+fn joined_text(events: &[Event]) -> String {
+    events.iter().map(|event| event.json()["choices"][0]["text"].as_str().unwrap().to_owned()).collect()
 }
 
 #[tokio::test]
@@ -282,31 +354,6 @@ async fn a_client_that_reads_nothing_is_ended_and_frees_its_place() {
         assert!(!String::from_utf8_lossy(&rest).contains("[DONE]"));
     })
     .await;
-}
-
-/// Sends the rest of 200 tokens of each choice.
-fn finish(http: &HttpCluster, submit: &v1::Submit, sent: &[u32]) {
-    for (choice, sent) in sent.iter().enumerate() {
-        let text: String = "ab".chars().cycle().skip(*sent as usize).take(200 - *sent as usize).collect();
-        http.session.finish(submit, choice as u32, &tokens_one_by_one(&text), LENGTH);
-    }
-}
-
-/// Tokens of a text, one for each character.
-fn tokens_one_by_one(text: &str) -> Vec<u32> {
-    text.chars().flat_map(|c| tokens(&c.to_string())).collect()
-}
-
-/// Checks that every choice has its 200 characters.
-fn check(body: &str) {
-    let events = parse_events(body);
-    assert_eq!(events.last().unwrap().data, "[DONE]");
-    let mut text = vec![String::new(); 16];
-    for event in &events[..events.len() - 1] {
-        let choice = event.json()["choices"][0].clone();
-        text[choice["index"].as_u64().unwrap() as usize] += choice["text"].as_str().unwrap();
-    }
-    assert!(text.iter().all(|text| *text == "ab".repeat(100)), "{text:?}");
 }
 
 #[tokio::test]

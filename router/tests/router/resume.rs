@@ -109,8 +109,8 @@ impl Pair {
         Self { routers, folder, end, worker }
     }
 
-    /// Ends the routers and returns the usage of each request.
-    async fn usage(self) -> Vec<UsageRecord> {
+    /// Ends the routers and returns the usage of each request. Checks that each of the calls has one line.
+    async fn usage(self, calls: u64) -> Vec<UsageRecord> {
         for router in self.routers {
             router.drain.cancel();
             router.serving.await.unwrap().unwrap();
@@ -119,7 +119,9 @@ impl Pair {
         self.worker.await.unwrap();
         let directories = [0, 1].map(|number| self.folder.0.join(number.to_string()));
         let mut records = Vec::new();
-        read_usage(&directories, None, |record| records.push(record)).unwrap();
+        let reading = read_usage(&directories, None, |record| records.push(record)).unwrap();
+        assert_eq!(reading.lines + reading.resumed, calls, "a line for each call");
+        assert_eq!((reading.duplicates, reading.torn, reading.damaged), (0, 0, 0));
         records
     }
 }
@@ -193,6 +195,7 @@ async fn a_stream_cut_anywhere_and_resumed_at_another_router_is_the_same_and_bil
             let mut whole = nothing();
             read(&mut pair.routers[0], request(9), &mut whole, usize::MAX).await.unwrap();
             let usage = whole.usage.take().unwrap();
+            let mut calls = 1;
             for _ in 0..25 {
                 let (mut received, mut cursor, mut router) = (nothing(), None, 0);
                 while received.usage.is_none() {
@@ -203,6 +206,7 @@ async fn a_stream_cut_anywhere_and_resumed_at_another_router_is_the_same_and_bil
                         read(&mut pair.routers[router % 2], request, &mut received, most).await.unwrap();
                     cursor = last.or(cursor);
                     router += 1;
+                    calls += 1;
                 }
                 let counts = received.usage.take().unwrap();
                 assert_eq!(received, whole);
@@ -211,7 +215,7 @@ async fn a_stream_cut_anywhere_and_resumed_at_another_router_is_the_same_and_bil
                     (usage.prompt_tokens, usage.completion_tokens)
                 );
             }
-            let records = pair.usage().await;
+            let records = pair.usage(calls).await;
             let found: Vec<_> =
                 records.iter().map(|record| (record.prompt_tokens, record.completion_tokens)).collect();
             let once = (u64::from(usage.prompt_tokens), u64::from(usage.completion_tokens));
@@ -297,11 +301,13 @@ async fn events_after_the_last_event_id_are_those_that_were_missed() {
         bounded(async {
             let pair = Pair::start(seed).await;
             let addresses = pair.routers.each_ref().map(|router| router.http.unwrap());
+            let mut calls = 0;
             for (path, body) in ENDPOINTS {
                 let whole = ask(addresses[0], path, body, None).await.unwrap();
                 let done = whole.len() - usize::from(whole.last().unwrap().data == "[DONE]");
                 let without = whole[..done].iter().find(|event| event.id.is_none());
                 assert_eq!(without, None, "every event of {path} has an id");
+                calls += 1 + done as u64;
                 for cut in 1..=done {
                     let cursor = whole[cut - 1].id.as_deref();
                     let rest = ask(addresses[cut % 2], path, body, cursor).await.unwrap();
@@ -314,7 +320,7 @@ async fn events_after_the_last_event_id_are_those_that_were_missed() {
                     }
                 }
             }
-            assert_eq!(pair.usage().await.len(), ENDPOINTS.len(), "each stream is billed once");
+            assert_eq!(pair.usage(calls).await.len(), ENDPOINTS.len(), "each stream is billed once");
         })
         .await;
     }

@@ -1,41 +1,89 @@
 """Reads streams with client/python/inflight_client.py while routers and workers are killed, and compares them.
 
-Standard input is a JSON object: `urls` of routers, `requests` with `prompt`, `max_tokens`, `seed` and the expected `text`,
-`streams`, the number of threads, `stop`, a file whose appearance ends the work, and, for gRPC, `targets` and `protos`. Prints
-the numbers of complete streams.
+Standard input is a JSON object. With `urls` of routers, each of `requests` has `path` and `body`, and the expected `text` and
+`completion_tokens`; with `expect` they are asked for once, unstreamed, and printed as `results`. For gRPC there are `targets`
+and `protos`, and each request has `prompt`, `max_tokens`, `seed` and `text`. `streams` is the number of threads, `stop` a file
+whose appearance ends the work. Prints the numbers of complete streams, and by path the numbers of requests that resumed one.
 """
 
+import collections
+import http.client
 import json
 import sys
 import tempfile
 import threading
+import urllib.request
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "client" / "python"))
 import inflight_client
 
 
-def completion(task, request):
-    body = {
-        "prompt": request["prompt"],
-        "max_tokens": request["max_tokens"],
-        "seed": request["seed"],
-        "temperature": 0.8,
-        "ignore_eos": True,
-        "stream_options": {"include_usage": True},
-    }
-    text, finished, usage = "", 0, None
-    for event in inflight_client.stream_events(task["urls"], "/v1/completions", body, patience=60.0):
-        chunk = json.loads(event.data)
-        if "error" in chunk:
+def whole(url, request):
+    """Returns the text and the token counts of a response in one piece."""
+    call = urllib.request.Request(
+        url + request["path"], json.dumps(request["body"]).encode(), {"content-type": "application/json"}
+    )
+    with urllib.request.urlopen(call, timeout=120) as response:
+        answer = json.load(response)
+    usage = answer["usage"]
+    if request["path"] == "/v1/responses":
+        text = answer["output"][0]["content"][0]["text"]
+        prompt, output = usage["input_tokens"], usage["output_tokens"]
+    elif request["path"] == "/v1/messages":
+        text = answer["content"][0]["text"]
+        prompt, output = usage["input_tokens"] + usage["cache_read_input_tokens"], usage["output_tokens"]
+    else:
+        choice = answer["choices"][0]
+        text = choice["text"] if "text" in choice else choice["message"]["content"]
+        prompt, output = usage["prompt_tokens"], usage["completion_tokens"]
+    return {"text": text, "prompt_tokens": prompt, "completion_tokens": output}
+
+
+def streamed(task, request, number):
+    """Returns the text and the number of output tokens of a stream that begins at one of the routers."""
+    first = number % len(task["urls"])
+    urls = task["urls"][first:] + task["urls"][:first]
+    text, ends, tokens = "", 0, None
+    for event in inflight_client.stream_events(urls, request["path"], request["body"], patience=60.0):
+        data = json.loads(event.data)
+        if "error" in data or event.name in ("error", "response.failed"):
             raise RuntimeError(event.data)
-        usage = chunk.get("usage") or usage
-        for choice in chunk["choices"]:
-            assert finished == 0, f"output after the end: {event.data}"
-            text += choice["text"]
-            finished += choice["finish_reason"] is not None
-    assert finished == 1, f"{finished} ends"
-    return text, usage["completion_tokens"]
+        piece, end = "", False
+        if request["path"] == "/v1/responses":
+            piece = data["delta"] if event.name == "response.output_text.delta" else ""
+            end = event.name in ("response.completed", "response.incomplete")
+            if end:
+                tokens = data["response"]["usage"]["output_tokens"]
+                assert data["response"]["output"][0]["content"][0]["text"] == text, event.data
+        elif request["path"] == "/v1/messages":
+            piece = data["delta"]["text"] if event.name == "content_block_delta" else ""
+            end = event.name == "message_stop"
+            tokens = data["usage"]["output_tokens"] if event.name == "message_delta" else tokens
+        else:
+            tokens = (data.get("usage") or {}).get("completion_tokens", tokens)
+            for choice in data["choices"]:
+                piece += choice["text"] if "text" in choice else choice["delta"].get("content") or ""
+                end = choice["finish_reason"] is not None
+        assert ends == 0 or not (piece or end), f"output after the end: {event.data}"
+        text += piece
+        ends += end
+    assert ends == 1, f"{ends} ends"
+    return text, tokens
+
+
+def count_resumed():
+    """Counts the requests that resume a stream, by path."""
+    counts, lock, request = collections.Counter(), threading.Lock(), http.client.HTTPConnection.request
+
+    def counted(connection, method, path, body, headers):
+        if "last-event-id" in headers:
+            with lock:
+                counts[path] += 1
+        return request(connection, method, path, body, headers)
+
+    http.client.HTTPConnection.request = counted
+    return counts
 
 
 def generator(task):
@@ -73,8 +121,13 @@ def generator(task):
 
 def main():
     task = json.load(sys.stdin)
+    if task.get("expect"):
+        print(json.dumps({"results": [whole(task["urls"][0], request) for request in task["requests"]]}))
+        return
     failures, complete, lock = [], [0] * len(task["requests"]), threading.Lock()
-    run, channels = generator(task) if task.get("targets") else (lambda request: completion(task, request), [])
+    resumed, channels = count_resumed(), []
+    if task.get("targets"):
+        generate, channels = generator(task)
 
     def stream(number):
         turn = number
@@ -82,9 +135,10 @@ def main():
             index = turn % len(task["requests"])
             request = task["requests"][index]
             try:
-                text, tokens = run(request)
+                text, tokens = generate(request) if channels else streamed(task, request, number)
                 assert text == request["text"], f"expected {request['text']!r}, got {text!r}"
-                assert tokens == request["max_tokens"], f"{tokens} tokens"
+                expected = request["max_tokens"] if channels else request["completion_tokens"]
+                assert tokens == expected, f"{tokens} tokens"
             except Exception as failure:
                 failures.append(f"request {index}: {failure!r}")
                 return
@@ -101,7 +155,7 @@ def main():
         channel.close()
     if failures:
         sys.exit("\n".join(failures[:3]))
-    print(json.dumps({"complete": complete}))
+    print(json.dumps({"complete": complete, "resumed": resumed}))
 
 
 if __name__ == "__main__":

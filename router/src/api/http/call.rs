@@ -13,15 +13,18 @@ const LAST_EVENT_ID: HeaderName = HeaderName::from_static("last-event-id");
 pub(crate) struct Call {
     pub(super) context: RequestContext,
     pub(super) request_id: RequestId,
+    /// Path of the request.
+    pub(super) path: String,
     /// Id of the last event that the client has received of the stream that it resumes.
     pub(super) last_event_id: Option<String>,
 }
 
 impl Call {
-    pub(super) fn new(extensions: &Extensions, headers: &HeaderMap) -> Self {
+    pub(super) fn new(path: &str, extensions: &Extensions, headers: &HeaderMap) -> Self {
         let request_id = extensions.get::<RequestId>().cloned().unwrap_or_else(RequestId::new);
         let last_event_id =
             headers.get(LAST_EVENT_ID).map(|id| String::from_utf8_lossy(id.as_bytes()).into_owned());
-        Self { context: RequestContext::new(extensions, headers), request_id, last_event_id }
+        let context = RequestContext::new(extensions, headers);
+        Self { context, request_id, path: path.to_owned(), last_event_id }
     }
 }

@@ -116,6 +116,15 @@ impl EventWriter {
         self.bytes.extend_from_slice(b"\n\n");
     }
 
+    /// Appends an event of a failure: without id, as nothing can be resumed behind it, and never dropped.
+    pub(super) fn failure(&mut self, name: &str, data: &impl Serialize) {
+        self.written = self.written.saturating_add(1);
+        self.dropped = false;
+        self.name(Some(name));
+        self.bytes.extend_from_slice(b"data: ");
+        self.json(data);
+    }
+
     /// Appends a comment.
     pub(super) fn comment(&mut self, comment: &[u8]) {
         self.bytes.extend_from_slice(comment);

@@ -133,14 +133,14 @@ impl HttpApi {
         streamed: bool,
         call: Call,
     ) -> Result<Started, Outcome> {
-        let Call { context, request_id, last_event_id } = call;
+        let Call { context, request_id, path, last_event_id } = call;
         if let [first, ..] = &*requests
             && !first.request_id.is_empty()
         {
             request_id.set(&first.request_id);
         }
         let request_id = request_id.get().to_owned();
-        set_position(&mut requests, streamed, last_event_id)?;
+        set_position(&mut requests, streamed, path, last_event_id)?;
         let further = requests.iter().skip(1).map(|_| context.for_next_request(&self.admission));
         let further: Vec<_> = further.collect::<Result<_, _>>()?;
         let contexts = std::iter::once(context).chain(further);
@@ -219,14 +219,15 @@ const LAST_EVENT_ID: &str = "Last-Event-ID";
 fn set_position(
     requests: &mut [GenerationRequest],
     streamed: bool,
+    path: String,
     last_event_id: Option<String>,
 ) -> Result<(), Outcome> {
     let refused = |reason: &str| Err(Outcome::field(LAST_EVENT_ID, reason));
     match (requests, last_event_id) {
-        ([request], None) => request.resumable = streamed,
+        ([request], None) => (request.resumable, request.event_path) = (streamed, path),
         ([request], Some(id)) if streamed => {
             let cursor = CursorKeys::decode(&id).map_err(|error| Outcome::field(LAST_EVENT_ID, error))?;
-            request.resume = Some(Resume { cursor, tokens: None });
+            (request.resume, request.event_path) = (Some(Resume { cursor, tokens: None }), path);
         }
         (_, None) => {}
         (_, Some(_)) if streamed => {
@@ -256,7 +257,7 @@ fn post(handler: Handler) -> MethodRouter<Arc<HttpApi>> {
     let run = move |State(api): State<Arc<HttpApi>>, request: Request<axum::body::Body>| async move {
         let (parts, body) = request.into_parts();
         let path = parts.uri.path().to_owned();
-        let call = Call::new(&parts.extensions, &parts.headers);
+        let call = Call::new(&path, &parts.extensions, &parts.headers);
         let answer = async {
             let body = body::receive(body, &api.options).await?;
             handler(api, call, body).await

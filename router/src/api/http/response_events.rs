@@ -175,10 +175,10 @@ impl Encoder for ResponseEvents {
     fn failure(&mut self, outcome: &Outcome, out: &mut EventWriter) {
         let OpenAiError { message, code, .. } = OpenAiError::new(outcome);
         let (kind, sequence_number) = ("error", out.written());
-        out.event(kind, &ErrorEvent { kind, sequence_number, code, message, param: None });
+        out.failure(kind, &ErrorEvent { kind, sequence_number, code, message, param: None });
         let (kind, sequence_number) = ("response.failed", out.written());
         let mut response = self.echo.response("failed", Vec::new());
         response.error = Some(ErrorBody::new(outcome));
-        out.event(kind, &ResponseEvent { kind, sequence_number, response });
+        out.failure(kind, &ResponseEvent { kind, sequence_number, response });
     }
 }
