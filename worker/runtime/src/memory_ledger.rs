@@ -416,7 +416,7 @@ mod tests {
         // What remains after a kill: the file without its lock.
         std::fs::write(folder.0.join("1-0.reservation"), render(&group, 90)).unwrap();
         folder.ledger("/a").reserve(100).unwrap();
-        assert_eq!(folder.reservations(), [PathBuf::new(); 0]);
+        assert!(folder.reservations().is_empty());
     }
 
     #[test]
