@@ -10,6 +10,7 @@ use crate::units::Span;
 
 /// Options of every long-running role.
 #[derive(Debug, Clone, clap::Args)]
+#[group(skip)]
 pub struct Args {
     /// Time for open requests to finish after SIGTERM or Ctrl-C; a second signal ends at once
     #[arg(long, value_name = "DURATION", default_value = "2m", env = "INFLIGHT_DRAIN_TIMEOUT")]

@@ -30,6 +30,7 @@ pub enum LogFormat {
 
 /// Options of logs and traces, the same for every role.
 #[derive(Debug, Clone, clap::Args)]
+#[group(skip)]
 #[command(next_help_heading = "Telemetry")]
 pub struct Args {
     /// Log filter: a level, or per-module directives such as `info,inflight_router=debug`; logs go to stderr
