@@ -30,6 +30,7 @@ async fn generate_prints_the_same_text_when_its_router_is_killed() -> Result<()>
             .args(["generate", "--raw", "--temperature=0.8", "--seed=5", "--ignore-eos"])
             .args(["--endpoint", &endpoints, &format!("--max-tokens={TOKENS}"), PROMPT])
             .stdin(Stdio::null())
+            .stderr(Stdio::null())
             .stdout(Stdio::piped())
             .kill_on_drop(true)
             .spawn()?;

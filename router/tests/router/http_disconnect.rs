@@ -10,7 +10,7 @@ use tonic::codegen::http::Request;
 
 use crate::cluster::{bounded, tokens};
 use crate::http_client::{Call, ENDPOINTS, HttpCluster, SHORT, parse_events, raw_post, with_http};
-use crate::http_streams::pause;
+use crate::http_streams::{PAUSED, pause};
 use crate::worker::WorkerProfile;
 
 const LENGTH: v1::FinishReason = v1::FinishReason::Length;
@@ -90,8 +90,7 @@ async fn a_paused_stream_is_cancelled() {
         let socket = TcpSocket::new_v4().unwrap();
         socket.set_recv_buffer_size(4096).unwrap();
         let mut stream = socket.connect(http.address).await.unwrap();
-        let body = r#"{"prompt":"a","max_tokens":900000,"stream":true}"#;
-        stream.write_all(&raw_post("/v1/completions", body)).await.unwrap();
+        stream.write_all(&raw_post("/v1/completions", PAUSED)).await.unwrap();
         let submit = http.session.submit().await;
         pause(&mut http, &submit, &tokens("paused ")).await;
         assert_eq!(http.cluster.handle.stats().open, 1, "the call is paused, not ended");

@@ -10,7 +10,7 @@ use tokio::net::TcpSocket;
 
 use crate::cluster::{bounded, tokens};
 use crate::http_client::{Call, Event, HttpCluster, KEEP_ALIVE, SHORT, parse_events, raw_post, with_http};
-use crate::worker::{Command, WorkerProfile};
+use crate::worker::{Command, WorkerProfile, sequence};
 
 const LENGTH: v1::FinishReason = v1::FinishReason::Length;
 const ASK: &str = r#"{"messages":[{"role":"user","content":"hello"}]"#;
@@ -228,13 +228,25 @@ async fn a_disconnect_cancels_in_every_phase_streamed_or_not() {
     .await;
 }
 
+/// Returns an update with twenty alternatives for each token, so that few of them fill a connection.
+fn scored(submit: &v1::Submit, tokens: &[u32], reason: v1::FinishReason) -> v1::SequenceUpdate {
+    let one = |token_id| v1::TokenLogprob { token_id, logprob: -0.5 };
+    let position =
+        |token: &u32| v1::PositionLogprobs { chosen: Some(one(*token)), top: (33..53).map(one).collect() };
+    let logprobs = tokens.iter().map(position).collect();
+    v1::SequenceUpdate { logprobs, ..sequence(submit, 0, tokens, reason) }
+}
+
+/// Body of the request to [`pause`].
+pub const PAUSED: &str = r#"{"prompt":"a","max_tokens":900000,"logprobs":20,"stream":true}"#;
+
 /// Sends pieces of output that the client does not read until the request is paused: it is cancelled at its
 /// worker, and not submitted again. Confirms the cancel.
 pub async fn pause(http: &mut HttpCluster, submit: &v1::Submit, piece: &[u32]) {
     let mut submit = submit.clone();
     'pile: loop {
         let command = loop {
-            http.session.tokens(&submit, 0, piece);
+            http.session.sequence(scored(&submit, piece, v1::FinishReason::Unspecified));
             tokio::task::yield_now().await;
             if let Some(command) = http.session.try_command() {
                 break command;
@@ -270,8 +282,7 @@ async fn a_client_that_reads_slowly_is_paused_and_loses_nothing() {
         let socket = TcpSocket::new_v4().unwrap();
         socket.set_recv_buffer_size(4096).unwrap();
         let mut stream = socket.connect(http.address).await.unwrap();
-        let body = r#"{"prompt":"a","max_tokens":900000,"stream":true}"#;
-        stream.write_all(&raw_post("/v1/completions", body)).await.unwrap();
+        stream.write_all(&raw_post("/v1/completions", PAUSED)).await.unwrap();
         let submit = http.session.submit().await;
         let piece = tokens("0123456789abcdef");
         pause(&mut http, &submit, &piece).await;
@@ -288,7 +299,7 @@ async fn a_client_that_reads_slowly_is_paused_and_loses_nothing() {
         let before = joined_text(&parse_events(&body));
         let resumed = &submit.resumed[0].token_ids;
         assert!(resumed.len() > 512 && resumed.chunks(piece.len()).all(|tokens| piece.starts_with(tokens)));
-        http.session.finish(&submit, 0, &tokens(" and the rest"), LENGTH);
+        http.session.sequence(scored(&submit, &tokens(" and the rest"), LENGTH));
         let events = call.rest().await;
         assert_eq!(events.last().unwrap().data, "[DONE]");
         let after = joined_text(&events[..events.len() - 1]);
