@@ -254,7 +254,7 @@ async fn huge_values_are_refused_by_name_or_ignored() {
             // More than 64 bits, and more than any number.
             for huge in ["18446744073709551616", "-1e400"] {
                 let honoured = fields.iter().filter(|(_, fate)| *fate != "ignored");
-                for (name, fate) in honoured.filter(|(name, _)| *name != "request_id") {
+                for (name, fate) in honoured {
                     let mut body = api.body.clone();
                     body.as_object_mut().unwrap().remove(name);
                     if (api.name, name.as_str()) == ("tokenize", "messages") {

@@ -51,7 +51,7 @@ impl RequestId {
         Self { id: Arc::new(id.map(|id| OnceLock::from(id.to_owned())).unwrap_or_default()) }
     }
 
-    /// Returns an id that nobody has given.
+    /// Returns an id that is not set yet.
     pub(super) fn new() -> Self {
         Self { id: Arc::default() }
     }
