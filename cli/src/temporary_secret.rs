@@ -18,8 +18,19 @@ impl TemporarySecret {
     /// I/O error.
     pub fn create(what: &str) -> io::Result<Self> {
         let name = format!("inflight-{what}-{:032x}", rand::random::<u128>());
-        let path = std::env::temp_dir().join(name);
-        let mut file = fs::OpenOptions::new().write(true).create_new(true).mode(0o600).open(&path)?;
+        let create = |path: PathBuf| {
+            let mut options = fs::OpenOptions::new();
+            options.write(true).create_new(true).mode(0o600).open(&path).map(|file| (path, file))
+        };
+        // Files in a folder of temporary files may be removed by age, while processes that restart need them.
+        let runtime =
+            std::env::var_os("XDG_RUNTIME_DIR").filter(|folder| !folder.is_empty()).map(PathBuf::from);
+        let folders = runtime.into_iter().chain([PathBuf::from("/dev/shm")]);
+        let created = folders.map(|folder| create(folder.join(&name))).find_map(Result::ok);
+        let (path, mut file) = match created {
+            Some(created) => created,
+            None => create(std::env::temp_dir().join(&name))?,
+        };
         let created = Self(path);
         writeln!(file, "{:032x}{:032x}", rand::random::<u128>(), rand::random::<u128>())?;
         Ok(created)
@@ -33,7 +44,7 @@ impl TemporarySecret {
 
 impl Drop for TemporarySecret {
     fn drop(&mut self) {
-        // A file that is left in the folder of temporary files does no harm.
+        // A file that is left behind does no harm.
         let _ = fs::remove_file(&self.0);
     }
 }

@@ -20,7 +20,7 @@ use crate::api::generation::{GenerationRequest, Input};
 use crate::api::prompt::{PromptJob, SpecialTokens};
 use crate::api::request;
 use crate::api::response_stream::ResponseStream;
-use crate::api::tokenizing::{Failed, TokenizeTerms, Tokenizing};
+use crate::api::tokenizing::{TokenizeTerms, Tokenizing};
 use crate::call_guard::CallGuard;
 use crate::clock;
 use crate::dispatcher::{ServedModel, SharedDispatcher};
@@ -170,7 +170,7 @@ impl Ingress {
         let mut checked = request::check(request, terms, &served, seed)?;
         let prompt = checked.take_prompt(&served, &self.options);
         let prompt = self.tokenize(prompt, &tokenize).instrument(span.clone()).await;
-        let prompt = prompt.map_err(|failed| failed.outcome)?.into_tokens();
+        let prompt = prompt?.into_tokens();
         let arrived = (arrival.at, arrival.deadline);
         let mut call = checked.admit(prompt, resumed, &served, &self.options, arrived, stream, &caller)?;
         drop(received);
@@ -214,18 +214,12 @@ impl Ingress {
     }
 
     /// Tokenizes a prompt, in turns with other tenants if it is large.
-    async fn tokenize(
-        &self,
-        mut prompt: PromptJob,
-        terms: &TokenizeTerms,
-    ) -> Result<PromptJob, Failed<PromptJob>> {
+    async fn tokenize(&self, mut prompt: PromptJob, terms: &TokenizeTerms) -> Result<PromptJob, Outcome> {
         if prompt.is_large() {
             return self.tokenizing.run(terms, prompt.first(), prompt, PromptJob::step).await;
         }
-        match prompt.run() {
-            Ok(()) => Ok(prompt),
-            Err(outcome) => Err(Failed { outcome, state: Some(prompt) }),
-        }
+        prompt.run()?;
+        Ok(prompt)
     }
 
     /// Returns the tokens of bad words, in turns with other tenants if they are many.
@@ -236,14 +230,14 @@ impl Ingress {
     ) -> Result<Vec<Vec<u32>>, Outcome> {
         if words.are_many() {
             let done = self.tokenizing.run(terms, words.piece(), words, BadWords::run).await;
-            return Ok(done.map_err(|failed| failed.outcome)?.into_tokens());
+            return Ok(done?.into_tokens());
         }
         words.run()?;
         Ok(words.into_tokens())
     }
 
     /// Tokenizes a prompt exactly as [`Ingress::start`] does, and charges its tokens to the tenant's rate and daily
-    /// budget, also if it is refused on the way. Holds the receive budget until it returns.
+    /// budget, also if it is refused or cancelled on the way. Holds the receive budget until it returns.
     pub(crate) async fn tokens(
         &self,
         model: &str,
@@ -255,19 +249,13 @@ impl Ingress {
         let served = self.dispatch.resolve(model, None, clock::now())?;
         let (special, most) =
             (SpecialTokens::new(parse_special, &self.options), self.options.tokenize_tokens_max);
+        request::check_input(&input)?;
         let prompt = PromptJob::of_answer(served.clone(), input, special, most);
         let terms = self.terms_of(&context)?;
         // Each byte is at most one token; a template adds some that are not counted before.
-        let mut charge = charge(&context, prompt.bytes().min(most))?;
-        let done = self.tokenize(prompt, &terms).await;
-        let tokens = match &done {
-            Ok(prompt) => prompt.tokens().len(),
-            Err(failed) => failed.state.as_ref().map_or(0, |prompt| prompt.tokens().len()),
-        };
-        if let Some(charge) = &mut charge {
-            charge.used(tokens as u64);
-        }
-        Ok((served, done.map_err(|failed| failed.outcome)?.into_tokens()))
+        let charge = charge(&context, prompt.bytes().min(most))?;
+        let done = self.tokenize(prompt.charged_to(charge), &terms).await;
+        Ok((served, done?.into_tokens()))
     }
 
     /// Returns the text of tokens, special ones included, and charges the tokens like [`Ingress::tokens`].
@@ -287,17 +275,17 @@ impl Ingress {
             return Err(Outcome::field("tokens", reason));
         }
         let terms = self.terms_of(&context)?;
-        let mut charge = charge(&context, tokens.len())?;
-        if let Some(charge) = &mut charge {
-            charge.used(tokens.len() as u64);
-        }
+        let charge = charge(&context, tokens.len())?;
         let first = TokenizePiece { bytes: 4 * tokens.len() as u64, last: true };
-        let state = (served.model.clone(), tokens, String::new());
-        let decoded = self.tokenizing.run(&terms, first, state, |(model, tokens, text)| {
+        let state = (served.model.clone(), tokens, String::new(), charge);
+        let decoded = self.tokenizing.run(&terms, first, state, |(model, tokens, text, charge)| {
+            if let Some(charge) = charge {
+                charge.used(tokens.len() as u64);
+            }
             *text = model.tokenizer.decode_all(tokens).map_err(Outcome::invalid)?;
             Ok(None)
         });
-        let (.., text) = decoded.await.map_err(|failed| failed.outcome)?;
+        let (_, _, text, _) = decoded.await?;
         Ok(text)
     }
 

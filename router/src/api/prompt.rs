@@ -5,6 +5,7 @@ use std::ops::Range;
 
 use inflight_router_core::TokenizePiece;
 
+use crate::api::admission::TokenCharge;
 use crate::api::generation::Input;
 use crate::dispatcher::ServedModel;
 use crate::options::Options;
@@ -15,6 +16,8 @@ use crate::text::{Message, PromptText, TokenizerError};
 const LARGE_TEXT_BYTES: usize = 16 << 10;
 /// Number of messages above which rendering would delay them.
 const LARGE_CHAT_MESSAGES: usize = 64;
+/// Assumed size of what a template adds to a message, in bytes.
+const MESSAGE_BYTES: usize = 16;
 /// Text size up to which a prompt is rendered and tokenized in one step, in bytes.
 const ONE_STEP_BYTES: usize = 64 << 10;
 
@@ -95,6 +98,8 @@ pub(crate) struct PromptJob {
     /// Pieces that are not tokenized yet.
     pieces: VecDeque<Range<usize>>,
     tokens: Vec<u32>,
+    /// Charge that each step's tokens use up, also if the caller is gone before the last one.
+    charge: Option<TokenCharge>,
 }
 
 impl PromptJob {
@@ -123,7 +128,13 @@ impl PromptJob {
         let text = PromptText::with_special_tokens(String::new());
         let around = matches!(input, Input::Text(_));
         let (pieces, tokens) = (VecDeque::new(), Vec::new());
-        Self { served, special, bound, input: Some(input), text, around, pieces, tokens }
+        Self { served, special, bound, input: Some(input), text, around, pieces, tokens, charge: None }
+    }
+
+    /// Sets the charge that the job's tokens use up.
+    pub(crate) fn charged_to(mut self, charge: Option<TokenCharge>) -> Self {
+        self.charge = charge;
+        self
     }
 
     /// Whether the job needs a blocking thread.
@@ -137,12 +148,14 @@ impl PromptJob {
         }
     }
 
-    /// Returns the size of the prompt's text in bytes, before it is rendered.
+    /// Returns the size of the prompt's text in bytes, before it is rendered, with [`MESSAGE_BYTES`] for what a
+    /// template adds to each message.
     pub(crate) fn bytes(&self) -> usize {
         match &self.input {
             Some(Input::Text(text) | Input::RawText(text)) => text.len(),
             Some(Input::Chat(messages)) => {
-                messages.iter().map(|message| message.role.len() + message.content.len()).sum()
+                let bytes = |message: &Message| message.role.len() + message.content.len() + MESSAGE_BYTES;
+                messages.iter().map(bytes).sum()
             }
             Some(Input::TokenIds(_)) | None => 0,
         }
@@ -170,6 +183,9 @@ impl PromptJob {
         if let Some(piece) = self.pieces.pop_front() {
             let tokenizer = &self.served.model.tokenizer;
             let tokens = tokenizer.encode_piece(&self.text, piece, self.around).map_err(encoding)?;
+            if let Some(charge) = &mut self.charge {
+                charge.used(tokens.len() as u64);
+            }
             self.tokens.extend(tokens);
             self.check_tokens()?;
         }
@@ -180,11 +196,6 @@ impl PromptJob {
     pub(crate) fn run(&mut self) -> Result<(), Outcome> {
         while self.step()?.is_some() {}
         Ok(())
-    }
-
-    /// Returns the tokens so far.
-    pub(crate) fn tokens(&self) -> &[u32] {
-        &self.tokens
     }
 
     /// Returns the tokens.

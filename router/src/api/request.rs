@@ -22,6 +22,7 @@ use crate::trace::TraceContext;
 /// Limits on fields of the API that workers do not see.
 const NAME_BYTES_MAX: usize = 128;
 const STOPS_MAX: usize = 16;
+const MESSAGES_MAX: usize = 16 << 10;
 const STOP_BYTES_MAX: usize = 256;
 
 /// Makes a request continue from a cursor: with its seed, on workers of its fingerprint.
@@ -250,7 +251,20 @@ fn digest(call: &AdmittedCall, event_path: &str) -> RequestDigest {
     digest
 }
 
+/// Checks the number of messages, before anything is allocated for each.
+pub(crate) fn check_input(input: &Input) -> Result<(), Outcome> {
+    match input {
+        Input::Chat(messages) if messages.len() > MESSAGES_MAX => {
+            let count = messages.len();
+            let reason = format!("messages has {count} messages; at most {MESSAGES_MAX} are allowed");
+            Err(Outcome::field("messages", reason))
+        }
+        _ => Ok(()),
+    }
+}
+
 fn check_fields(request: &GenerationRequest) -> Result<(), Outcome> {
+    check_input(&request.input)?;
     let names = [
         ("tenant", &request.tenant),
         ("request_id", &request.request_id),

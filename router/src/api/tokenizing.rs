@@ -49,14 +49,6 @@ struct State {
     waiting: BTreeMap<TokenizeJobId, oneshot::Sender<Slot>>,
 }
 
-/// Failure of a job, with what it had done.
-#[derive(Debug)]
-pub(crate) struct Failed<S> {
-    pub(crate) outcome: Outcome,
-    /// State of the job; `None` after a panic.
-    pub(crate) state: Option<S>,
-}
-
 /// Slot of one piece. Returned on drop, if not by [`Slot::finish`].
 struct Slot {
     tokenizing: Tokenizing,
@@ -90,16 +82,10 @@ impl Tokenizing {
         first: TokenizePiece,
         mut state: S,
         step: fn(&mut S) -> Result<Option<TokenizePiece>, Outcome>,
-    ) -> Result<S, Failed<S>> {
-        let (mut job, mut turn) = match self.enter(terms, first) {
-            Ok(entered) => entered,
-            Err(outcome) => return Err(Failed { outcome, state: Some(state) }),
-        };
+    ) -> Result<S, Outcome> {
+        let (mut job, mut turn) = self.enter(terms, first)?;
         loop {
-            let slot = match self.wait(turn, terms.deadline).await {
-                Ok(slot) => slot,
-                Err(outcome) => return Err(Failed { outcome, state: Some(state) }),
-            };
+            let slot = self.wait(turn, terms.deadline).await?;
             let run = move || {
                 let ran = step(&mut state);
                 let turn = slot.finish(ran.as_ref().ok().copied().flatten());
@@ -108,15 +94,11 @@ impl Tokenizing {
             let ran;
             (state, ran, turn) = tokio::task::spawn_blocking(run).await.map_err(|_| {
                 let what = "tokenizing failed on a fault of the tokenizer library".to_owned();
-                Failed { outcome: Outcome::Internal(what), state: None }
+                Outcome::Internal(what)
             })?;
-            match ran {
-                Ok(Some(_)) => {}
-                Ok(None) => {
-                    job.done = true;
-                    return Ok(state);
-                }
-                Err(outcome) => return Err(Failed { outcome, state: Some(state) }),
+            if ran?.is_none() {
+                job.done = true;
+                return Ok(state);
             }
         }
     }
@@ -279,7 +261,7 @@ mod tests {
         let tokenizing = tokenizing.clone();
         tokio::spawn(async move {
             let run = tokenizing.run(&terms(tenant), PIECE, steps, Steps::step).await;
-            run.map(drop).map_err(|failed| failed.outcome)
+            run.map(drop)
         })
     }
 
@@ -347,7 +329,7 @@ mod tests {
         };
         let late = TokenizeTerms { deadline: Some(clock::now()), ..terms("late") };
         let failed = tokenizing.run(&late, PIECE, (), count).await.unwrap_err();
-        assert_eq!((failed.outcome, RAN.load(Ordering::Relaxed)), (Outcome::DeadlineExceeded, 0));
+        assert_eq!((failed, RAN.load(Ordering::Relaxed)), (Outcome::DeadlineExceeded, 0));
         let (ran, _seen) = mpsc::channel();
         let gate = Arc::new(Barrier::new(2));
         let running = start(&tokenizing, "a", 1, &ran, Some(&gate));
@@ -355,8 +337,8 @@ mod tests {
             tokio::task::yield_now().await;
         }
         let failed = tokenizing.run(&terms("a"), PIECE, (), count).await.unwrap_err();
-        assert!(matches!(failed.outcome, Outcome::Full(_)));
-        assert!(failed.outcome.message().contains("--tokenize-queue-max"), "{}", failed.outcome.message());
+        assert!(matches!(failed, Outcome::Full(_)));
+        assert!(failed.message().contains("--tokenize-queue-max"), "{}", failed.message());
         gate.wait();
         running.await.unwrap().unwrap();
     }
@@ -365,7 +347,7 @@ mod tests {
     async fn a_panic_in_a_step_returns_its_slot() {
         let tokenizing = with_slots(1, 10);
         let failed = tokenizing.run(&terms("a"), PIECE, (), |()| panic!("scripted")).await.unwrap_err();
-        assert!(matches!(failed.outcome, Outcome::Internal(_)));
-        tokenizing.run(&terms("a"), PIECE, (), |()| Ok(None)).await.map_err(|failed| failed.outcome).unwrap();
+        assert!(matches!(failed, Outcome::Internal(_)));
+        tokenizing.run(&terms("a"), PIECE, (), |()| Ok(None)).await.unwrap();
     }
 }

@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use tokenizers::{Model as _, Normalizer as _, OffsetType, PreTokenizedString, PreTokenizer as _};
+use tokenizers::{Model as _, Normalizer as _, OffsetType, PreTokenizedString, PreTokenizer as _, Token};
 
 use super::{AddedTokens, PromptText, TokenBound, TokenizerError, Vocabulary, pieces};
 
@@ -114,12 +114,41 @@ impl Tokenizer {
             if let Some(pre_tokenizer) = self.inner.get_pre_tokenizer() {
                 pre_tokenizer.pre_tokenize(&mut text)?;
             }
-            text.tokenize(|part| self.inner.get_model().tokenize(part.get()))?;
+            text.tokenize(|part| self.tokenize_plain(part.get()))?;
             let encoding = text.into_encoding(None, 0, OffsetType::None)?;
             self.inner.post_process(encoding, None, special)
         };
         let encoding: tokenizers::Result<_> = encode();
         Ok(encoding.map_err(|error| TokenizerError::Encode(error.to_string()))?.get_ids().to_vec())
+    }
+
+    /// Tokenizes text that has no special token. A model whose pieces include the special tokens (Unigram does, with
+    /// scores above all others) finds them in such text, too: their text is tokenized in two parts then.
+    fn tokenize_plain(&self, text: &str) -> tokenizers::Result<Vec<Token>> {
+        let mut plain = Vec::new();
+        for token in self.inner.get_model().tokenize(text)? {
+            // Not the token of unknown text, whose value is that text.
+            let named =
+                || self.inner.get_model().id_to_token(token.id).is_some_and(|name| name == token.value);
+            let special = self.vocabulary.is_special(token.id) && named();
+            let (start, end) = token.offsets;
+            let cut = text
+                .get(start..end)
+                .and_then(|part| part.chars().next())
+                .map_or(end, |c| start + c.len_utf8());
+            if !special || cut >= end {
+                plain.push(token);
+                continue;
+            }
+            for range in [start..cut, cut..end] {
+                let from = range.start;
+                plain.extend(self.tokenize_plain(&text[range])?.into_iter().map(|mut token| {
+                    token.offsets = (token.offsets.0 + from, token.offsets.1 + from);
+                    token
+                }));
+            }
+        }
+        Ok(plain)
     }
 
     /// Tokenizes a prompt; with `around`, the model's special tokens are added around it.
@@ -329,6 +358,35 @@ mod tests {
                 assert_eq!(tokenizer.encode(&text.text).unwrap(), text.tokens, "{:?}", text.text);
                 assert_eq!(streamed(&tokenizer, &[], &text.tokens).concat(), text.decoded);
             }
+        }
+    }
+
+    /// Unigram finds every piece of its vocabulary in a text, those of special tokens with the highest scores.
+    #[test]
+    fn special_tokens_in_plain_text_are_plain_text_for_unigram_models_too() {
+        let mut json: serde_json::Value =
+            serde_json::from_str(Family::SentencePiece.tokenizer_json()).unwrap();
+        let mut pieces: Vec<(u64, String)> = json["model"]["vocab"]
+            .as_object()
+            .unwrap()
+            .iter()
+            .map(|(k, id)| (id.as_u64().unwrap(), k.clone()))
+            .collect();
+        pieces.sort_unstable();
+        let vocab: Vec<_> = pieces
+            .iter()
+            .map(|(id, piece)| serde_json::json!([piece, if *id < 3 { 0.0 } else { -10.0 - *id as f64 }]))
+            .collect();
+        json["model"] =
+            serde_json::json!({"type": "Unigram", "unk_id": 0, "byte_fallback": true, "vocab": vocab});
+        let tokenizer = Tokenizer::from_json(json.to_string().as_bytes()).unwrap();
+        let special = |ids: &[u32]| ids.iter().filter(|id| tokenizer.vocabulary.is_special(**id)).count();
+        for text in ["a</s>b", "</s></s>", "<s>", "<unk>", "x<s></s>"] {
+            let plain = tokenizer.encode_prompt(&PromptText::plain(text.to_owned()), false).unwrap();
+            assert_eq!(special(&plain), 0, "{text}: {plain:?}");
+            assert_eq!(tokenizer.decode_all(&plain).unwrap(), text);
+            let recognised = PromptText::with_special_tokens(text.to_owned());
+            assert!(special(&tokenizer.encode_prompt(&recognised, false).unwrap()) > 0, "{text}");
         }
     }
 

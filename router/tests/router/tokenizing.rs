@@ -117,6 +117,12 @@ async fn tokenize_is_bounded_and_charged() {
             let violations = status.get_details_quota_failure().unwrap().violations;
             assert_eq!(violations[0].description, "tokens_per_minute");
         };
+        let chat = v1::Chat { messages: vec![v1::ChatMessage::default(); 20_000] };
+        let input = Some(tokenize_request::Input::Chat(chat));
+        let request = v1::TokenizeRequest { input, ..Default::default() };
+        let status = cluster.client.clone().tokenize(with_key(request, "free")).await.unwrap_err();
+        assert_eq!(status.code(), Code::InvalidArgument);
+        assert!(status.message().contains("20000 messages"), "{status}");
         let long = "xy".repeat(120);
         let status = tokenize("free", &long, false).await.unwrap_err();
         assert_eq!(status.code(), Code::InvalidArgument);

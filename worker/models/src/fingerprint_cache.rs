@@ -132,12 +132,32 @@ impl FingerprintCache {
         let mut entries = Vec::new();
         for entry in fs::read_dir(&self.directory)? {
             let entry = entry?;
-            entries.push((entry.metadata()?.modified()?, entry.path()));
+            // The directory may have files of others.
+            if !is_entry_name(&entry.file_name().to_string_lossy()) {
+                continue;
+            }
+            // Another worker may have removed it.
+            if let Ok(modified) = entry.metadata().and_then(|metadata| metadata.modified()) {
+                entries.push((modified, entry.path()));
+            }
         }
         entries.sort_unstable();
         let excess = entries.len().saturating_sub(ENTRIES_MAX);
-        entries.iter().take(excess).try_for_each(|(_, path)| fs::remove_file(path))
+        for (_, path) in entries.iter().take(excess) {
+            match fs::remove_file(path) {
+                Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
+                _ => {}
+            }
+        }
+        Ok(())
     }
+}
+
+/// Whether a file of this name is an entry.
+fn is_entry_name(name: &str) -> bool {
+    let hexadecimal = |part: &str| !part.is_empty() && part.bytes().all(|byte| byte.is_ascii_hexdigit());
+    let parts = name.strip_suffix(".json").and_then(|parts| parts.split_once('-'));
+    parts.is_some_and(|(device, inode)| hexadecimal(device) && hexadecimal(inode))
 }
 
 /// Reads an entry that only this user can have written.
@@ -311,18 +331,23 @@ mod tests {
     }
 
     #[test]
-    fn a_full_cache_loses_its_oldest_entries() {
+    fn a_full_cache_loses_its_oldest_entries_and_no_other_file() {
         let fixture = Fixture::new(1);
         DirBuilder::new().mode(0o700).create(fixture.directory()).unwrap();
         let past = SystemTime::now() - Duration::from_secs(3600);
         for i in 0..ENTRIES_MAX + 3 {
-            let file = File::create(fixture.directory().join(format!("{i}.json"))).unwrap();
+            let file = File::create(fixture.directory().join(format!("fe-{i:x}.json"))).unwrap();
             file.set_modified(past + Duration::from_secs(i as u64)).unwrap();
         }
+        let others = ["1.json", "notes-1.json", "1-2"].map(|name| fixture.directory().join(name));
+        for other in &others {
+            File::create(other).unwrap().set_modified(past - Duration::from_secs(1)).unwrap();
+        }
         fixture.cached_fingerprint();
-        assert_eq!(fixture.entries().len(), ENTRIES_MAX);
+        assert_eq!(fixture.entries().len(), ENTRIES_MAX + others.len());
+        assert!(others.iter().all(|other| other.exists()));
         for i in 0..4 {
-            assert!(!fixture.directory().join(format!("{i}.json")).exists());
+            assert!(!fixture.directory().join(format!("fe-{i:x}.json")).exists());
         }
         assert!(fixture.cached_fingerprint().1);
     }

@@ -73,7 +73,10 @@ impl HostMemory {
         for level in hierarchy.path.ancestors() {
             let folder = hierarchy.folder(level);
             let Some(limit) = bytes(folder.join(hierarchy.limit)) else { continue };
+            // The page cache counts as used, but gives way: weights that were read before are in it.
+            let statistics = std::fs::read_to_string(folder.join("memory.stat")).unwrap_or_default();
             let used = bytes(folder.join(hierarchy.usage)).unwrap_or(0);
+            let used = used.saturating_sub(page_cache_bytes(&statistics));
             memory.available = memory.available.min(limit.saturating_sub(used));
             let group = if mapped { &hierarchy.path } else { level };
             memory.limits.push(MemoryLimit { bytes: limit, group: Some(group.to_owned()) });
@@ -85,6 +88,16 @@ impl HostMemory {
     pub fn limit(&self) -> u64 {
         self.limits.iter().map(|limit| limit.bytes).min().unwrap_or(u64::MAX)
     }
+}
+
+/// Returns the bytes of the page cache in a control group's `memory.stat`: of cgroup v1 with descendants, else of v2.
+fn page_cache_bytes(statistics: &str) -> u64 {
+    let field = |name: &str| {
+        let line = statistics.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(' '));
+        line.and_then(|bytes| bytes.trim().parse::<u64>().ok())
+    };
+    let of = |name: &str| field(&format!("total_{name}")).or_else(|| field(name)).unwrap_or(0);
+    of("inactive_file").saturating_add(of("active_file"))
 }
 
 /// Returns total and available bytes of `/proc/meminfo`.
@@ -141,6 +154,9 @@ mod tests {
         let machine = "MemTotal:       2048 kB\nMemFree: 1 kB\nMemAvailable:    1024 kB\n";
         assert_eq!(parse_meminfo(machine), Some((2 << 20, 1 << 20)));
         assert_eq!(parse_meminfo("MemTotal: many\n"), None);
+        let v1 = "inactive_file 1\nactive_file 2\ntotal_inactive_file 30\ntotal_active_file 40\n";
+        assert_eq!([page_cache_bytes(v1), page_cache_bytes("active_file 2\ninactive_file 1\n")], [70, 3]);
+        assert_eq!(page_cache_bytes("inactive_file_x 5\n"), 0);
         let files = |groups| {
             let hierarchy = Hierarchy::of(groups).unwrap();
             let levels = hierarchy.path.ancestors();

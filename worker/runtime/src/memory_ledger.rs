@@ -189,6 +189,9 @@ fn prepare_default() -> Result<PathBuf, LedgerError> {
     let runtime = runtime.map(|path| Path::new(&path).join("inflight"));
     let temporary = std::env::temp_dir().join(&name);
     let mut outcome = prepare(&shared).map(|()| shared);
+    if let Err(error) = &outcome {
+        tracing::warn!(%error, "workers that use another reservation directory are not seen; name one with --reservation-dir");
+    }
     for path in runtime.into_iter().chain([temporary]) {
         outcome = outcome.or_else(|_| prepare(&path).map(|()| path));
     }
