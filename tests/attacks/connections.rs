@@ -55,7 +55,7 @@ fn with_key(request: GenerateRequest) -> Result<Request<GenerateRequest>> {
 async fn a_tenant_is_served_beside_a_flood_of_connections_and_idle_streams() -> Result<()> {
     let exclusive = exclusive().await;
     let count = connections();
-    raise_file_limit(2 * count + 1000)?;
+    raise_file_limit(count + 1000)?;
     let folder = inflight_fixtures::TempDir::new("connections")?;
     let file = folder.path().join("tenants.toml");
     std::fs::write(&file, TENANTS)?;
