@@ -138,6 +138,7 @@ impl Ingress {
         mut request: GenerationRequest,
         incoming: RequestContext,
     ) -> Result<ResponseStream, Outcome> {
+        request::check_input(&request.input)?;
         let permit = self.stream_permit()?;
         let open = self.open.token();
         let usage = self.usage.as_ref().map(UsageLog::admit).transpose()?;
