@@ -73,7 +73,7 @@ impl HostMemory {
         for level in hierarchy.path.ancestors() {
             let folder = hierarchy.folder(level);
             let Some(limit) = bytes(folder.join(hierarchy.limit)) else { continue };
-            // The page cache counts as used, but gives way: weights that were read before are in it.
+            // The page cache counts as used, but is reclaimed on demand: weights that were read before are in it.
             let statistics = std::fs::read_to_string(folder.join("memory.stat")).unwrap_or_default();
             let used = bytes(folder.join(hierarchy.usage)).unwrap_or(0);
             let used = used.saturating_sub(page_cache_bytes(&statistics));
