@@ -2,6 +2,7 @@
 //! reports progress, at a given point of loading.
 
 use std::fs::{self, File};
+use std::os::unix::fs::FileExt as _;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -67,7 +68,8 @@ fn overwrite(file: &Path) {
     let mut bytes = fs::read(file).unwrap();
     let half = bytes.len() / 2;
     bytes[half..].iter_mut().for_each(|byte| *byte ^= 1);
-    fs::write(file, bytes).unwrap();
+    // Not `fs::write`, which truncates first: another rank would see that.
+    File::options().write(true).open(file).unwrap().write_all_at(&bytes, 0).unwrap();
     // As a later write would have left it, without waiting for the clock of the file system.
     let later = SystemTime::now() + Duration::from_secs(60);
     File::options().write(true).open(file).unwrap().set_modified(later).unwrap();
