@@ -46,7 +46,7 @@ impl<'a> Marks<'a> {
         characters.map(|(at, c)| placeholder(c).filter(|_| wanted(at)).unwrap_or(c)).collect()
     }
 
-    /// Returns a text with the marked characters in place of their placeholders, and where these were.
+    /// Replaces placeholders by their characters; returns the text and the byte offsets of the replaced characters.
     pub(super) fn restore(&self, text: &str) -> (String, Vec<u32>) {
         let (mut restored, mut at) = (String::with_capacity(text.len()), Vec::new());
         for c in text.chars() {

@@ -1,4 +1,4 @@
-//! Fuzz target `configuration`: see the function of that name.
+//! libFuzzer target `configuration`: calls the parser of this kind of input, whose properties `inflight_fuzz` checks.
 #![no_main]
 
 libfuzzer_sys::fuzz_target!(|data: &[u8]| {

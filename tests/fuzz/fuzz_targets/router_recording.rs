@@ -1,4 +1,4 @@
-//! Fuzz target `router_recording`: see the function of that name.
+//! libFuzzer target `router_recording`: calls the parser of this kind of input, whose properties `inflight_fuzz` checks.
 #![no_main]
 
 libfuzzer_sys::fuzz_target!(|data: &[u8]| {

@@ -1,4 +1,4 @@
-//! Fuzz target `template`: see the function of that name.
+//! libFuzzer target `template`: calls the parser of this kind of input, whose properties `inflight_fuzz` checks.
 #![no_main]
 
 libfuzzer_sys::fuzz_target!(|data: &[u8]| {

@@ -113,7 +113,7 @@ fn parse_meminfo(text: &str) -> Option<(u64, u64)> {
 #[derive(Debug, PartialEq, Eq)]
 struct Hierarchy {
     root: &'static str,
-    /// File names of a group's limit and usage.
+    /// Names of the files with a control group's memory limit and memory usage.
     limit: &'static str,
     usage: &'static str,
     /// Path of the process's group.
