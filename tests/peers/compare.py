@@ -213,20 +213,29 @@ def measure(arguments, names, streams):
 
 
 def summary(results):
-    """Output tokens a second and gaps, a line for each concurrency."""
+    """A line for each concurrency: output tokens per second, times to the first token and gaps, and ratios to the best peer in each."""
     names = [endpoint["name"] for endpoint in results[0][1]["points"][0]["endpoints"]]
-    peers = names[1:]
-    head = ["streams", *names, "ours / the best peer", "between tokens p50/p99 ms: " + " ".join(names)]
+    head = ["streams", "output tokens/s", "first token P50/P90 ms", "gap P50/P99 ms"]
+    head = [head[0], *[f"{column}: {' '.join(names)}; over the best peer" for column in head[1:]]]
     lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
     for streams, report in results:
         point = report["points"][0]
         median = {endpoint["name"]: endpoint["median"] for endpoint in point["endpoints"]}
-        rates = {name: median[name]["output_tokens_per_s"] for name in names}
-        best = max(peers, key=rates.get, default=None)
-        ratio = next((entry["ratios"]["output_tokens_per_s"] for entry in point["ratios"] if entry["to"] == best), None)
-        cells = [str(streams), *[f"{rates[name]:.1f}" for name in names]]
-        cells.append(f"{ratio['median']:.2f} ({ratio['least']:.2f} to {ratio['most']:.2f}), {best}" if ratio else "-")
-        cells.append(", ".join(f"{median[name]['itl_ms_p50']:.0f}/{median[name]['itl_ms_p99']:.0f}" for name in names))
+        ratios = {entry["to"]: entry["ratios"] for entry in point["ratios"]}
+
+        def over_best(figure, best):
+            """Ours over the peer that is best in this figure: the median of the rounds, with the least and the most."""
+            peer = best(ratios, key=lambda name: median[name][figure], default=None)
+            ratio = ratios[peer][figure] if peer else None
+            return f"{ratio['median']:.2f} ({ratio['least']:.2f} to {ratio['most']:.2f}) {peer}" if ratio else "-"
+
+        def latencies(*figures):
+            values = ", ".join("/".join(f"{median[name][figure]:.0f}" for figure in figures) for name in names)
+            return "; ".join([values, *[over_best(figure, min) for figure in figures]])
+
+        rates = ", ".join(f"{median[name]['output_tokens_per_s']:.1f}" for name in names)
+        cells = [str(streams), f"{rates}; {over_best('output_tokens_per_s', max)}"]
+        cells += [latencies("ttft_ms_p50", "ttft_ms_p90"), latencies("itl_ms_p50", "itl_ms_p99")]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
