@@ -1,6 +1,10 @@
 //! Generation request and events of the API's core, which every protocol maps to its own messages.
 
-use inflight_contract::{FinishReason, PositionLogprobs, PromptLogprobs, SamplingSpec};
+use std::sync::Arc;
+
+use inflight_contract::{
+    Constraint, FinishReason, PositionLogprobs, PromptLogprobs, SamplingError, SamplingSpec,
+};
 
 use crate::api::cursor::ChoicePosition;
 use crate::text::Message;
@@ -40,6 +44,8 @@ pub(crate) struct SamplingOverrides {
     pub(crate) seed: Option<u64>,
     /// Number of choices.
     pub(crate) n: Option<u32>,
+    /// Grammar that the output must match.
+    pub(crate) constraint: Option<Arc<Constraint>>,
 }
 
 impl SamplingOverrides {
@@ -63,6 +69,7 @@ impl SamplingOverrides {
             stop_token_ids: stop.stop_token_ids.clone(),
             ignore_eos: stop.ignore_eos,
             seed: self.seed.unwrap_or(defaults.seed),
+            constraint: self.constraint,
         }
     }
 }
@@ -107,6 +114,8 @@ pub(crate) struct GenerationRequest {
     pub(crate) event_path: String,
     /// Position of the stream that it resumes.
     pub(crate) resume: Option<Resume>,
+    /// Client's field that gives the constraint, named in refusals.
+    pub(crate) constraint_field: &'static str,
 }
 
 /// Position of a stream that a request resumes, as its client gives it.
@@ -137,6 +146,7 @@ impl GenerationRequest {
             resumable: false,
             event_path: String::new(),
             resume: None,
+            constraint_field: SamplingError::CONSTRAINT,
         }
     }
 }

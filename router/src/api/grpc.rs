@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::task::{Context, Poll, ready};
 
 use futures::{Stream, StreamExt as _};
-use inflight_contract::RequestError;
+use inflight_contract::{RequestError, SamplingError};
 use inflight_proto::v1;
 use inflight_proto::v1::generate_response::Event;
 use inflight_proto::v1::inference_server::Inference;
@@ -98,9 +98,21 @@ fn at_path(outcome: Outcome) -> Outcome {
         return Outcome::field("input", reason);
     }
     let parent = match field.as_str() {
-        "temperature" | "top_p" | "top_k" | "min_p" | "presence_penalty" | "frequency_penalty"
-        | "repetition_penalty" | "logit_bias" | "logprobs" | "prompt_logprobs" | "n"
-        | "allowed_token_ids" | "bad_words" | "bad_word_token_ids" => "sampling.",
+        "temperature"
+        | "top_p"
+        | "top_k"
+        | "min_p"
+        | "presence_penalty"
+        | "frequency_penalty"
+        | "repetition_penalty"
+        | "logit_bias"
+        | "logprobs"
+        | "prompt_logprobs"
+        | "n"
+        | "allowed_token_ids"
+        | "bad_words"
+        | "bad_word_token_ids"
+        | SamplingError::CONSTRAINT => "sampling.",
         "cursor" => "resume.",
         "max_tokens" | "min_tokens" | "stop" | "stop_token_ids" => "stop.",
         _ => "",
@@ -210,6 +222,7 @@ fn generation_request(message: v1::GenerateRequest) -> Result<GenerationRequest,
         resumable,
         event_path: String::new(),
         resume: message.resume.map(resume),
+        constraint_field: SamplingError::CONSTRAINT,
     })
 }
 
@@ -240,6 +253,7 @@ fn sampling(message: v1::SamplingParams) -> SamplingOverrides {
         prompt_logprobs: message.prompt_logprobs,
         seed: message.seed,
         n: message.n,
+        constraint: message.constraint.map(|constraint| Arc::new(constraint.to_contract())),
     }
 }
 

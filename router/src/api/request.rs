@@ -76,7 +76,8 @@ pub(crate) fn check(
     check_stops("stop", &request.stop.stop)?;
     let defaults = SamplingSpec { seed, ..served.model.defaults.clone() };
     let sampling = std::mem::take(&mut request.sampling);
-    let sampling = sampling.apply(&request.stop, &defaults).validate().map_err(invalid_sampling)?;
+    let sampling = sampling.apply(&request.stop, &defaults).validate();
+    let sampling = sampling.map_err(|error| invalid_sampling(error, request.constraint_field))?;
     if request.stop.max_tokens == Some(0) && sampling.prompt_logprobs.is_none() {
         let reason = "max_tokens is 0; ask for at least one token, or for log probabilities of the prompt";
         return Err(Outcome::field("max_tokens", reason));
@@ -246,6 +247,11 @@ fn digest(call: &AdmittedCall, event_path: &str) -> RequestDigest {
         hash.update((stop.len() as u64).to_le_bytes());
         hash.update(stop);
     }
+    // Requests without a constraint keep the digests of earlier versions.
+    if let Some(constraint) = &sampling.constraint {
+        hash.update(constraint.grammar.digest());
+        hash.update(constraint.begins_after.map_or(u64::MAX, u64::from).to_le_bytes());
+    }
     let mut digest = RequestDigest::default();
     digest.0.copy_from_slice(&hash.finalize()[..16]);
     digest
@@ -295,8 +301,12 @@ pub(crate) fn check_stops(name: &str, stop: &[String]) -> Result<(), Outcome> {
     Ok(())
 }
 
-fn invalid_sampling(error: SamplingError) -> Outcome {
-    Outcome::field(error.field(), &error)
+/// Returns the refusal of a sampling parameter. `constraint_field` is the client's field of the constraint.
+fn invalid_sampling(error: SamplingError, constraint_field: &'static str) -> Outcome {
+    match error {
+        SamplingError::Constraint(error) => Outcome::field(constraint_field, error),
+        error => Outcome::field(error.field(), &error),
+    }
 }
 
 fn invalid_request(error: RequestError) -> Outcome {

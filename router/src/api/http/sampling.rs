@@ -96,6 +96,7 @@ pub(super) fn read(fields: &Fields<'_>, request: &mut GenerationRequest) -> Resu
         prompt_logprobs: prompt_logprobs(fields)?,
         seed: seed(fields)?,
         n: fields.count("n")?,
+        constraint: None,
     };
     request.stop = StopConditions {
         max_tokens: None,
