@@ -17,7 +17,7 @@ pub enum ParameterKind {
 
 impl ParameterKind {
     /// Returns the kind that a JSON schema describes; text if it does not say.
-    fn of_schema(schema: &Value) -> Self {
+    pub(crate) fn of_schema(schema: &Value) -> Self {
         let (mut text, mut null, mut other) = (false, false, false);
         let mut add = |name: &str| match name {
             "string" => text = true,

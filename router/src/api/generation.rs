@@ -5,9 +5,11 @@ use std::sync::Arc;
 use inflight_contract::{
     Constraint, FinishReason, PositionLogprobs, PromptLogprobs, SamplingError, SamplingSpec,
 };
+use inflight_output_parser::OutputEvent;
 
 use crate::api::cursor::ChoicePosition;
-use crate::text::Message;
+use crate::api::tool_use::ToolUse;
+use crate::text::Conversation;
 
 /// Prompt of a request.
 #[derive(Debug, Clone, PartialEq)]
@@ -19,7 +21,7 @@ pub(crate) enum Input {
     /// Token ids, used without change.
     TokenIds(Vec<u32>),
     /// Conversation, rendered by the model's chat template.
-    Chat(Vec<Message>),
+    Chat(Conversation),
 }
 
 /// Sampling parameters that a request sets; absent ones are taken from the model's generation config.
@@ -98,6 +100,10 @@ pub(crate) struct GenerationRequest {
     pub(crate) stop: StopConditions,
     /// Whether special tokens are recognised in plain text; `None`: they are.
     pub(crate) parse_special: Option<bool>,
+    /// Tools that the output may call.
+    pub(crate) tools: Option<ToolUse>,
+    /// Whether reasoning and tool calls are apart from the text of the output.
+    pub(crate) parse_output: bool,
     /// Whether deltas carry token ids.
     pub(crate) return_token_ids: bool,
     /// Tenant name; empty: the caller's, or the default tenant.
@@ -137,6 +143,8 @@ impl GenerationRequest {
             parse_special: None,
             sampling: SamplingOverrides::default(),
             stop: StopConditions::default(),
+            tools: None,
+            parse_output: false,
             return_token_ids: false,
             tenant: String::new(),
             weight: None,
@@ -199,6 +207,8 @@ pub(crate) struct Started {
     pub(crate) seed: u64,
     /// Numerics fingerprint of the worker.
     pub(crate) fingerprint: String,
+    /// Whether the output is parsed.
+    pub(crate) parsed: bool,
 }
 
 /// New output of one choice.
@@ -206,8 +216,10 @@ pub(crate) struct Started {
 pub(crate) struct Delta {
     /// Index of the choice.
     pub(crate) choice: u32,
-    /// Text of whole characters, without stop strings.
+    /// Text of whole characters, without stop strings; of a parsed output, its content alone.
     pub(crate) text: String,
+    /// Parts of a parsed output, its content included, in order.
+    pub(crate) parts: Vec<OutputEvent>,
     /// Ids of the new tokens, if requested.
     pub(crate) token_ids: Vec<u32>,
     /// Log probabilities of the new tokens, if requested.
@@ -224,6 +236,10 @@ pub(crate) struct Finished {
     /// Index of the choice.
     pub(crate) choice: u32,
     pub(crate) reason: FinishReason,
+    /// Last parts of a parsed output, which its end decides.
+    pub(crate) parts: Vec<OutputEvent>,
+    /// Whether the output has tool calls.
+    pub(crate) called: bool,
     /// Stop string that matched; empty if none did.
     pub(crate) stop_string: String,
     /// Stop token that matched.
@@ -249,6 +265,8 @@ pub(crate) struct Usage {
     pub(crate) completion_tokens: u32,
     /// Prompt tokens found in the worker's prefix cache.
     pub(crate) cached_prompt_tokens: u32,
+    /// Generated tokens that are reasoning, over all choices of a parsed output.
+    pub(crate) reasoning_tokens: u32,
     /// Fingerprint of the worker that generated the last tokens.
     pub(crate) fingerprint: String,
 }
@@ -264,4 +282,23 @@ pub(crate) struct Timings {
     pub(crate) per_token_seconds: f64,
     /// Until the last token.
     pub(crate) total_seconds: f64,
+}
+
+/// Returns the content among parts of an output.
+pub(crate) fn content(parts: &[OutputEvent]) -> String {
+    let text = |part: &OutputEvent| match part {
+        OutputEvent::Content(text) => Some(text.clone()),
+        _ => None,
+    };
+    parts.iter().filter_map(text).collect()
+}
+
+impl Delta {
+    /// Returns the parts of the output; of one that is not parsed, its text.
+    pub(crate) fn into_parts(self) -> Vec<OutputEvent> {
+        if self.parts.is_empty() && !self.text.is_empty() {
+            return vec![OutputEvent::Content(self.text)];
+        }
+        self.parts
+    }
 }

@@ -121,7 +121,7 @@ fn at_path(outcome: Outcome) -> Outcome {
 }
 
 fn usage_message(usage: Usage) -> v1::Usage {
-    let Usage { prompt_tokens, completion_tokens, cached_prompt_tokens, fingerprint } = usage;
+    let Usage { prompt_tokens, completion_tokens, cached_prompt_tokens, fingerprint, .. } = usage;
     v1::Usage { prompt_tokens, completion_tokens, cached_prompt_tokens, fingerprint }
 }
 
@@ -153,7 +153,7 @@ fn unary(collected: Collected) -> v1::GenerateUnaryResponse {
 
 fn choice((choice, index): (CollectedChoice, u32)) -> v1::Choice {
     let reason = v1::FinishReason::from(choice.reason()).into();
-    let CollectedChoice { text, token_ids, logprobs, finished } = choice;
+    let CollectedChoice { text, token_ids, logprobs, finished, .. } = choice;
     let (stop_string, stop_token_id) =
         finished.map(|finished| (finished.stop_string, finished.stop_token_id)).unwrap_or_default();
     let logprobs = logprobs.into_iter().map(Into::into).collect();
@@ -164,7 +164,7 @@ fn choice((choice, index): (CollectedChoice, u32)) -> v1::Choice {
 fn message(event: GenerationEvent, cursor: Vec<u8>) -> v1::GenerateResponse {
     let event = match event {
         GenerationEvent::Started(started) => {
-            let Started { request_id, model, prompt_tokens, seed, fingerprint } = started;
+            let Started { request_id, model, prompt_tokens, seed, fingerprint, .. } = started;
             Event::Started(v1::GenerationStarted {
                 request_id,
                 model,
@@ -213,6 +213,8 @@ fn generation_request(message: v1::GenerateRequest) -> Result<GenerationRequest,
         parse_special: message.parse_special,
         sampling: sampling(message.sampling.unwrap_or_default()),
         stop: stop_conditions(message.stop.unwrap_or_default()),
+        tools: None,
+        parse_output: false,
         return_token_ids: message.return_token_ids || resumable,
         tenant: message.tenant,
         weight: message.weight,
@@ -232,8 +234,8 @@ fn resume(message: v1::Resume) -> Resume {
 }
 
 fn conversation(chat: v1::Chat) -> Input {
-    let message = |message: v1::ChatMessage| Message { role: message.role, content: message.content };
-    Input::Chat(chat.messages.into_iter().map(message).collect())
+    let message = |message: v1::ChatMessage| Message::new(&message.role, message.content);
+    Input::Chat(chat.messages.into_iter().map(message).collect::<Vec<_>>().into())
 }
 
 fn sampling(message: v1::SamplingParams) -> SamplingOverrides {

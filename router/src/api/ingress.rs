@@ -168,7 +168,7 @@ impl Ingress {
         let words = BadWords::new(served.clone(), words)?;
         let words = self.tokenize_words(words, &tokenize).instrument(span.clone()).await?;
         request.sampling.bad_word_token_ids.extend(words);
-        let mut checked = request::check(request, terms, &served, seed)?;
+        let mut checked = request::check(request, terms, &served, &self.options, seed)?;
         let prompt = checked.take_prompt(&served, &self.options);
         let prompt = self.tokenize(prompt, &tokenize).instrument(span.clone()).await;
         let prompt = prompt?.into_tokens();

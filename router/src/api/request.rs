@@ -11,6 +11,7 @@ use sha2::{Digest as _, Sha256};
 use crate::api::admission::{self, RequestTerms};
 use crate::api::cursor::{ChoicePosition, Cursor, RequestDigest, stream_id};
 use crate::api::generation::{GenerationRequest, Input};
+use crate::api::output_plan::OutputPlan;
 use crate::api::prompt::{PromptJob, SpecialTokens, Truncation};
 use crate::dispatcher::ServedModel;
 use crate::dispatcher::request::AdmittedCall;
@@ -48,6 +49,7 @@ pub(crate) struct CheckedRequest {
     terms: RequestTerms,
     sampling: SamplingParams,
     truncation: Option<Truncation>,
+    output: Option<OutputPlan>,
     chat: bool,
 }
 
@@ -71,9 +73,11 @@ pub(crate) fn check(
     mut request: GenerationRequest,
     terms: RequestTerms,
     served: &ServedModel,
+    options: &Options,
     seed: u64,
 ) -> Result<CheckedRequest, Outcome> {
     check_stops("stop", &request.stop.stop)?;
+    let output = OutputPlan::new(&mut request, served, options)?;
     let defaults = SamplingSpec { seed, ..served.model.defaults.clone() };
     let sampling = std::mem::take(&mut request.sampling);
     let sampling = sampling.apply(&request.stop, &defaults).validate();
@@ -87,7 +91,7 @@ pub(crate) fn check(
         .truncate_prompt_tokens
         .map(|tokens| Truncation::new(tokens, request.stop.max_tokens, served))
         .transpose()?;
-    Ok(CheckedRequest { request, terms, sampling, truncation, chat })
+    Ok(CheckedRequest { request, terms, sampling, truncation, output, chat })
 }
 
 impl CheckedRequest {
@@ -110,7 +114,7 @@ impl CheckedRequest {
         stream: u128,
         caller: &Caller,
     ) -> Result<AdmittedCall, Outcome> {
-        let Self { request, terms, sampling, truncation, chat } = self;
+        let Self { request, terms, sampling, truncation, output, chat } = self;
         let stop = request.stop;
         served.limits.check_tokens(&prompt, &sampling).map_err(invalid_request)?;
         if let Some(truncation) = truncation {
@@ -152,6 +156,7 @@ impl CheckedRequest {
             return_token_ids: request.return_token_ids,
             discard_output: stop.max_tokens == Some(0),
             require_fingerprint: Some(request.require_fingerprint).filter(|required| !required.is_empty()),
+            output: output.map(|output| output.of_stream(stream)),
             chat,
             cursor: None,
             resumes: false,
@@ -247,7 +252,10 @@ fn digest(call: &AdmittedCall, event_path: &str) -> RequestDigest {
         hash.update((stop.len() as u64).to_le_bytes());
         hash.update(stop);
     }
-    // Requests without a constraint keep the digests of earlier versions.
+    // Requests whose output is not parsed, and those without a constraint, keep the digests of earlier versions.
+    if let Some(output) = &call.output {
+        hash.update(output.identity());
+    }
     if let Some(constraint) = &sampling.constraint {
         hash.update(constraint.grammar.digest());
         hash.update(constraint.begins_after.map_or(u64::MAX, u64::from).to_le_bytes());
@@ -261,8 +269,8 @@ fn digest(call: &AdmittedCall, event_path: &str) -> RequestDigest {
 /// takes many times that when it is decoded.
 pub(crate) fn check_input(input: &Input) -> Result<(), Outcome> {
     match input {
-        Input::Chat(messages) if messages.len() > MESSAGES_MAX => {
-            let count = messages.len();
+        Input::Chat(chat) if chat.messages.len() > MESSAGES_MAX => {
+            let count = chat.messages.len();
             let reason = format!("messages has {count} messages; at most {MESSAGES_MAX} are allowed");
             Err(Outcome::field("messages", reason))
         }

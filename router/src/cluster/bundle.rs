@@ -3,10 +3,11 @@
 use std::collections::BTreeMap;
 
 use inflight_contract::SamplingSpec;
+use inflight_output_parser::{ReasoningFormat, ToolCallFormat};
 use inflight_proto::bundle_digest;
 use serde_json::Value;
 
-use crate::text::{ChatTemplate, TemplateError, Tokenizer, TokenizerError};
+use crate::text::{ChatTemplate, Message, TemplateError, Tokenizer, TokenizerError};
 
 /// Invalid model bundle.
 #[derive(Debug, thiserror::Error)]
@@ -85,13 +86,16 @@ impl BundleFiles {
         let config = self.json("tokenizer_config.json")?;
         let bos_token = special_token(&config, "bos_token");
         let eos_token = special_token(&config, "eos_token");
-        let source = match self.files.get("chat_template.jinja") {
-            Some(data) => Some(utf8("chat_template.jinja", data)?.to_owned()),
-            None => template_source(&config),
+        let (source, with_tools) = match self.files.get("chat_template.jinja") {
+            Some(data) => (Some(utf8("chat_template.jinja", data)?.to_owned()), None),
+            None => (template_source(&config, "default"), template_source(&config, "tool_use")),
         };
-        let template = source.map(|source| ChatTemplate::new(&source, &bos_token, &eos_token)).transpose()?;
+        let parse =
+            |source: Option<String>| source.map(|source| ChatTemplate::new(&source, &bos_token, &eos_token));
+        let (template, tool_template) = (parse(source).transpose()?, parse(with_tools).transpose()?);
         let defaults = sampling_defaults(&self.json("generation_config.json")?)?;
-        Ok(Model { tokenizer, template, defaults })
+        let output = ModelOutput::of_templates(template.as_ref(), tool_template.as_ref());
+        Ok(Model { tokenizer, template, tool_template, output, defaults })
     }
 
     fn json(&self, file: &'static str) -> Result<Value, BundleError> {
@@ -105,8 +109,37 @@ impl BundleFiles {
 pub(crate) struct Model {
     pub(crate) tokenizer: Tokenizer,
     pub(crate) template: Option<ChatTemplate>,
+    /// Chat template of conversations with tools, if it is another one.
+    pub(crate) tool_template: Option<ChatTemplate>,
+    pub(crate) output: ModelOutput,
     /// Defaults of sampling fields that a request leaves unset.
     pub(crate) defaults: SamplingSpec,
+}
+
+/// What the chat template tells of the model's output.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub(crate) struct ModelOutput {
+    pub(crate) calls: Option<ToolCallFormat>,
+    pub(crate) reasoning: Option<ReasoningFormat>,
+}
+
+impl ModelOutput {
+    fn of_templates(template: Option<&ChatTemplate>, tool_template: Option<&ChatTemplate>) -> Self {
+        let sources = || [tool_template, template].into_iter().flatten().map(ChatTemplate::source);
+        Self {
+            calls: sources().find_map(ToolCallFormat::of_template),
+            reasoning: sources().find_map(ReasoningFormat::of_template),
+        }
+    }
+}
+
+impl Model {
+    /// Whether prompts end with this text: the template begins the model's output with it.
+    pub(crate) fn prompts_end_with(&self, text: &str) -> bool {
+        let question = [Message::new("user", "a".to_owned())];
+        let rendered = self.template.as_ref().and_then(|template| template.render(&question, &[]).ok());
+        rendered.is_some_and(|prompt| prompt.trim_end().ends_with(text))
+    }
 }
 
 fn utf8<'a>(file: &'static str, data: &'a [u8]) -> Result<&'a str, BundleError> {
@@ -119,13 +152,13 @@ fn special_token(config: &Value, key: &str) -> String {
     value.as_str().or_else(|| value["content"].as_str()).unwrap_or_default().to_owned()
 }
 
-/// Returns the chat template, given as a string or as the default of a list.
-fn template_source(config: &Value) -> Option<String> {
+/// Returns a chat template: the default may be given alone, others are in a list by their names.
+fn template_source(config: &Value, wanted: &str) -> Option<String> {
     match &config["chat_template"] {
-        Value::String(source) => Some(source.clone()),
+        Value::String(source) => (wanted == "default").then(|| source.clone()),
         Value::Array(named) => named
             .iter()
-            .find(|template| template["name"] == "default")
+            .find(|template| template["name"] == wanted)
             .and_then(|template| template["template"].as_str())
             .map(str::to_owned),
         _ => None,
@@ -205,9 +238,10 @@ mod tests {
         let named = json!({"chat_template": [{"name": "tool_use", "template": "t"},
                                              {"name": "default", "template": "d"}],
                            "bos_token": {"content": "<s>"}, "eos_token": "</s>", "unk_token": null});
-        assert_eq!(template_source(&named).as_deref(), Some("d"));
-        assert_eq!(template_source(&json!({"chat_template": "x"})).as_deref(), Some("x"));
-        assert_eq!(template_source(&Value::Null), None);
+        assert_eq!(template_source(&named, "default").as_deref(), Some("d"));
+        assert_eq!(template_source(&named, "tool_use").as_deref(), Some("t"));
+        assert_eq!(template_source(&json!({"chat_template": "x"}), "default").as_deref(), Some("x"));
+        assert_eq!(template_source(&Value::Null, "default"), None);
         assert_eq!(special_token(&named, "bos_token"), "<s>");
         assert_eq!(special_token(&named, "eos_token"), "</s>");
         assert_eq!(special_token(&named, "unk_token"), "");

@@ -191,6 +191,11 @@ impl Tokenizer {
         &self.vocabulary
     }
 
+    /// Returns the id of a token; `None` if the vocabulary has no such token.
+    pub fn token_id(&self, token: &str) -> Option<u32> {
+        self.inner.token_to_id(token)
+    }
+
     /// Returns the text of one token, special ones included; a partial character becomes U+FFFD.
     pub fn piece(&self, id: u32) -> String {
         String::from_utf8_lossy(self.vocabulary.bytes(id)).into_owned()
@@ -347,11 +352,10 @@ mod tests {
             let part = |key: &str| config[key].as_str().unwrap_or_default();
             let template =
                 ChatTemplate::new(part("chat_template"), part("bos_token"), part("eos_token")).unwrap();
-            let message = |message: &inflight_fixtures::Message| Message {
-                role: message.role.clone(),
-                content: message.content.clone(),
-            };
-            let rendered = template.render(&chat.messages.iter().map(message).collect::<Vec<_>>()).unwrap();
+            let message =
+                |message: &inflight_fixtures::Message| Message::new(&message.role, message.content.clone());
+            let messages: Vec<_> = chat.messages.iter().map(message).collect();
+            let rendered = template.render(&messages, &[]).unwrap();
             assert_eq!(rendered, chat.rendered);
             assert_eq!(tokenizer.encode_rendered(&rendered).unwrap(), chat.tokens);
             for text in chat.texts {

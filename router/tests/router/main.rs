@@ -20,6 +20,7 @@ mod http_refusals;
 mod http_resume;
 mod http_streams;
 mod http_timings;
+mod http_tools;
 mod http_usage;
 mod kserve;
 mod lifecycle;

@@ -227,7 +227,7 @@ async fn complete(
             let prompt_logprobs = vocabulary.zip(output.prompt_logprobs).map(|(vocabulary, alternatives)| {
                 PromptBody::new(&prompt.prompt_logprobs, alternatives, vocabulary)
             });
-            let finish_reason = finish_reason(choice.reason());
+            let finish_reason = finish_reason(choice.reason(), false);
             let text = match echoed.get(at) {
                 Some(prompt) => format!("{prompt}{}", choice.text),
                 None => choice.text,

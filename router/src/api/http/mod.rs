@@ -17,6 +17,7 @@ mod fields;
 pub(crate) mod fuzz;
 mod generations;
 mod logprobs;
+mod message_blocks;
 mod message_stream;
 mod messages;
 mod models;
@@ -28,6 +29,7 @@ mod responses;
 mod sampling;
 mod sse;
 mod tokenize;
+mod tools;
 mod usage;
 
 use std::sync::Arc;
@@ -174,6 +176,11 @@ impl Started {
     /// Returns the id of the response object.
     fn id(&self, prefix: &str) -> String {
         format!("{prefix}{}", self.request_id)
+    }
+
+    /// Whether the output of the first prompt is parsed.
+    fn is_parsed(&self) -> bool {
+        self.streams.first().is_some_and(|stream| stream.call().output.is_some())
     }
 
     /// Returns the bundle of the model.
