@@ -75,6 +75,11 @@ impl Grammars {
         compiled
     }
 
+    /// Whether [`Grammars::compile`] answers from the cache.
+    pub fn is_compiled(&self, grammar: &Grammar) -> bool {
+        self.compiled.get(&grammar.digest()).is_some()
+    }
+
     /// Whether [`Grammars::check`] answers from the cache.
     pub fn is_checked(&self, grammar: &Grammar) -> bool {
         self.checked.get(&grammar.digest()).is_some()

@@ -11,6 +11,7 @@ use sha2::{Digest as _, Sha256};
 use crate::api::admission::{self, RequestTerms};
 use crate::api::cursor::{ChoicePosition, Cursor, RequestDigest, stream_id};
 use crate::api::generation::{GenerationRequest, Input};
+use crate::api::grammar_check;
 use crate::api::prompt::{PromptJob, SpecialTokens, Truncation};
 use crate::dispatcher::ServedModel;
 use crate::dispatcher::request::AdmittedCall;
@@ -110,11 +111,14 @@ impl CheckedRequest {
         stream: u128,
         caller: &Caller,
     ) -> Result<AdmittedCall, Outcome> {
-        let Self { request, terms, sampling, truncation, chat } = self;
+        let Self { request, terms, mut sampling, truncation, chat } = self;
         let stop = request.stop;
         served.limits.check_tokens(&prompt, &sampling).map_err(invalid_request)?;
         if let Some(truncation) = truncation {
             truncation.apply(&mut prompt);
+        }
+        if let Some(end) = grammar_check::reasoning_end(served, &prompt) {
+            sampling.begin_constraint_after(end);
         }
         let prompt_tokens = u32::try_from(prompt.len()).unwrap_or(u32::MAX);
         let room = served.limits.sequence_tokens().saturating_sub(prompt_tokens);

@@ -1,8 +1,10 @@
 //! Model bundles: tokenizer, chat template and generation defaults of a model, fetched from a worker.
 
 use std::collections::BTreeMap;
+use std::sync::Arc;
 
 use inflight_contract::SamplingSpec;
+use inflight_grammar::Grammars;
 use inflight_proto::bundle_digest;
 use serde_json::Value;
 
@@ -91,7 +93,12 @@ impl BundleFiles {
         };
         let template = source.map(|source| ChatTemplate::new(&source, &bos_token, &eos_token)).transpose()?;
         let defaults = sampling_defaults(&self.json("generation_config.json")?)?;
-        Ok(Model { tokenizer, template, defaults })
+        let vocabulary = tokenizer.vocabulary().clone();
+        let vocab_size = u32::try_from(vocabulary.len()).unwrap_or(u32::MAX);
+        let eos = tokenizer.token_id(&eos_token);
+        let vocabulary = Arc::new(vocabulary);
+        let grammars = Grammars::new(vocab_size, eos.as_slice(), move || Ok(Arc::clone(&vocabulary)));
+        Ok(Model { tokenizer, template, defaults, grammars: Arc::new(grammars) })
     }
 
     fn json(&self, file: &'static str) -> Result<Value, BundleError> {
@@ -107,6 +114,14 @@ pub(crate) struct Model {
     pub(crate) template: Option<ChatTemplate>,
     /// Defaults of sampling fields that a request leaves unset.
     pub(crate) defaults: SamplingSpec,
+    grammars: Arc<Grammars>,
+}
+
+impl Model {
+    /// Outcomes of the grammars that were compiled for its vocabulary.
+    pub(crate) fn grammars(&self) -> &Grammars {
+        &self.grammars
+    }
 }
 
 fn utf8<'a>(file: &'static str, data: &'a [u8]) -> Result<&'a str, BundleError> {

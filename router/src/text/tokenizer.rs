@@ -186,6 +186,11 @@ impl Tokenizer {
         self.bound.min_tokens(text)
     }
 
+    /// Returns the id of the token that a text is as a whole.
+    pub fn token_id(&self, text: &str) -> Option<u32> {
+        self.inner.token_to_id(text)
+    }
+
     /// Returns the table of token bytes.
     pub fn vocabulary(&self) -> &Vocabulary {
         &self.vocabulary

@@ -27,6 +27,7 @@ mod response_object;
 mod responses;
 mod sampling;
 mod sse;
+mod structured;
 mod tokenize;
 mod usage;
 
