@@ -253,6 +253,13 @@ impl SamplingParams {
         self.0.temperature == 0.0
     }
 
+    /// Lets a constraint that does not say where it begins begin after `token`.
+    pub fn begin_constraint_after(&mut self, token: u32) {
+        if let Some(constraint) = self.0.constraint.as_mut().filter(|one| one.begins_after.is_none()) {
+            Arc::make_mut(constraint).begins_after = Some(token);
+        }
+    }
+
     /// Returns whether `allowed_token_ids` or bad words mask tokens.
     pub fn masks_tokens(&self) -> bool {
         !self.0.allowed_token_ids.is_empty() || !self.0.bad_word_token_ids.is_empty()

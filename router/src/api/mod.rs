@@ -9,6 +9,7 @@ mod choice_output;
 mod collected;
 pub(crate) mod cursor;
 mod generation;
+mod grammar_check;
 pub(crate) mod grpc;
 pub(crate) mod http;
 pub(crate) mod ingress;

@@ -11,6 +11,7 @@ use sha2::{Digest as _, Sha256};
 use crate::api::admission::{self, RequestTerms};
 use crate::api::cursor::{ChoicePosition, Cursor, RequestDigest, stream_id};
 use crate::api::generation::{GenerationRequest, Input};
+use crate::api::grammar_check;
 use crate::api::output_plan::OutputPlan;
 use crate::api::prompt::{PromptJob, SpecialTokens, Truncation};
 use crate::dispatcher::ServedModel;
@@ -72,12 +73,11 @@ pub(crate) fn terms(
 pub(crate) fn check(
     mut request: GenerationRequest,
     terms: RequestTerms,
+    output: Option<OutputPlan>,
     served: &ServedModel,
-    options: &Options,
     seed: u64,
 ) -> Result<CheckedRequest, Outcome> {
     check_stops("stop", &request.stop.stop)?;
-    let output = OutputPlan::new(&mut request, served, options)?;
     let defaults = SamplingSpec { seed, ..served.model.defaults.clone() };
     let sampling = std::mem::take(&mut request.sampling);
     let sampling = sampling.apply(&request.stop, &defaults).validate();
@@ -114,11 +114,14 @@ impl CheckedRequest {
         stream: u128,
         caller: &Caller,
     ) -> Result<AdmittedCall, Outcome> {
-        let Self { request, terms, sampling, truncation, output, chat } = self;
+        let Self { request, terms, mut sampling, truncation, output, chat } = self;
         let stop = request.stop;
         served.limits.check_tokens(&prompt, &sampling).map_err(invalid_request)?;
         if let Some(truncation) = truncation {
             truncation.apply(&mut prompt);
+        }
+        if let Some(end) = grammar_check::reasoning_end(served, &prompt) {
+            sampling.begin_constraint_after(end);
         }
         let prompt_tokens = u32::try_from(prompt.len()).unwrap_or(u32::MAX);
         let room = served.limits.sequence_tokens().saturating_sub(prompt_tokens);

@@ -1,8 +1,10 @@
 //! Model bundles: tokenizer, chat template and generation defaults of a model, fetched from a worker.
 
 use std::collections::BTreeMap;
+use std::sync::Arc;
 
 use inflight_contract::SamplingSpec;
+use inflight_grammar::Grammars;
 use inflight_output_parser::{ReasoningFormat, ToolCallFormat};
 use inflight_proto::bundle_digest;
 use serde_json::Value;
@@ -95,7 +97,13 @@ impl BundleFiles {
         let (template, tool_template) = (parse(source).transpose()?, parse(with_tools).transpose()?);
         let defaults = sampling_defaults(&self.json("generation_config.json")?)?;
         let output = ModelOutput::of_templates(template.as_ref(), tool_template.as_ref());
-        Ok(Model { tokenizer, template, tool_template, output, defaults })
+        let vocabulary = tokenizer.vocabulary().clone();
+        let vocab_size = u32::try_from(vocabulary.len()).unwrap_or(u32::MAX);
+        let eos = tokenizer.token_id(&eos_token);
+        let vocabulary = Arc::new(vocabulary);
+        let grammars = Grammars::new(vocab_size, eos.as_slice(), move || Ok(Arc::clone(&vocabulary)));
+        let grammars = Arc::new(grammars);
+        Ok(Model { tokenizer, template, tool_template, output, defaults, grammars })
     }
 
     fn json(&self, file: &'static str) -> Result<Value, BundleError> {
@@ -114,6 +122,14 @@ pub(crate) struct Model {
     pub(crate) output: ModelOutput,
     /// Defaults of sampling fields that a request leaves unset.
     pub(crate) defaults: SamplingSpec,
+    grammars: Arc<Grammars>,
+}
+
+impl Model {
+    /// Outcomes of the grammars that were compiled for its vocabulary.
+    pub(crate) fn grammars(&self) -> &Grammars {
+        &self.grammars
+    }
 }
 
 /// What the chat template tells of the model's output.

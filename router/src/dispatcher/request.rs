@@ -411,6 +411,7 @@ mod tests {
             return_token_ids: false,
             discard_output: false,
             require_fingerprint: None,
+            output: None,
             chat: false,
             cursor: None,
             resumes: false,

@@ -186,14 +186,14 @@ impl Tokenizer {
         self.bound.min_tokens(text)
     }
 
+    /// Returns the id of the token that a text is as a whole.
+    pub fn token_id(&self, text: &str) -> Option<u32> {
+        self.inner.token_to_id(text)
+    }
+
     /// Returns the table of token bytes.
     pub fn vocabulary(&self) -> &Vocabulary {
         &self.vocabulary
-    }
-
-    /// Returns the id of a token; `None` if the vocabulary has no such token.
-    pub fn token_id(&self, token: &str) -> Option<u32> {
-        self.inner.token_to_id(token)
     }
 
     /// Returns the text of one token, special ones included; a partial character becomes U+FFFD.

@@ -12,10 +12,10 @@ use tonic::codegen::http::Response;
 use super::chat_stream::ChatStream;
 use super::fields::{FieldTable, Fields, honoured, ignored, is_empty, parse_object, refused};
 use super::logprobs::{ChatLogprobs, PromptBody};
-use super::sampling::{self, STRUCTURED, StreamOptions};
+use super::sampling::{self, StreamOptions};
 use super::tools::{self, ToolForm};
 use super::usage::{TimingsBody, UsageBody};
-use super::{Call, HttpApi, Started, content, json, sse};
+use super::{Call, HttpApi, Started, content, json, sse, structured};
 use crate::api::collected::{CollectedCall, CollectedChoice};
 use crate::api::generation::{GenerationRequest, Input};
 use crate::api::ingress::rejected;
@@ -41,10 +41,7 @@ pub(super) static FIELDS: FieldTable = FieldTable {
             honoured("max_tokens", "The older name of `max_completion_tokens`, which counts first."),
             honoured("logprobs", "Log probabilities of the output."),
             honoured("top_logprobs", "In [0, 20]; needs `logprobs`."),
-            honoured(
-                "response_format",
-                "Only the type `text`; others are refused: structured output is not supported.",
-            ),
+            honoured("response_format", structured::RESPONSE_FORMAT),
             honoured("modalities", "Only `text`; others are refused."),
             honoured("tools", "Functions, at most 512; `strict` ones constrain the arguments."),
             honoured(
@@ -75,6 +72,7 @@ pub(super) static FIELDS: FieldTable = FieldTable {
         ],
         sampling::SAMPLING,
         sampling::EXTENSIONS,
+        structured::GUIDED,
     ],
 };
 
@@ -204,18 +202,6 @@ pub(super) fn read(body: &[u8]) -> Result<(GenerationRequest, Output), Outcome> 
 
 /// Checks the fields that ask for something other than text.
 fn check_text_only(fields: &Fields<'_>) -> Result<(), Outcome> {
-    #[derive(Deserialize)]
-    struct Format {
-        #[serde(rename = "type")]
-        kind: String,
-    }
-    let format: Option<Format> = fields.object("response_format", "an object with a type")?;
-    if let Some(Format { kind }) = format.filter(|format| format.kind != "text") {
-        return Err(Outcome::field(
-            "response_format",
-            format!("response_format is of type {kind:?}: {STRUCTURED}"),
-        ));
-    }
     let modalities: Option<Vec<String>> = fields.get("modalities", "an array of strings")?;
     if let Some(other) = modalities.iter().flatten().find(|modality| *modality != "text") {
         return Err(Outcome::field("modalities", format!("modalities has {other:?}; the output is text")));
@@ -390,7 +376,7 @@ mod tests {
         for (more, field) in [
             (r#", "tools": [{"type": "function"}]"#, "tools"),
             (r#", "tool_choice": "required""#, "tool_choice"),
-            (r#", "response_format": {"type": "json_object"}"#, "response_format"),
+            (r#", "response_format": {"type": "xml"}"#, "response_format"),
             (r#", "modalities": ["text", "audio"]"#, "modalities"),
             (r#", "top_logprobs": 2"#, "top_logprobs"),
             (r#", "temperature": "warm""#, "temperature"),
@@ -401,7 +387,7 @@ mod tests {
             (r#", "n": 1.5"#, "n"),
             (r#", "stop": [[]]"#, "stop"),
             (r#", "stream": "yes""#, "stream"),
-            (r#", "guided_json": {"type": "object"}"#, "guided_json"),
+            (r#", "guided_choice": "a""#, "guided_choice"),
             (r#", "messages": "hi""#, "messages"),
             (r#", "messages": [{"content": "hi"}]"#, "messages"),
             (r#", "messages": [{"role": "wizard", "content": "hi"}]"#, "messages"),

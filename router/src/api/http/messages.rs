@@ -10,12 +10,11 @@ use tonic::codegen::Bytes;
 use tonic::codegen::http::Response;
 
 use super::chat::NO_MESSAGES;
-use super::fields::{Field, FieldTable, Fields, honoured, ignored, is_empty, parse_object, refused};
+use super::fields::{Field, FieldTable, Fields, honoured, ignored, parse_object, refused};
 use super::message_blocks::{self, Block};
 use super::message_stream::MessageStream;
-use super::sampling::STRUCTURED;
 use super::usage::TimingsBody;
-use super::{Call, HttpApi, Started, content, json, sse};
+use super::{Call, HttpApi, Started, content, json, sse, structured};
 use crate::api::generation::{Finished, GenerationRequest, Input, StopConditions, Usage};
 use crate::api::ingress::rejected;
 use crate::api::request;
@@ -37,7 +36,7 @@ const PROMPT: &[Field] = &[
         "`auto`, `any`, `tool` or `none`; `disable_parallel_tool_use`: only the first call is returned.",
     ),
     refused("mcp_servers", "the router calls no servers of tools"),
-    refused("output_format", STRUCTURED),
+    honoured("output_format", "The older name of `output_config.format`."),
     ignored("thinking", "The served models have no such setting; those that think do."),
     ignored("cache_control", "The prefix cache needs no marks."),
     ignored("context_management", "The conversation is used as it is."),
@@ -46,7 +45,7 @@ const PROMPT: &[Field] = &[
     ignored("workspace_id", "The API key names the tenant."),
     honoured(
         "output_config",
-        "Its `effort` has no effect; a `format` is refused: structured output is not supported.",
+        "`format`: `json_schema`, whose schema the output matches. Its `effort` has no effect.",
     ),
 ];
 
@@ -82,17 +81,25 @@ struct MessageBody<'a> {
     content: &'a RawValue,
 }
 
-/// Reads the conversation.
-pub(super) fn conversation(fields: &Fields<'_>) -> Result<Input, Outcome> {
+/// Reads the format of the output into a request.
+fn read_format(fields: &Fields<'_>, request: &mut GenerationRequest) -> Result<(), Outcome> {
     #[derive(Deserialize)]
     struct OutputConfig<'a> {
         #[serde(borrow, default)]
         format: Option<&'a RawValue>,
     }
     let config: Option<OutputConfig<'_>> = fields.object("output_config", "an object")?;
-    if config.and_then(|config| config.format).is_some_and(|format| !is_empty(format)) {
-        return Err(Outcome::field("output_config", format!("output_config has a format: {STRUCTURED}")));
+    let format = config.and_then(|config| config.format);
+    let format = structured::format("output_config", "output_config.format", format)?;
+    let older = structured::format("output_format", "output_format", fields.raw("output_format"))?;
+    if let Some(grammar) = format.or(older) {
+        structured::constrain(request, grammar);
     }
+    Ok(())
+}
+
+/// Reads the conversation.
+pub(super) fn conversation(fields: &Fields<'_>) -> Result<Input, Outcome> {
     let bodies: Option<Vec<&RawValue>> = fields.get("messages", "an array of messages")?;
     let bodies = bodies.ok_or_else(|| Outcome::field("messages", "messages is missing"))?;
     if bodies.is_empty() {
@@ -148,6 +155,7 @@ pub(super) fn read(body: &[u8]) -> Result<(GenerationRequest, bool), Outcome> {
     let stop = fields.texts("stop_sequences")?;
     request::check_stops("stop_sequences", &stop)?;
     request.stop = StopConditions { max_tokens: Some(max_tokens), stop, ..StopConditions::default() };
+    read_format(&fields, &mut request)?;
     Ok((request, fields.flag("stream")?))
 }
 

@@ -28,6 +28,7 @@ mod response_object;
 mod responses;
 mod sampling;
 mod sse;
+mod structured;
 mod tokenize;
 mod tools;
 mod usage;

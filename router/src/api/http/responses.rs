@@ -13,9 +13,9 @@ use super::fields::{FieldTable, Fields, honoured, ignored, parse, parse_object, 
 use super::logprobs::PositionBody;
 use super::response_events::ResponseEvents;
 use super::response_object::{Ended, OutputItem, RequestEcho, ToolEcho};
-use super::sampling::{self, STRUCTURED};
+use super::sampling;
 use super::tools::{self, ToolForm, message_call};
-use super::{Call, HttpApi, content, json, sse};
+use super::{Call, HttpApi, content, json, sse, structured};
 use crate::api::generation::{GenerationRequest, Input, StopConditions};
 use crate::api::ingress::rejected;
 use crate::outcome::Outcome;
@@ -43,7 +43,10 @@ pub(super) static FIELDS: FieldTable = FieldTable {
         honoured("top_logprobs", "In [0, 20]: log probabilities of the output with so many alternatives."),
         honoured("include", "`message.output_text.logprobs`; others have no effect."),
         honoured("stream", "Server-sent events."),
-        honoured("text", "Only the format `text`; others are refused: structured output is not supported."),
+        honoured(
+            "text",
+            "`format`: `text`, `json_object` or `json_schema`, whose schema the output matches, whether `strict` or not.",
+        ),
         honoured("tools", "Functions, at most 512; other kinds are skipped."),
         honoured("tool_choice", "`auto`, `none`, `required`, or a function by its name."),
         honoured("parallel_tool_calls", "False: only the first call is returned."),
@@ -220,34 +223,25 @@ pub(super) fn read(body: &[u8]) -> Result<(GenerationRequest, Output), Outcome> 
     let with_logprobs = included.iter().any(|name| name == "message.output_text.logprobs");
     let top_logprobs = sampling::alternatives(&fields, "top_logprobs")?.filter(|top| *top > 0);
     request.sampling.logprobs = top_logprobs.or(with_logprobs.then_some(0));
-    check_text_only(&fields)?;
+    let format = text_format(&fields)?;
+    if let Some(grammar) = structured::format("text", "text.format", format)? {
+        structured::constrain(&mut request, grammar);
+    }
     let raw = |name: &str| fields.raw(name).map(RawValue::to_owned);
     let parallel = fields.get("parallel_tool_calls", "true or false")?.unwrap_or(true);
     let tools = ToolEcho { tools: raw("tools"), choice: raw("tool_choice"), parallel };
     Ok((request, Output { stream: fields.flag("stream")?, instructions, max_output_tokens, tools }))
 }
 
-/// Checks the fields that ask for something other than text.
-fn check_text_only(fields: &Fields<'_>) -> Result<(), Outcome> {
+/// Reads the format of the text; `None` for plain text.
+fn text_format<'a>(fields: &Fields<'a>) -> Result<Option<&'a RawValue>, Outcome> {
     #[derive(Deserialize)]
     struct Text<'a> {
         #[serde(borrow, default)]
         format: Option<&'a RawValue>,
     }
-    #[derive(Deserialize)]
-    struct Format {
-        #[serde(rename = "type")]
-        kind: String,
-    }
-    let text: Option<Text<'_>> = fields.object("text", "an object with a format")?;
-    // A borrowed value that is null is a value, too.
-    let format = text.and_then(|text| text.format).filter(|format| format.get() != "null");
-    let format: Option<Format> =
-        format.map(|format| parse_object("text.format", format, "an object with a type")).transpose()?;
-    if let Some(Format { kind }) = format.filter(|format| format.kind != "text") {
-        return Err(Outcome::field("text", format!("text.format is of type {kind:?}: {STRUCTURED}")));
-    }
-    Ok(())
+    let text: Option<Text<'a>> = fields.object("text", "an object with a format")?;
+    Ok(text.and_then(|text| text.format))
 }
 
 /// Answers a response.
