@@ -31,6 +31,7 @@ mod recovery;
 mod requests;
 mod resume;
 mod streams;
+mod structured;
 mod tenants;
 mod tokenizing;
 mod unary;
