@@ -8,6 +8,8 @@
 mod cache;
 mod compiler;
 mod error;
+#[cfg(feature = "fuzz")]
+pub mod fuzz;
 mod grammars;
 mod json_schema;
 mod matcher;

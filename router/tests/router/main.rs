@@ -32,6 +32,7 @@ mod recovery;
 mod requests;
 mod resume;
 mod streams;
+mod structured;
 mod tenants;
 mod tokenizing;
 mod unary;

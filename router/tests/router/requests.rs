@@ -2,6 +2,7 @@ use std::time::Duration;
 
 use inflight_fixtures::{Chat, Family};
 use inflight_proto::v1;
+use inflight_proto::v1::constraint::Grammar;
 use inflight_proto::v1::generate_request::Input;
 use inflight_proto::v1::tokenize_request;
 use inflight_router::{Error, Options, Router};
@@ -32,6 +33,10 @@ fn stop(request: &mut v1::GenerateRequest) -> &mut v1::StopConditions {
     request.stop.as_mut().unwrap()
 }
 
+fn constraint(grammar: Grammar, begins_after: Option<u32>) -> Option<v1::Constraint> {
+    Some(v1::Constraint { grammar: Some(grammar), begins_after })
+}
+
 fn word(token_ids: &[u32]) -> v1::TokenSequence {
     v1::TokenSequence { token_ids: token_ids.to_vec() }
 }
@@ -55,6 +60,11 @@ const INVALID: &[(Change, &str)] = &[
     (|r| stop(r).stop_token_ids = vec![9999], "token id 9999"),
     (|r| sampling(r).temperature = Some(-0.1), "temperature"),
     (|r| sampling(r).temperature = Some(f32::NAN), "temperature"),
+    (|r| sampling(r).constraint = Some(v1::Constraint::default()), "the grammar is empty"),
+    (|r| sampling(r).constraint = constraint(Grammar::Lark("start: (".to_owned()), None), ""),
+    (|r| sampling(r).constraint = constraint(Grammar::JsonSchema("{".to_owned()), None), "not valid JSON"),
+    (|r| sampling(r).constraint = constraint(Grammar::Regex("a".repeat(300_000)), None), "300000 bytes"),
+    (|r| sampling(r).constraint = constraint(Grammar::Regex("a".to_owned()), Some(9999)), "token id 9999"),
     (|r| sampling(r).top_p = Some(0.0), "top_p"),
     (|r| sampling(r).top_p = Some(1.1), "top_p"),
     (|r| sampling(r).top_k = Some(-1), "top_k"),

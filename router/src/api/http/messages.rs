@@ -81,8 +81,8 @@ struct MessageBody<'a> {
     content: &'a RawValue,
 }
 
-/// Reads the format of the output into a request.
-fn read_format(fields: &Fields<'_>, request: &mut GenerationRequest) -> Result<(), Outcome> {
+/// Returns the grammar of the output's format; `None` for text.
+fn output_format(fields: &Fields<'_>) -> Result<Option<structured::NamedGrammar>, Outcome> {
     #[derive(Deserialize)]
     struct OutputConfig<'a> {
         #[serde(borrow, default)]
@@ -92,14 +92,13 @@ fn read_format(fields: &Fields<'_>, request: &mut GenerationRequest) -> Result<(
     let format = config.and_then(|config| config.format);
     let format = structured::format("output_config", "output_config.format", format)?;
     let older = structured::format("output_format", "output_format", fields.raw("output_format"))?;
-    if let Some(grammar) = format.or(older) {
-        structured::constrain(request, grammar);
-    }
-    Ok(())
+    Ok(format.or(older))
 }
 
 /// Reads the conversation.
 pub(super) fn conversation(fields: &Fields<'_>) -> Result<Input, Outcome> {
+    // It does not change the prompt, whose tokens may be all that is asked for.
+    output_format(fields)?;
     let bodies: Option<Vec<&RawValue>> = fields.get("messages", "an array of messages")?;
     let bodies = bodies.ok_or_else(|| Outcome::field("messages", "messages is missing"))?;
     if bodies.is_empty() {
@@ -155,7 +154,9 @@ pub(super) fn read(body: &[u8]) -> Result<(GenerationRequest, bool), Outcome> {
     let stop = fields.texts("stop_sequences")?;
     request::check_stops("stop_sequences", &stop)?;
     request.stop = StopConditions { max_tokens: Some(max_tokens), stop, ..StopConditions::default() };
-    read_format(&fields, &mut request)?;
+    if let Some(grammar) = output_format(&fields)? {
+        structured::constrain(&mut request, grammar);
+    }
     Ok((request, fields.flag("stream")?))
 }
 

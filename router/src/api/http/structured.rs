@@ -6,7 +6,7 @@ use inflight_contract::{Constraint, Grammar};
 use serde::Deserialize;
 use serde_json::value::RawValue;
 
-use super::fields::{Field, Fields, honoured, is_empty, parse, parse_object};
+use super::fields::{Field, Fields, honoured, is_empty, parse, parse_object, wrong_type};
 use crate::api::generation::GenerationRequest;
 use crate::outcome::Outcome;
 
@@ -27,14 +27,14 @@ pub(super) const GUIDED: &[Field] = &[
 ];
 
 /// Grammar that a field gives, with the name of the field.
-type Named = (&'static str, Grammar);
+pub(super) type NamedGrammar = (&'static str, Grammar);
 
 /// Reads the grammar of chat and text completions into a request.
 ///
 /// # Errors
 /// A field has another type, or several give a grammar.
 pub(super) fn read(fields: &Fields<'_>, request: &mut GenerationRequest) -> Result<(), Outcome> {
-    let mut named: Vec<Named> = Vec::new();
+    let mut named: Vec<NamedGrammar> = Vec::new();
     named.extend(format("response_format", "response_format", fields.raw("response_format"))?);
     if let Some(value) = fields.raw("guided_json") {
         named.push(("guided_json", schema("guided_json", value)?));
@@ -60,7 +60,7 @@ pub(super) fn read(fields: &Fields<'_>, request: &mut GenerationRequest) -> Resu
 }
 
 /// Sets the constraint of a request.
-pub(super) fn constrain(request: &mut GenerationRequest, (field, grammar): Named) {
+pub(super) fn constrain(request: &mut GenerationRequest, (field, grammar): NamedGrammar) {
     request.constraint_field = field;
     request.sampling.constraint = Some(Arc::new(Constraint { grammar, begins_after: None }));
 }
@@ -91,7 +91,7 @@ pub(super) fn format(
     field: &'static str,
     path: &str,
     value: Option<&RawValue>,
-) -> Result<Option<Named>, Outcome> {
+) -> Result<Option<NamedGrammar>, Outcome> {
     let Some(value) = value.filter(|value| value.get() != "null") else { return Ok(None) };
     let format: Format<'_> = parse_object(path, value, "an object with a type")?;
     match format.kind.as_str() {
@@ -119,17 +119,21 @@ pub(super) fn format(
     }
 }
 
+/// Type of a schema in errors.
+const SCHEMA: &str = "a JSON schema";
+
 /// Returns the grammar of a JSON schema, given as it is or as its text.
 fn schema(path: &str, value: &RawValue) -> Result<Grammar, Outcome> {
     let text = value.get();
-    if text.starts_with('"') {
-        return Ok(Grammar::JsonSchema(parse(path, value, "a JSON schema")?));
+    match text.as_bytes().first() {
+        Some(b'"') => Ok(Grammar::JsonSchema(parse(path, value, SCHEMA)?)),
+        Some(b'{' | b't' | b'f') => Ok(Grammar::JsonSchema(text.to_owned())),
+        _ => Err(wrong_type(path, value, SCHEMA)),
     }
-    Ok(Grammar::JsonSchema(text.to_owned()))
 }
 
 /// Reads `structured_outputs`.
-fn structured_outputs(fields: &Fields<'_>) -> Result<Option<Named>, Outcome> {
+fn structured_outputs(fields: &Fields<'_>) -> Result<Option<NamedGrammar>, Outcome> {
     const NAME: &str = "structured_outputs";
     #[derive(Deserialize)]
     struct Body<'a> {

@@ -4,6 +4,7 @@
 mod recordings;
 
 pub use inflight::fuzz::configuration;
+pub use inflight_grammar::fuzz::grammar;
 pub use inflight_models::fuzz::{config, gguf, safetensors};
 pub use inflight_router::fuzz::{http_json, kserve, template, tenants, tokenizer, worker_session};
 pub use inflight_worker::fuzz::router_session;
@@ -25,10 +26,11 @@ macro_rules! targets {
 }
 
 /// All targets, by name.
-pub const TARGETS: [Target; 13] = targets![
+pub const TARGETS: [Target; 14] = targets![
     config,
     configuration,
     gguf,
+    grammar,
     http_json,
     kserve,
     router_recording,

@@ -34,6 +34,7 @@ fn run() -> Result<usize> {
         ("config", files::config()?),
         ("configuration", texts::configuration()),
         ("gguf", files::gguf_files()?),
+        ("grammar", texts::grammars()),
         ("http_json", texts::http_json()),
         ("kserve", messages::kserve()),
         ("router_recording", recordings::router()),

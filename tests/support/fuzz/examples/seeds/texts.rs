@@ -45,6 +45,22 @@ pub fn configuration() -> Seeds {
     ])
 }
 
+/// Grammars: a byte for the kind, then the text.
+pub fn grammars() -> Seeds {
+    numbered(&[
+        "o",
+        r#"j{"type": "object", "properties": {"a": {"type": "integer", "minimum": 3}, "b": {"enum": ["x", null]}}, "required": ["a"]}"#,
+        r##"j{"$defs": {"n": {"type": "array", "items": {"$ref": "#/$defs/n"}}}, "$ref": "#/$defs/n"}"##,
+        r#"j{"anyOf": [{"type": "string", "pattern": "^a+$", "maxLength": 5}, {"const": {"k": [1.5, true]}}]}"#,
+        r#"j{"type": "string", "format": "date"}"#,
+        "r(ab|c{2,5})+[^x]?\\d",
+        "r\\p{L}+(, \\p{L}+)*",
+        "cyes\nno\nmaybe \"so\"",
+        "lstart: item+\nitem: /[a-z]+/ \"=\" NUMBER \"\\n\"\nNUMBER: /[0-9]+/",
+        "lstart: %json {\"type\": \"boolean\"} | \"(\" start \")\"",
+    ])
+}
+
 /// Tenants' files in TOML and JSON.
 pub fn tenants() -> Seeds {
     let digest = "9f86d081884c7d659a2feaa0c55ad015a3bf4f1b2b0b822cd15d6c15b0f00a08";
