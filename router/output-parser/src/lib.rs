@@ -8,6 +8,9 @@ mod call_machine;
 mod call_object;
 mod event;
 mod format;
+#[cfg(feature = "fuzz")]
+#[doc(hidden)]
+pub mod fuzz;
 mod grammar;
 mod json_scanner;
 mod marker;

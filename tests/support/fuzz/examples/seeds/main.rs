@@ -37,6 +37,7 @@ fn run() -> Result<usize> {
         ("grammar", texts::grammars()),
         ("http_json", texts::http_json()),
         ("kserve", messages::kserve()),
+        ("output_parser", texts::outputs()),
         ("router_recording", recordings::router()),
         ("router_session", messages::sessions(true)?),
         ("safetensors", files::safetensors()?),
