@@ -56,7 +56,7 @@ async fn every_bad_field_is_refused_by_name_and_unknown_ones_pass() {
             ("stream_options", "7", "an object of flags"),
             ("messages", "{}", "an array of messages"),
             ("model", "7", "must be a string"),
-            ("tools", "[{\"type\": \"function\"}]", "tool calls are not supported"),
+            ("tools", "[{\"type\": \"function\"}]", "has no function"),
             ("response_format", "{\"type\": \"xml\"}", "types are text, json_object and json_schema"),
             ("response_format", "{\"type\": \"json_schema\"}", "response_format.schema is missing"),
             ("guided_json", "{\"$ref\": \"https://example.com/a.json\"}", "leads out of the schema"),

@@ -44,7 +44,7 @@ fn profile(template: &str) -> WorkerProfile {
         ("tokenizer.json", tokenizer_json().into_bytes()),
         ("tokenizer_config.json", config.to_string().into_bytes()),
     ]);
-    WorkerProfile { files, context_tokens: 2048, ..WorkerProfile::default() }
+    WorkerProfile { files, context_tokens: 2048, vocab_size: 287, ..WorkerProfile::default() }
 }
 
 fn tokenizer() -> Tokenizer {

@@ -84,6 +84,8 @@ pub(super) struct Request {
 pub(super) fn read(body: &[u8]) -> Result<Request, Outcome> {
     let fields = FIELDS.read(body)?;
     let model = fields.model()?;
+    let tools = tools::read(&fields, ToolForm::Nested, &FIELDS)?;
+    let tools = tools.map(|tools| tools.definitions()).unwrap_or_default();
     let input = match (fields.text("prompt")?, fields.raw("messages")) {
         (Some(_), Some(_)) => {
             return Err(Outcome::field("messages", "both prompt and messages were given; give one"));
@@ -93,11 +95,7 @@ pub(super) fn read(body: &[u8]) -> Result<Request, Outcome> {
             Some(false) => Input::RawText(text),
             Some(true) | None => Input::Text(text),
         },
-        (None, Some(_)) => {
-            let tools = tools::read(&fields, ToolForm::Nested, &FIELDS)?;
-            let tools = tools.map(|tools| tools.definitions()).unwrap_or_default();
-            Input::Chat(Conversation { messages: chat::messages(&fields)?, tools })
-        }
+        (None, Some(_)) => Input::Chat(Conversation { messages: chat::messages(&fields)?, tools }),
     };
     if fields.get("add_generation_prompt", "true or false")? == Some(false) {
         let reason = "add_generation_prompt is false; a conversation is rendered up to the next message";
