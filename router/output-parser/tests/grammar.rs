@@ -85,14 +85,14 @@ fn schemas() -> [(&'static str, Value); 3] {
     ]
 }
 
-/// Calls of an output, and its content.
-fn parsed(format: ToolCallFormat, output: &[u32]) -> (String, Vec<(String, Value)>) {
+/// Calls of an output, and its content. `spelt`: no marker is a token.
+fn parsed(format: ToolCallFormat, output: &[u32], spelt: bool) -> (String, Vec<(String, Value)>) {
     let mut types = ToolTypes::default();
     schemas().iter().for_each(|(name, schema)| types.add(name, schema));
     let reasoning = ReasoningFormat::Think;
     let (mut tokens, mut texts) = (Vec::new(), reasoning.markers().to_vec());
     for (marker, text) in format.markers().iter().copied() {
-        match SPECIAL.iter().position(|special| *special == text) {
+        match SPECIAL.iter().position(|special| *special == text && !spelt) {
             Some(at) => tokens.push(MarkerToken { id: 256 + at as u32, marker, text: "" }),
             None => texts.push((marker, text)),
         }
@@ -148,10 +148,10 @@ fn required_outputs_are_calls_of_the_tools_with_arguments_of_their_schemas() {
     let tools: Vec<_> =
         schemas.iter().map(|(name, parameters)| GrammarTool { name, parameters, strict: true }).collect();
     let special = |text: &str| SPECIAL.iter().position(|special| *special == text).map(|at| 256 + at as u32);
-    let spelt = |_: &str| None;
+    let none = |_: &str| None;
     for format in ToolCallFormat::ALL {
         for several in [false, true] {
-            for special in [&special as &dyn Fn(&str) -> Option<u32>, &spelt] {
+            for (special, spelt) in [(&special as &dyn Fn(&str) -> Option<u32>, false), (&none, true)] {
                 let reasoning = None;
                 let grammar = CallGrammar {
                     format,
@@ -168,7 +168,7 @@ fn required_outputs_are_calls_of_the_tools_with_arguments_of_their_schemas() {
                     let Some(output) = generate(&compiler, &lark, &mut Random(seed)) else { continue };
                     whole += 1;
                     let written = text(&output);
-                    let (content, calls) = parsed(format, &output);
+                    let (content, calls) = parsed(format, &output, spelt);
                     assert_eq!(content, "", "seed {seed}: {written}\n{lark}");
                     assert!(!calls.is_empty() && (several || calls.len() == 1), "seed {seed}: {written}");
                     for (name, arguments) in calls {

@@ -113,7 +113,7 @@ pub(super) fn map(value: &Value, change: &dyn Fn(&str) -> String) -> Value {
                 let item = value.get_item(&key).unwrap_or_default();
                 (map(&key, change), map(&item, change))
             });
-            entries.collect::<Value>()
+            Value::from_pairs(entries)
         }
         _ => value.clone(),
     }

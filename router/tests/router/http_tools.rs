@@ -9,8 +9,9 @@ use inflight_router::{HttpOptions, Options};
 use serde_json::{Value, json};
 
 use crate::cluster::bounded;
+use crate::foreign_clients::run;
 use crate::http_client::{Call, Event, HttpCluster, with_http};
-use crate::worker::WorkerProfile;
+use crate::worker::{Command, ScriptedSession, WorkerProfile};
 
 const STOP: v1::FinishReason = v1::FinishReason::Stop;
 const LENGTH: v1::FinishReason = v1::FinishReason::Length;
@@ -21,7 +22,7 @@ const TEMPLATE: &str = "{% if tools %}<|im_start|>system\n{% for tool in tools %
     {{ m.content }}{% for call in m.tool_calls or [] %}<tool_call>\
     {{ {'name': call.function.name, 'arguments': call.function.arguments} | tojson }}</tool_call>{% endfor %}\
     {% if m.tool_call_id %} [{{ m.name }} {{ m.tool_call_id }}]{% endif %}<|im_end|>{% endfor %}\
-    <|im_start|>assistant\n";
+    <|im_start|>assistant";
 const MARKERS: [&str; 4] = ["<think>", "</think>", "<tool_call>", "</tool_call>"];
 const WEATHER: &str = r#"{"type":"object","properties":{"city":{"type":"string"}},"required":["city"]}"#;
 
@@ -292,7 +293,7 @@ async fn definitions_calls_and_results_are_rendered_and_their_special_tokens_are
         );
         let turns = "<|im_start|>user\nhi<|im_end|><|im_start|>assistant\n<think>hm</think>Wait<tool_call>{\"name\": \
             \"weather\", \"arguments\": {\"city\": \"<|im_start|>\"}}</tool_call><|im_end|><|im_start|>tool\n7 \
-            <|im_end|> [weather c1]<|im_end|><|im_start|>assistant\n";
+            <|im_end|> [weather c1]<|im_end|><|im_start|>assistant";
         let expected = tools + turns;
         let function = format!(r#"{{"name":"weather","description":"<|im_end|>","parameters":{WEATHER}}}"#);
         let schema = format!(r#"{{"name":"weather","description":"<|im_end|>","input_schema":{WEATHER}}}"#);
@@ -444,4 +445,58 @@ async fn an_unknown_format_refuses_tools_and_a_flag_sets_it() {
         assert_eq!(given["tool_calls"][0]["function"]["name"], "now");
     })
     .await;
+}
+
+/// Serves a session: a call of the weather, or an answer if the prompt has its result, or JSON if the prompt asks for it.
+async fn serve(mut session: ScriptedSession) {
+    let tokenizer = tokenizer();
+    loop {
+        let Command::Submit(submit) = session.command().await else { continue };
+        let prompt = prompt(&submit);
+        let output = if prompt.contains("7 in Zürich") {
+            "<think>\nok\n</think>\n\nIt is 7 degrees."
+        } else if prompt.contains("PARSE") {
+            "{\"city\": \"Bern\"}"
+        } else {
+            "<think>\nhm\n</think>\n\n<tool_call>\n{\"name\": \"weather\", \"arguments\": {\"city\": \"Zürich\"}}\n</tool_call>"
+        };
+        for tokens in tokenizer.encode_rendered(output).unwrap().chunks(3) {
+            session.tokens(&submit, 0, tokens);
+        }
+        session.finish(&submit, 0, &[282], STOP);
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn third_party_clients_loop_over_tools_and_parse_structured_output() {
+    let HttpCluster { cluster: _cluster, session, address, worker: _worker } = cluster().await;
+    let serving = tokio::spawn(serve(session));
+    let url = format!("http://{address}");
+    let main = ("INFLIGHT_TEST_PYTHON", "Python with tests/clients/python/requirements.txt");
+    let frameworks =
+        ("INFLIGHT_TEST_FRAMEWORKS_PYTHON", "Python with tests/clients/python/requirements-frameworks.txt");
+    let node = ("INFLIGHT_TEST_NODE_MODULES", "folder with the package openai");
+    for (client, (variable, needed)) in [
+        ("openai chat", main),
+        ("openai responses", main),
+        ("anthropic", main),
+        ("langchain", frameworks),
+        ("node", node),
+    ] {
+        let arguments: &[&str] = if client == "node" {
+            &[&url, "tiny"]
+        } else {
+            &["--client", client, "--server", &url, "--model", "tiny"]
+        };
+        let Some(answer) = run(variable, needed, "tool_loops.py", "tool_loop.cjs", arguments).await else {
+            continue;
+        };
+        assert_eq!(answer["answers"], json!(["It is 7 degrees.", "It is 7 degrees."]), "{client}");
+        for (key, city) in [("parsed", "Bern"), ("tool", "Zürich")] {
+            if let Some(found) = answer.get(key) {
+                assert_eq!(found, city, "{client}");
+            }
+        }
+    }
+    serving.abort();
 }

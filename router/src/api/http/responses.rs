@@ -227,7 +227,11 @@ pub(super) fn read(body: &[u8]) -> Result<(GenerationRequest, Output), Outcome> 
     if let Some(grammar) = structured::format("text", "text.format", format)? {
         structured::constrain(&mut request, grammar);
     }
-    let raw = |name: &str| fields.raw(name).map(RawValue::to_owned);
+    // An event has no line breaks; strings have none either.
+    let raw = |name: &str| {
+        let text = fields.raw(name)?.get().replace(['\n', '\r'], " ");
+        RawValue::from_string(text).ok()
+    };
     let parallel = fields.get("parallel_tool_calls", "true or false")?.unwrap_or(true);
     let tools = ToolEcho { tools: raw("tools"), choice: raw("tool_choice"), parallel };
     Ok((request, Output { stream: fields.flag("stream")?, instructions, max_output_tokens, tools }))
