@@ -112,7 +112,7 @@ fn add_markers(format: &mut OutputFormat, model: &Model) {
 /// Whether the model's template begins the reasoning.
 fn opens_reasoning(model: &Model, reasoning: ReasoningFormat) -> bool {
     let begin = reasoning.markers().iter().find(|(marker, _)| *marker == Marker::ReasoningBegin);
-    begin.is_some_and(|(_, text)| model.prompts_end_with(text))
+    begin.is_some_and(|(_, text)| model.output.begins_with(text))
 }
 
 /// Returns the constraint that makes the output call the chosen tools.

@@ -133,10 +133,12 @@ impl Model {
 }
 
 /// What the chat template tells of the model's output.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub(crate) struct ModelOutput {
     pub(crate) calls: Option<ToolCallFormat>,
     pub(crate) reasoning: Option<ReasoningFormat>,
+    /// End of every prompt without its last whitespace: the template begins the model's output with it.
+    prompt_end: String,
 }
 
 impl ModelOutput {
@@ -145,17 +147,23 @@ impl ModelOutput {
         Self {
             calls: sources().find_map(ToolCallFormat::of_template),
             reasoning: sources().find_map(ReasoningFormat::of_template),
+            prompt_end: template.map(prompt_end).unwrap_or_default(),
         }
+    }
+
+    /// Whether the template begins the model's output with a text.
+    pub(crate) fn begins_with(&self, text: &str) -> bool {
+        self.prompt_end.ends_with(text)
     }
 }
 
-impl Model {
-    /// Whether prompts end with this text: the template begins the model's output with it.
-    pub(crate) fn prompts_end_with(&self, text: &str) -> bool {
-        let question = [Message::new("user", "a".to_owned())];
-        let rendered = self.template.as_ref().and_then(|template| template.render(&question, &[]).ok());
-        rendered.is_some_and(|prompt| prompt.trim_end().ends_with(text))
-    }
+/// Returns the last characters of a template's prompts.
+fn prompt_end(template: &ChatTemplate) -> String {
+    let question = [Message::new("user", "a".to_owned())];
+    let prompt = template.render(&question, &[]).unwrap_or_default();
+    let mut end: Vec<char> = prompt.trim_end().chars().rev().take(32).collect();
+    end.reverse();
+    end.into_iter().collect()
 }
 
 fn utf8<'a>(file: &'static str, data: &'a [u8]) -> Result<&'a str, BundleError> {

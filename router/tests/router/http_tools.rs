@@ -453,10 +453,12 @@ async fn serve(mut session: ScriptedSession) {
     loop {
         let Command::Submit(submit) = session.command().await else { continue };
         let prompt = prompt(&submit);
-        let output = if prompt.contains("7 in Zürich") {
+        let output = if prompt.contains("7 in Zürich") || prompt.contains("\"celsius\": 7") {
             "<think>\nok\n</think>\n\nIt is 7 degrees."
         } else if prompt.contains("PARSE") {
             "{\"city\": \"Bern\"}"
+        } else if prompt.contains("\"temperature\"") {
+            "<tool_call>\n{\"name\": \"temperature\", \"arguments\": {\"city\": \"Z\u{fc}rich\"}}\n</tool_call>"
         } else {
             "<think>\nhm\n</think>\n\n<tool_call>\n{\"name\": \"weather\", \"arguments\": {\"city\": \"Zürich\"}}\n</tool_call>"
         };
@@ -497,6 +499,26 @@ async fn third_party_clients_loop_over_tools_and_parse_structured_output() {
                 assert_eq!(found, city, "{client}");
             }
         }
+    }
+    if let Ok(python) = std::env::var("INFLIGHT_TEST_PYTHON") {
+        let script = concat!(env!("CARGO_MANIFEST_DIR"), "/../examples/python/agent.py");
+        let mut agent = tokio::process::Command::new(python);
+        let output = agent
+            .args([script, "--url", &url, "How warm is it in Zürich?"])
+            .kill_on_drop(true)
+            .output()
+            .await;
+        let output = output.unwrap();
+        let (stdout, stderr) =
+            (String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
+        let lines: Vec<&str> = stdout.lines().collect();
+        let [
+            "temperature({\"city\": \"Zürich\"}) = {\"city\": \"Z\\u00fcrich\", \"celsius\": 7}",
+            "It is 7 degrees.",
+        ] = lines[..]
+        else {
+            panic!("the example printed {stdout}{stderr}");
+        };
     }
     serving.abort();
 }
