@@ -78,6 +78,7 @@ fn protobuf_types_appear_only_in_the_apis_and_the_session_modules() -> Result<()
     let allowed = [
         "proto/src/",
         "router/src/api/grpc.rs",
+        "router/src/api/grpc_tools.rs",
         "router/src/api/kserve.rs",
         "router/src/api/kserve/",
         "router/src/api/serve.rs",

@@ -11,6 +11,7 @@ pub(crate) mod cursor;
 mod generation;
 mod grammar_check;
 pub(crate) mod grpc;
+mod grpc_tools;
 pub(crate) mod http;
 pub(crate) mod ingress;
 pub(crate) mod key_failures;

@@ -16,7 +16,7 @@ use crate::worker::{Command, ScriptedSession, WorkerProfile};
 const STOP: v1::FinishReason = v1::FinishReason::Stop;
 const LENGTH: v1::FinishReason = v1::FinishReason::Length;
 /// Template with tools, calls, results and reasoning.
-const TEMPLATE: &str = "{% if tools %}<|im_start|>system\n{% for tool in tools %}{{ tool | tojson }}{% endfor %}\
+pub const TEMPLATE: &str = "{% if tools %}<|im_start|>system\n{% for tool in tools %}{{ tool | tojson }}{% endfor %}\
     <|im_end|>{% endif %}{% for m in messages %}<|im_start|>{{ m.role }}\n\
     {% if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>{% endif %}\
     {{ m.content }}{% for call in m.tool_calls or [] %}<tool_call>\
@@ -24,7 +24,7 @@ const TEMPLATE: &str = "{% if tools %}<|im_start|>system\n{% for tool in tools %
     {% if m.tool_call_id %} [{{ m.name }} {{ m.tool_call_id }}]{% endif %}<|im_end|>{% endfor %}\
     <|im_start|>assistant";
 const MARKERS: [&str; 4] = ["<think>", "</think>", "<tool_call>", "</tool_call>"];
-const WEATHER: &str = r#"{"type":"object","properties":{"city":{"type":"string"}},"required":["city"]}"#;
+pub const WEATHER: &str = r#"{"type":"object","properties":{"city":{"type":"string"}},"required":["city"]}"#;
 
 /// Qwen's tokenizer in small, with the markers as tokens that are not special, as in Qwen3.
 fn tokenizer_json() -> String {
@@ -38,7 +38,7 @@ fn tokenizer_json() -> String {
     file.to_string()
 }
 
-fn profile(template: &str) -> WorkerProfile {
+pub fn profile(template: &str) -> WorkerProfile {
     let mut config: Value = serde_json::from_str(Family::ChatMl.tokenizer_config_json()).unwrap();
     config["chat_template"] = json!(template);
     let files = BTreeMap::from([
@@ -48,7 +48,7 @@ fn profile(template: &str) -> WorkerProfile {
     WorkerProfile { files, context_tokens: 2048, vocab_size: 287, ..WorkerProfile::default() }
 }
 
-fn tokenizer() -> Tokenizer {
+pub fn tokenizer() -> Tokenizer {
     Tokenizer::from_json(tokenizer_json().as_bytes()).unwrap()
 }
 
@@ -64,9 +64,9 @@ async fn cluster() -> HttpCluster {
 }
 
 /// Reasoning, text and two calls.
-const OUTPUT: &str = "<think>\nhm\n</think>\n\nLet me see.\n<tool_call>\n{\"name\": \"weather\", \"arguments\": \
+pub const OUTPUT: &str = "<think>\nhm\n</think>\n\nLet me see.\n<tool_call>\n{\"name\": \"weather\", \"arguments\": \
     {\"city\": \"Zürich\"}}\n</tool_call>\n<tool_call>\n{\"name\": \"now\", \"arguments\": {}}\n</tool_call>";
-const ARGUMENTS: &str = "{\"city\": \"Zürich\"}";
+pub const ARGUMENTS: &str = "{\"city\": \"Zürich\"}";
 
 /// Lets the worker answer a request with a text, in updates of a few tokens, and end.
 async fn answer(http: &mut HttpCluster, text: &str, chunk: usize, reason: v1::FinishReason) -> v1::Submit {

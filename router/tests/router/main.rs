@@ -9,6 +9,7 @@ mod cluster;
 mod connections;
 mod failover;
 mod foreign_clients;
+mod grpc_tools;
 mod http;
 mod http_client;
 mod http_cors;

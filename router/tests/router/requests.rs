@@ -168,8 +168,13 @@ async fn a_truncated_prompt_keeps_its_last_tokens() {
         cluster.handle.ready().await;
         let long = "word ".repeat(300);
         let all = tokens(&long);
-        let chat =
-            v1::Chat { messages: vec![v1::ChatMessage { role: "user".to_owned(), content: long.clone() }] };
+        let chat = v1::Chat {
+            messages: vec![v1::ChatMessage {
+                role: "user".to_owned(),
+                content: long.clone(),
+                ..Default::default()
+            }],
+        };
         let ids = |ids| Input::TokenIds(v1::TokenIds { ids });
         let mut streams = Vec::new();
         let cases = [
@@ -207,7 +212,7 @@ async fn text_that_cannot_fit_is_rejected_by_its_size() {
         let mut cluster = Cluster::start(&[&worker], Options::default()).await;
         cluster.handle.ready().await;
         let long = "Once upon a time. ".repeat(200_000);
-        let chat = v1::ChatMessage { role: "user".to_owned(), content: long.clone() };
+        let chat = v1::ChatMessage { role: "user".to_owned(), content: long.clone(), ..Default::default() };
         let chat = v1::Chat { messages: vec![chat] };
         for input in [Input::Text(long.clone()), Input::Chat(chat)] {
             let request = v1::GenerateRequest { input: Some(input), ..Default::default() };
@@ -288,6 +293,7 @@ async fn chats_are_rendered_like_transformers_and_rejected_without_a_template() 
         let message = |message: &inflight_fixtures::Message| v1::ChatMessage {
             role: message.role.clone(),
             content: message.content.clone(),
+            ..Default::default()
         };
         let chat = v1::Chat { messages: reference.messages.iter().map(message).collect() };
         let input = Some(tokenize_request::Input::Chat(chat.clone()));

@@ -158,7 +158,7 @@ fn read_message(at: usize, message: &RawValue, earlier: &[Message]) -> Result<Me
 }
 
 /// Returns the name of the tool that a call before a result has called.
-pub(super) fn called_tool(id: &str, earlier: &[Message]) -> Option<String> {
+pub(crate) fn called_tool(id: &str, earlier: &[Message]) -> Option<String> {
     let calls = earlier.iter().rev().flat_map(|message| &message.tool_calls);
     calls.into_iter().find(|call| call.id == id && !id.is_empty()).map(|call| call.name.clone())
 }

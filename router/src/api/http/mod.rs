@@ -53,11 +53,13 @@ use crate::cluster::bundle::Model;
 use crate::options::{HttpOptions, Options};
 use crate::outcome::Outcome;
 pub(crate) use call::Call;
+pub(crate) use chat::called_tool;
 pub(crate) use cors::CorsLayer;
 pub(crate) use errors::refuse;
 pub(crate) use faults::FaultLayer;
 use generations::Generations;
 pub(crate) use request_id::RequestIdLayer;
+pub(crate) use tools::message_call;
 
 /// Renders the metrics of the process for Prometheus.
 pub type RenderMetrics = Arc<dyn Fn() -> String + Send + Sync>;

@@ -163,7 +163,7 @@ pub(super) fn message_calls(name: &str, calls: Option<&RawValue>) -> Result<Vec<
 ///
 /// # Errors
 /// They are neither.
-pub(super) fn message_call(
+pub(crate) fn message_call(
     place: &str,
     id: String,
     name: String,
