@@ -71,7 +71,7 @@ impl Conversation {
 }
 
 fn message(role: &str, content: String) -> ChatMessage {
-    ChatMessage { role: role.to_owned(), content }
+    ChatMessage { role: role.to_owned(), content, ..ChatMessage::default() }
 }
 
 #[cfg(test)]

@@ -313,7 +313,11 @@ async fn request_input(
     // An unknown or ambiguous model is reported by the router.
     let chat = select_model(&models, args.model.as_deref())
         .map_or(args.system.is_some(), |model| model.has_chat_template);
-    let message = |role: &str, content: String| ChatMessage { role: role.to_owned(), content };
+    let message = |role: &str, content: String| ChatMessage {
+        role: role.to_owned(),
+        content,
+        ..ChatMessage::default()
+    };
     match (&args.system, chat) {
         (None, false) => Ok(Input::Text(prompt)),
         (Some(_), false) => {

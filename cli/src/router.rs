@@ -7,7 +7,10 @@ use std::time::Duration;
 
 use inflight_net::ConnectionLimits;
 use inflight_router::metrics::{METRICS, MetricKind};
-use inflight_router::{HttpOptions, Options, PlacementKind, Router, UsageLogOptions, UsageLogPolicy};
+use inflight_router::{
+    FormatChoice, HttpOptions, Options, PlacementKind, ReasoningFormat, Router, ToolCallFormat,
+    UsageLogOptions, UsageLogPolicy,
+};
 
 use crate::event::{self, RoleEvent};
 use crate::exit::{CommandError, Exit};
@@ -89,6 +92,14 @@ pub struct Args {
     /// are plain text
     #[arg(long, value_name = "BOOL", default_value_t = Options::default().special_tokens_in_chat, action = clap::ArgAction::Set, env = "INFLIGHT_ROUTER_SPECIAL_TOKENS_IN_CHAT")]
     pub special_tokens_in_chat: bool,
+    /// Format of the models' tool calls: llama3, hermes, qwen-xml or mistral; auto: that of the chat template; none:
+    /// tools are refused. MODEL=FORMAT, separated by commas, for single models
+    #[arg(long, value_name = "FORMAT", default_value_t = Options::default().tool_call_format, env = "INFLIGHT_ROUTER_TOOL_CALL_FORMAT")]
+    pub tool_call_format: FormatChoice<ToolCallFormat>,
+    /// Format of the models' reasoning: think or mistral; auto: that of the chat template; none: reasoning is part of
+    /// the text. MODEL=FORMAT, separated by commas, for single models
+    #[arg(long, value_name = "FORMAT", default_value_t = Options::default().reasoning_format, env = "INFLIGHT_ROUTER_REASONING_FORMAT")]
+    pub reasoning_format: FormatChoice<ReasoningFormat>,
     /// Maximum messages that wait for a worker to read them; beyond, its session is closed and its streams move
     #[arg(long, value_name = "N", default_value_t = Options::default().worker_commands_max, env = "INFLIGHT_ROUTER_WORKER_COMMANDS_MAX")]
     pub worker_commands_max: usize,
@@ -268,6 +279,8 @@ impl Args {
             tokenize_queue_max: self.tokenize_queue_max,
             tokenize_tokens_max: self.tokenize_tokens_max,
             special_tokens_in_chat: self.special_tokens_in_chat,
+            tool_call_format: self.tool_call_format.clone(),
+            reasoning_format: self.reasoning_format.clone(),
             worker_commands_max: self.worker_commands_max,
             connect_timeout: self.connect_timeout.0,
             reconnect_backoff_max: self.reconnect_backoff_max.0,

@@ -2,7 +2,8 @@
 
 use std::collections::HashMap;
 
-use inflight_proto::v1::{SamplingParams, StopConditions};
+use inflight_proto::v1::constraint::Grammar;
+use inflight_proto::v1::{Constraint, SamplingParams, StopConditions};
 
 /// Sampling parameters and stop conditions of a request.
 #[derive(Debug, Clone, Default, clap::Args)]
@@ -44,6 +45,12 @@ pub struct SamplingArgs {
     /// Word that the output does not contain; repeatable
     #[arg(long, value_name = "WORD")]
     pub bad_word: Vec<String>,
+    /// File with a JSON schema that the output matches
+    #[arg(long, value_name = "FILE", conflicts_with = "regex", value_parser = read_schema)]
+    pub schema: Option<String>,
+    /// Regular expression that the whole output matches
+    #[arg(long, value_name = "REGEX")]
+    pub regex: Option<String>,
     /// Random seed: the same request and seed yield the same tokens on workers with the same fingerprint
     /// [default: drawn by the router]
     #[arg(long, value_name = "N")]
@@ -62,6 +69,8 @@ pub struct SamplingArgs {
 impl SamplingArgs {
     /// Returns the sampling parameters, without `n` and `logprobs`.
     pub fn params(&self) -> SamplingParams {
+        let schema = self.schema.clone().map(Grammar::JsonSchema);
+        let grammar = schema.or_else(|| self.regex.clone().map(Grammar::Regex));
         SamplingParams {
             temperature: self.temperature,
             top_p: self.top_p,
@@ -74,6 +83,7 @@ impl SamplingArgs {
             allowed_token_ids: self.allowed_token_ids.clone(),
             bad_words: self.bad_word.clone(),
             seed: self.seed,
+            constraint: grammar.map(|grammar| Constraint { grammar: Some(grammar), begins_after: None }),
             ..SamplingParams::default()
         }
     }
@@ -88,6 +98,10 @@ impl SamplingArgs {
             ignore_eos: self.ignore_eos,
         }
     }
+}
+
+fn read_schema(path: &str) -> Result<String, String> {
+    std::fs::read_to_string(path).map_err(|error| format!("cannot read it: {error}"))
 }
 
 fn parse_bias(text: &str) -> Result<(u32, f32), String> {

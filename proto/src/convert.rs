@@ -1,10 +1,14 @@
 //! Conversions between generated message types and the types of `inflight-contract`.
 
+use std::sync::Arc;
+
 use inflight_contract::{
-    CostCoefficients, FinishReason, PositionLogprobs, PromptLogprobs, SamplingSpec, TokenLogprob,
+    Constraint, CostCoefficients, FinishReason, Grammar, PositionLogprobs, PromptLogprobs, SamplingSpec,
+    TokenLogprob,
 };
 
 use crate::v1;
+use crate::v1::constraint::Grammar as GrammarMessage;
 
 impl From<CostCoefficients> for v1::CostCoefficients {
     fn from(cost: CostCoefficients) -> Self {
@@ -124,6 +128,7 @@ impl v1::SamplingParams {
             stop_token_ids: stop.stop_token_ids.clone(),
             ignore_eos: stop.ignore_eos,
             seed: self.seed.unwrap_or(defaults.seed),
+            constraint: self.constraint.clone().map(|constraint| Arc::new(constraint.to_contract())),
         }
     }
 
@@ -145,7 +150,35 @@ impl v1::SamplingParams {
             allowed_token_ids: spec.allowed_token_ids.clone(),
             bad_words: Vec::new(),
             bad_word_token_ids: spec.bad_word_token_ids.iter().map(|word| sequence(word)).collect(),
+            constraint: spec.constraint.as_ref().map(|constraint| v1::Constraint::from_contract(constraint)),
         }
+    }
+}
+
+impl v1::Constraint {
+    /// Returns the contract's constraint. A message without a grammar gives one without choices, which validation refuses.
+    pub fn to_contract(self) -> Constraint {
+        let grammar = match self.grammar {
+            Some(GrammarMessage::JsonObject(v1::JsonObject {})) => Grammar::JsonObject,
+            Some(GrammarMessage::JsonSchema(text)) => Grammar::JsonSchema(text),
+            Some(GrammarMessage::Regex(text)) => Grammar::Regex(text),
+            Some(GrammarMessage::Choice(v1::ChoiceGrammar { texts })) => Grammar::Choice(texts),
+            Some(GrammarMessage::Lark(text)) => Grammar::Lark(text),
+            None => Grammar::Choice(Vec::new()),
+        };
+        Constraint { grammar, begins_after: self.begins_after }
+    }
+
+    /// Returns the message of a constraint.
+    pub fn from_contract(constraint: &Constraint) -> Self {
+        let grammar = match constraint.grammar.clone() {
+            Grammar::JsonObject => GrammarMessage::JsonObject(v1::JsonObject {}),
+            Grammar::JsonSchema(text) => GrammarMessage::JsonSchema(text),
+            Grammar::Regex(text) => GrammarMessage::Regex(text),
+            Grammar::Choice(texts) => GrammarMessage::Choice(v1::ChoiceGrammar { texts }),
+            Grammar::Lark(text) => GrammarMessage::Lark(text),
+        };
+        Self { grammar: Some(grammar), begins_after: constraint.begins_after }
     }
 }
 
@@ -191,9 +224,26 @@ mod tests {
             stop_token_ids: vec![7],
             ignore_eos: true,
             seed: u64::MAX,
+            constraint: None,
         };
         let sampling = v1::SamplingParams::from_spec(&spec);
         let stop = v1::StopConditions::from_spec(&spec, 10);
         assert_eq!(sampling.to_spec(&stop, &SamplingSpec::default()), spec);
+    }
+
+    #[test]
+    fn every_kind_of_constraint_round_trips_and_one_without_a_grammar_is_refused() {
+        let kinds = [
+            Grammar::JsonObject,
+            Grammar::JsonSchema("{}".to_owned()),
+            Grammar::Regex("a+".to_owned()),
+            Grammar::Choice(vec!["a".to_owned(), "b".to_owned()]),
+            Grammar::Lark("start: \"a\"".to_owned()),
+        ];
+        for (grammar, begins_after) in kinds.into_iter().zip([None, Some(0), Some(7), None, Some(9)]) {
+            let constraint = Constraint { grammar, begins_after };
+            assert_eq!(v1::Constraint::from_contract(&constraint).to_contract(), constraint);
+        }
+        assert!(v1::Constraint::default().to_contract().grammar.check().is_err());
     }
 }

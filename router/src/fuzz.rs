@@ -48,14 +48,14 @@ pub fn template(data: &[u8]) -> bool {
     let source = parts.next().unwrap_or_default();
     let Ok(template) = ChatTemplate::new(&source, "<s>", "</s>") else { return false };
     let role = |at: usize| ["user", "assistant", "system"][at % 3].to_owned();
-    let message = |(at, content): (usize, _)| Message { role: role(at), content: String::from(content) };
+    let message = |(at, content): (usize, _)| Message::new(&role(at), String::from(content));
     let mut messages: Vec<_> = parts.take(8).enumerate().map(message).collect();
     if messages.is_empty() {
-        messages.push(Message { role: role(0), content: "Hi".to_owned() });
+        messages.push(Message::new(&role(0), "Hi".to_owned()));
     }
-    let rendered = template.render(&messages);
+    let rendered = template.render(&messages, &[]);
     // As text: errors have no equality.
-    assert_eq!(format!("{rendered:?}"), format!("{:?}", template.render(&messages)));
+    assert_eq!(format!("{rendered:?}"), format!("{:?}", template.render(&messages, &[])));
     rendered.is_ok()
 }
 

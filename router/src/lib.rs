@@ -10,6 +10,7 @@ mod call_guard;
 mod clock;
 mod cluster;
 mod dispatcher;
+mod format_choice;
 #[cfg(feature = "fuzz")]
 #[doc(hidden)]
 pub mod fuzz;
@@ -28,6 +29,8 @@ pub use api::http::RenderMetrics;
 pub use cluster::bundle::BundleError;
 pub use cluster::connector::{Connector, Io};
 pub use cluster::discovery::{Source, SourceError};
+pub use format_choice::FormatChoice;
+pub use inflight_output_parser::{ReasoningFormat, ToolCallFormat};
 pub use inflight_router_core::{
     Command, Event, PlacementKind, UnknownPlacement, WorkerCommand, is_recording, replay,
 };

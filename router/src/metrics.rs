@@ -148,6 +148,14 @@ metrics_table! {
         "Tokens delivered to clients";
     UNBILLED_TOKENS = "inflight_router_unbilled_tokens_total", MetricKind::Counter, Unit::Count, ["model"],
         "Tokens generated past a stop string or a cancellation, delivered to no client";
+    GRAMMAR_SECONDS = "inflight_router_grammar_compile_seconds", MetricKind::Histogram(FIRST_TOKEN_BUCKETS), Unit::Seconds, [],
+        "Duration of compiling the grammar of a request";
+    GRAMMAR_LOOKUPS = "inflight_router_grammar_cache_lookups_total", MetricKind::Counter, Unit::Count, ["outcome"],
+        "Grammars of requests, by whether the cache had their outcome: hit, miss";
+    GRAMMARS = "inflight_router_grammar_cache_entries", MetricKind::Gauge, Unit::Count, [],
+        "Entries of the cache of compiled grammars, of the model used last";
+    GRAMMARS_REFUSED = "inflight_router_grammars_refused_total", MetricKind::Counter, Unit::Count, [],
+        "Requests refused for their grammar";
     USAGE_LINES = "inflight_router_usage_lines_total", MetricKind::Counter, Unit::Count, [],
         "Lines written to the usage log and synced";
     USAGE_LINES_LOST = "inflight_router_usage_lines_lost_total", MetricKind::Counter, Unit::Count, [],

@@ -7,10 +7,12 @@ use std::str::FromStr;
 use std::time::Duration;
 
 use inflight_net::{ClientTls, ConnectionLimits, SecretFile, ServerTlsFiles};
+use inflight_output_parser::{ReasoningFormat, ToolCallFormat};
 use inflight_router_core::PlacementKind;
 use tonic::transport::Endpoint;
 
 use crate::cluster::discovery::{Source, SourceError};
+use crate::format_choice::FormatChoice;
 
 /// Options of the HTTP APIs.
 #[derive(Debug, Clone)]
@@ -113,6 +115,10 @@ pub struct Options {
     pub tokenize_tokens_max: usize,
     /// Whether special tokens are recognised in the messages of conversations.
     pub special_tokens_in_chat: bool,
+    /// Formats of the models' tool calls.
+    pub tool_call_format: FormatChoice<ToolCallFormat>,
+    /// Formats of the models' reasoning.
+    pub reasoning_format: FormatChoice<ReasoningFormat>,
     /// Maximum message size from a client, in bytes.
     pub message_bytes_max: usize,
     /// Maximum bytes of all messages being received, or received and not yet tokenized.
@@ -210,6 +216,8 @@ impl Default for Options {
             tokenize_queue_max: 256,
             tokenize_tokens_max: 256 << 10,
             special_tokens_in_chat: false,
+            tool_call_format: FormatChoice::default(),
+            reasoning_format: FormatChoice::default(),
             message_bytes_max: 4 << 20,
             receive_bytes_max: 256 << 20,
             default_max_tokens: 1024,

@@ -15,6 +15,7 @@ fn request(messages: &[(&str, &str)]) -> GenerateRequest {
     let message = |(role, content): &(&str, &str)| ChatMessage {
         role: (*role).to_owned(),
         content: (*content).to_owned(),
+        ..ChatMessage::default()
     };
     GenerateRequest {
         input: Some(Input::Chat(Chat { messages: messages.iter().map(message).collect() })),

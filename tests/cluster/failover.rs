@@ -7,10 +7,12 @@ use std::sync::Arc;
 use anyhow::{Context, Result, bail, ensure};
 use futures::future::try_join_all;
 use inflight_harness::{RoleProcess, exclusive, scrape};
+use inflight_proto::v1::constraint::Grammar;
 use inflight_proto::v1::generate_response::Event;
 use inflight_proto::v1::inference_client::InferenceClient;
 use inflight_proto::v1::{
-    FinishReason, GenerateRequest, SamplingParams, StopConditions, TokenLogprob, TokenSequence,
+    Constraint, FinishReason, GenerateRequest, JsonObject, SamplingParams, StopConditions, TokenLogprob,
+    TokenSequence,
 };
 use rand::rngs::StdRng;
 use rand::{Rng as _, SeedableRng as _};
@@ -127,14 +129,30 @@ fn some_of(random: &mut StdRng, known: &[u32], count: usize) -> Vec<u32> {
     drawn
 }
 
+/// Draws a grammar whose outputs are long.
+fn grammar(random: &mut StdRng) -> Grammar {
+    let schema = r#"{"type": "object", "additionalProperties": false, "required": ["title", "steps"], "properties": {
+        "title": {"type": "string", "minLength": 20},
+        "steps": {"type": "array", "minItems": 5, "items": {"type": "object", "additionalProperties": false,
+            "required": ["n", "text"], "properties": {"n": {"type": "integer"}, "text": {"type": "string"}}}}}}"#;
+    match random.random_range(0..4) {
+        0 => Grammar::JsonObject(JsonObject {}),
+        1 => Grammar::JsonSchema(schema.to_owned()),
+        2 => Grammar::Regex("([A-Z][a-z]+( [a-z]+){3,9}[.!?] ){4,40}".to_owned()),
+        _ => Grammar::Lark("start: line+\nline: /[a-z ]+/ \"=\" /[0-9]+/ \"\\n\"".to_owned()),
+    }
+}
+
 /// Draws a request; its masks, biases and stop tokens are of `known`, tokens that the model generates.
 fn request(random: &mut StdRng, known: &[u32]) -> GenerateRequest {
     const STOPS: [&str; 6] = [" the", "ing ", ".", "ed a", "!", " and "];
     const BAD_WORDS: [&str; 3] = ["cat", "happy", "was"];
     let max_tokens = random.random_range(60..300);
+    let constraint = maybe(random, 0.4, grammar);
     // Either a few tokens only, or some tokens forbidden: a mask never excludes every token.
-    let allowed_token_ids = maybe(random, 0.15, |random| some_of(random, known, 40)).unwrap_or_default();
-    let bad = allowed_token_ids.is_empty() && random.random_bool(0.3);
+    let few = maybe(random, 0.15, |random| some_of(random, known, 40)).filter(|_| constraint.is_none());
+    let allowed_token_ids = few.unwrap_or_default();
+    let bad = allowed_token_ids.is_empty() && constraint.is_none() && random.random_bool(0.3);
     let sampling = SamplingParams {
         temperature: Some(if random.random_bool(0.2) { 0.0 } else { random.random_range(0.2..1.8) }),
         top_p: maybe(random, 0.4, |random| random.random_range(0.3..1.0)),
@@ -161,12 +179,16 @@ fn request(random: &mut StdRng, known: &[u32]) -> GenerateRequest {
             .map(|_| TokenSequence { token_ids: some_of(random, known, 2) })
             .collect(),
         prompt_logprobs: maybe(random, 0.25, |random| random.random_range(0..=5)),
+        constraint: constraint.map(|grammar| Constraint { grammar: Some(grammar), begins_after: None }),
     };
     let stop = StopConditions {
         max_tokens: Some(max_tokens),
         min_tokens: maybe(random, 0.5, |random| random.random_range(1..max_tokens)).unwrap_or(0),
         stop: STOPS.iter().filter(|_| random.random_bool(0.1)).map(|stop| (*stop).to_owned()).collect(),
-        stop_token_ids: maybe(random, 0.2, |random| some_of(random, known, 2)).unwrap_or_default(),
+        // Masked until `min_tokens`, they could be all that a grammar allows next.
+        stop_token_ids: maybe(random, 0.2, |random| some_of(random, known, 2))
+            .filter(|_| sampling.constraint.is_none())
+            .unwrap_or_default(),
         ignore_eos: random.random_bool(0.7),
     };
     let prompt = "Once upon a time there was a cat. ".repeat(random.random_range(1..6));

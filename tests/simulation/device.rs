@@ -4,7 +4,8 @@ use std::collections::VecDeque;
 use std::time::Duration;
 
 use inflight_runtime::{
-    Batch, Capabilities, Error, PromptLogprobs, Runtime, Sampled, Slot, SlotSetup, TokenLogprob, TransferDone,
+    Batch, Capabilities, Error, PromptLogprobs, Runtime, Sampled, Slot, SlotSetup, TokenLogprob, TokenMasks,
+    TransferDone,
 };
 use inflight_worker_core::Transfer;
 
@@ -92,6 +93,10 @@ impl Runtime for ContextHashRuntime {
         batch.check(&self.capabilities)?;
         self.in_flight.push_back(std::mem::take(batch));
         Ok(())
+    }
+
+    fn supply_masks(&mut self, _: &mut TokenMasks) -> Result<(), Error> {
+        Err(Error::no_step_lacks_masks())
     }
 
     fn take_scores(&mut self, scores: &mut Vec<PromptLogprobs>) {

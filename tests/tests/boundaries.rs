@@ -59,7 +59,9 @@ fn ensure_own_dependencies(package: &str, allowed: &[&str]) -> Result<()> {
 
 #[test]
 fn pure_crates_depend_on_no_async_runtime_protobuf_or_randomness() -> Result<()> {
-    for package in ["inflight-contract", "inflight-worker-core", "inflight-router-core"] {
+    for package in
+        ["inflight-contract", "inflight-worker-core", "inflight-router-core", "inflight-output-parser"]
+    {
         ensure_without(package, &IMPURE)?;
     }
     Ok(())

@@ -18,6 +18,11 @@ impl Bundle {
         Self { files: files.into(), digest }
     }
 
+    /// Returns the content of a file.
+    pub fn file(&self, name: &str) -> Option<&[u8]> {
+        self.files.iter().find(|(known, _)| known == name).map(|(_, data)| data.as_slice())
+    }
+
     /// SHA-256 over names and contents, in hex.
     pub fn digest(&self) -> &str {
         &self.digest

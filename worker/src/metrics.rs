@@ -35,6 +35,11 @@ const VIOLATIONS: &str = "inflight_worker_protocol_violations_total";
 const UNAUTHENTICATED: &str = "inflight_worker_unauthenticated_calls_total";
 const RECORDING_FAILED: &str = "inflight_worker_recording_failed";
 const REFUSED_SESSIONS: &str = "inflight_worker_sessions_rejected_total";
+pub(crate) const MASK_SECONDS: &str = "inflight_worker_mask_seconds";
+pub(crate) const MASK_WAIT_SECONDS: &str = "inflight_worker_mask_wait_seconds";
+pub(crate) const GRAMMAR_SECONDS: &str = "inflight_worker_grammar_compile_seconds";
+const GRAMMAR_LOOKUPS: &str = "inflight_worker_grammar_cache_lookups_total";
+const GRAMMARS: &str = "inflight_worker_grammar_cache_entries";
 
 /// Type of a metric.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -46,6 +51,10 @@ pub enum MetricKind {
     /// Histogram with fixed buckets.
     Histogram,
 }
+
+/// Buckets of the durations of token masks, in seconds.
+pub const MASK_SECONDS_BUCKETS: &[f64] =
+    &[1e-5, 2e-5, 5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 2e-2, 5e-2, 0.1];
 
 /// Name, kind, unit and help text of every metric that a worker exports.
 pub const INVENTORY: &[(&str, MetricKind, Unit, &str)] = &[
@@ -74,6 +83,31 @@ pub const INVENTORY: &[(&str, MetricKind, Unit, &str)] = &[
         "1 if the recording (--record) has ended with an error, else 0",
     ),
     (ITERATIONS, MetricKind::Counter, Unit::Count, "Iterations run"),
+    (
+        MASK_SECONDS,
+        MetricKind::Histogram,
+        Unit::Seconds,
+        "Duration of computing the token mask of a constrained choice",
+    ),
+    (
+        MASK_WAIT_SECONDS,
+        MetricKind::Histogram,
+        Unit::Seconds,
+        "Time for which the engine waited for the token masks of an iteration",
+    ),
+    (
+        GRAMMAR_SECONDS,
+        MetricKind::Histogram,
+        Unit::Seconds,
+        "Duration of compiling the grammar of a submission",
+    ),
+    (
+        GRAMMAR_LOOKUPS,
+        MetricKind::Counter,
+        Unit::Count,
+        "Grammars of submissions, by whether the cache had them: hit, miss",
+    ),
+    (GRAMMARS, MetricKind::Gauge, Unit::Count, "Entries of the cache of compiled grammars"),
     (
         STEP_SECONDS,
         MetricKind::Histogram,
@@ -161,6 +195,9 @@ pub const ANTICIPATION_SECONDS_BUCKETS: &[f64] = &[0.0005, 0.001, 0.002, 0.004, 
 pub const BUCKETS: &[(&str, &[f64])] = &[
     (STEP_TOKENS, STEP_TOKENS_BUCKETS),
     (STEP_SECONDS, STEP_SECONDS_BUCKETS),
+    (MASK_SECONDS, MASK_SECONDS_BUCKETS),
+    (MASK_WAIT_SECONDS, MASK_SECONDS_BUCKETS),
+    (GRAMMAR_SECONDS, STEP_SECONDS_BUCKETS),
     (ANTICIPATION_SECONDS, ANTICIPATION_SECONDS_BUCKETS),
 ];
 
@@ -275,6 +312,15 @@ impl StepMetrics {
         self.ttft_unmet.increment(now.first_token_objective_unmet - before.first_token_objective_unmet);
         self.gap_unmet.increment(now.gap_objective_unmet - before.gap_objective_unmet);
     }
+}
+
+/// Records the lookup of a submission's grammar: whether the cache had it, and how long it took.
+pub(crate) fn grammar_lookup(hit: bool, took: Duration, entries: usize) {
+    metrics::counter!(GRAMMAR_LOOKUPS, "outcome" => if hit { "hit" } else { "miss" }).increment(1);
+    if !hit {
+        metrics::histogram!(GRAMMAR_SECONDS).record(took.as_secs_f64());
+    }
+    metrics::gauge!(GRAMMARS).set(entries as f64);
 }
 
 /// Counts an iteration in which the first waiting sequence was not admitted.

@@ -8,6 +8,7 @@ use std::time::Duration;
 
 use futures::{Stream, StreamExt as _};
 use inflight_contract::SamplingSpec;
+use inflight_grammar::{GrammarError, Grammars, Vocabulary};
 use inflight_models::{self as models, FingerprintCache, ModelDir};
 use inflight_net::{
     Acceptor, ConnectionLimits, Framing, OpenCallsLayer, ReceiveBudget, ReceiveLayer, ReceiveLimits,
@@ -208,6 +209,17 @@ impl Worker {
     }
 }
 
+/// Returns the grammars of a model, whose vocabulary is read from its bundle at first use.
+fn grammars(bundle: &Bundle, vocab_size: u32, eos_token_ids: &[u32]) -> Grammars {
+    let bundle = bundle.clone();
+    Grammars::new(vocab_size, eos_token_ids, move || {
+        let tokenizer = bundle.file("tokenizer.json");
+        let tokenizer =
+            tokenizer.ok_or_else(|| GrammarError::Vocabulary("it has no tokenizer.json".to_owned()))?;
+        Vocabulary::from_json(tokenizer).map(Arc::new).map_err(GrammarError::Vocabulary)
+    })
+}
+
 impl Core {
     /// Creates a worker for `served`; `incarnation` must be unique per start.
     ///
@@ -241,6 +253,8 @@ impl Core {
         if prior.is_none() {
             engine.calibrate().map_err(|error| Error::Device(error.to_string()))?;
         }
+        let grammars = Arc::new(grammars(&bundle, engine.model_limits().vocab_size, &eos_token_ids));
+        engine.set_grammars(grammars.clone());
         let limits = *engine.limits();
         let hello = v1::Hello {
             protocol_version: PROTOCOL_VERSION,
@@ -268,6 +282,7 @@ impl Core {
         let sessions = Arc::new(SessionContext {
             hello,
             bundle,
+            grammars,
             heartbeat: options.heartbeat,
             clock,
             engine: sender,

@@ -1,6 +1,6 @@
 //! Engine on real runtimes under scarcity: a block pool that holds a fraction of the work, so that sequences
 //! are preempted, swapped and recomputed, also at random; shared prefixes; forked choices; cancellation and
-//! deadlines; tenants of different weight; every policy, with and without a step target. Each choice gets the
+//! deadlines; grammars that the output must match; tenants of different weight; every policy, with and without a step target. Each choice gets the
 //! tokens and log probabilities, bit for bit, that it gets alone with enough blocks and no prefix cache: for
 //! every dtype, weights of 8 and 4 bits, an 8-bit KV cache and every instruction set, on simulated GPUs, and
 //! with tensor parallelism.
@@ -13,8 +13,9 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Duration;
 
-use inflight_contract::{FinishReason, SamplingParams, SamplingSpec, Weight};
+use inflight_contract::{Constraint, FinishReason, Grammar, SamplingParams, SamplingSpec, Weight};
 use inflight_fixtures::{Arch, BenchmarkShape, Checkpoint, Dtype, TempDir, skipped};
+use inflight_grammar::{Grammars, Vocabulary};
 use inflight_harness::SimulatedGpu;
 use inflight_kernels::cpu::{Isa, KvDtype};
 use inflight_models::{ModelDir, ModelSource};
@@ -43,6 +44,8 @@ struct RequestSpec {
     presence_penalty: f32,
     /// Few allowed tokens, and bad words of several of them.
     masked: bool,
+    /// Index of the grammar that the output must match.
+    grammar: Option<usize>,
     /// Alternatives to each prompt token, if the prompt's log probabilities are wanted.
     prompt_logprobs: Option<u32>,
     priority: i32,
@@ -57,14 +60,15 @@ struct RequestSpec {
 fn spec() -> impl Strategy<Value = RequestSpec> {
     let sizes = (0u32..3, 1u32..70, 1u32..40, 1u32..=3);
     let choice = (any::<u64>(), prop_oneof![Just(0.0f32), Just(0.9)], prop_oneof![Just(0.0f32), Just(0.7)]);
-    let extras = (prop::bool::weighted(0.3), prop::option::weighted(0.3, 0u32..=20));
+    let grammar = prop::option::weighted(0.5, 0..GRAMMARS.len());
+    let extras = (prop::bool::weighted(0.3), prop::option::weighted(0.3, 0u32..=20), grammar);
     let rarely = |steps| prop::option::weighted(0.15, 1usize..steps);
     let events = (0usize..40, rarely(60), rarely(60), prop::option::weighted(0.4, 1usize..60));
     (sizes, choice, extras, -1i32..=1, any::<bool>(), events).prop_map(
         |(
             (text, prompt, max_tokens, n),
             (seed, temperature, presence_penalty),
-            (masked, prompt_logprobs),
+            (masked, prompt_logprobs, grammar),
             priority,
             tenant,
             (at, cancel_after, deadline_after, preempt_after),
@@ -77,6 +81,8 @@ fn spec() -> impl Strategy<Value = RequestSpec> {
             temperature,
             presence_penalty,
             masked,
+            // The allowed tokens are digits.
+            grammar: grammar.filter(|index| !masked || *index == 0),
             prompt_logprobs,
             priority,
             tenant,
@@ -86,6 +92,42 @@ fn spec() -> impl Strategy<Value = RequestSpec> {
             preempt_after,
         },
     )
+}
+
+/// Grammars of the requests: digits, a JSON text, and one that begins after token 33.
+const GRAMMARS: [(&str, Option<u32>); 3] = [
+    ("[0-9]{3,40}", None),
+    (r#"\{"a": \[([0-9]{1,3}, ){0,9}[0-9]\], "b": "[a-z]*"\}"#, None),
+    ("(ab|[c-f]{2}|g+!)*", Some(33)),
+];
+
+fn constraint(spec: &RequestSpec) -> Option<Arc<Constraint>> {
+    let (regex, begins_after) = GRAMMARS[spec.grammar?];
+    Some(Arc::new(Constraint { grammar: Grammar::Regex(regex.to_owned()), begins_after }))
+}
+
+/// Returns the grammars of a vocabulary in which each token is a printable character of ASCII.
+fn grammars(vocab_size: u32) -> Arc<Grammars> {
+    Arc::new(Grammars::new(vocab_size, &[], move || {
+        let tokens: Vec<[u8; 1]> = (0..vocab_size).map(|token| [b' ' + (token % 95) as u8]).collect();
+        Ok(Arc::new(Vocabulary::from_tokens(tokens.iter().map(|bytes| (&bytes[..], false)))))
+    }))
+}
+
+fn engine(runtime: Box<dyn Runtime>, options: EngineOptions) -> Engine {
+    let mut engine = Engine::new(runtime, &[], options).unwrap();
+    engine.set_grammars(grammars(engine.model_limits().vocab_size));
+    engine
+}
+
+/// Checks that a grammar allows an output.
+fn check_grammar(constraint: &Constraint, vocab_size: u32, tokens: &[u32]) -> Result<(), TestCaseError> {
+    let compiled = grammars(vocab_size).compile(&constraint.grammar).unwrap();
+    let mut matcher = compiled.matcher(constraint.begins_after);
+    for token in tokens {
+        prop_assert!(matcher.consume(*token).is_ok(), "{constraint:?} got {tokens:?}");
+    }
+    Ok(())
 }
 
 fn sampling(spec: &RequestSpec) -> SamplingParams {
@@ -98,6 +140,7 @@ fn sampling(spec: &RequestSpec) -> SamplingParams {
         allowed_token_ids: if spec.masked { (20..26).collect() } else { Vec::new() },
         bad_word_token_ids: if spec.masked { bad_words() } else { Vec::new() },
         prompt_logprobs: spec.prompt_logprobs,
+        constraint: constraint(spec),
         ..SamplingSpec::default()
     };
     sampling.validate().unwrap()
@@ -282,6 +325,8 @@ struct Coverage {
     group_swapped_in: u64,
     /// Prompt tokens scored.
     scored: usize,
+    /// Tokens generated under a grammar.
+    constrained: usize,
 }
 
 impl Coverage {
@@ -398,7 +443,8 @@ fn check(
     let engine_options = EngineOptions { prefix_cache: false, ..EngineOptions::default() };
     let ranks = workload.ranks;
     let roomy = device.runtime(folder, (1, ranks), false, 64, 0);
-    let mut engine = Engine::new(roomy, &[], engine_options).unwrap();
+    let mut engine = engine(roomy, engine_options);
+    let vocab_size = engine.model_limits().vocab_size;
     let mut alone = BTreeMap::new();
     for (id, spec) in workload.specs.iter().enumerate() {
         let undisturbed = RequestSpec {
@@ -417,7 +463,7 @@ fn check(
     let engine_options = EngineOptions { policy, prior, step_target, ..EngineOptions::default() };
     let (blocks, host_blocks) = (workload.blocks, workload.host_blocks);
     let scarce = device.runtime(folder, (workload.threads, ranks), workload.overlap, blocks, host_blocks);
-    let mut engine = Engine::new(scarce, &[], engine_options).unwrap();
+    let mut engine = self::engine(scarce, engine_options);
     let before = coverage.swapped_in;
     let together = run(&mut engine, &workload.specs, coverage);
     coverage.group_swapped_in += if ranks > 1 { coverage.swapped_in - before } else { 0 };
@@ -430,6 +476,11 @@ fn check(
         prop_assert!(same, "{:?}: {:?} got {:?} and alone {:?}", device, key, output.prompt, expected.prompt);
         for (token, before) in steps.iter().skip(1).zip(steps).filter(|_| spec.masked) {
             prop_assert!((20..26).contains(&token.0) && token.0 != before.0, "{:?}", steps);
+        }
+        if let Some(constraint) = constraint(spec) {
+            let tokens: Vec<u32> = steps.iter().map(|(token, _)| *token).collect();
+            check_grammar(&constraint, vocab_size, &tokens)?;
+            coverage.constrained += tokens.len();
         }
         coverage.scored += output.prompt.len();
         coverage.cut_short += u64::from(output.cut_short);
@@ -496,6 +547,7 @@ fn scarcity_never_changes_the_answer() {
         assert!(coverage.cached > 0 && coverage.host_cached > 0, "{format:?}: {coverage:?}");
         assert!(coverage.forced > 0 && coverage.overlapped > 0, "{format:?}: {coverage:?}");
         assert!(coverage.cut_short > 0 && coverage.scored > 0, "{format:?}: {coverage:?}");
+        assert!(coverage.constrained > 0, "{format:?}: {coverage:?}");
     }
 }
 

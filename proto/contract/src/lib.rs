@@ -6,6 +6,7 @@
 
 mod admission_cost;
 mod block_hash;
+mod constraint;
 mod cost;
 mod finish;
 mod limits;
@@ -16,6 +17,7 @@ mod virtual_token_counters;
 
 pub use admission_cost::AdmissionCost;
 pub use block_hash::BlockHash;
+pub use constraint::{Constraint, ConstraintError, Grammar};
 pub use cost::CostCoefficients;
 pub use finish::FinishReason;
 pub use limits::{ModelLimits, PRIORITY_MAX, Priority, RequestError, RequestShape};

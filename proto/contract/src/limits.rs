@@ -1,6 +1,6 @@
 //! Limits of a loaded model and the validation of requests against them.
 
-use crate::SamplingParams;
+use crate::{SamplingError, SamplingParams};
 
 /// Limits of a loaded model, announced by a worker when a session opens.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
@@ -156,12 +156,14 @@ impl ModelLimits {
             found.map(|(position, id)| RequestError::TokenOutOfVocabulary { field, id, position, vocab_size })
         };
         let bias_ids = &mut sampling.logit_bias.iter().map(|(id, _)| *id);
+        let begin_ids = &mut sampling.constraint.iter().filter_map(|constraint| constraint.begins_after);
         let word_ids = &mut sampling.bad_word_token_ids.iter().flatten().copied();
         let found = outside(RequestError::PROMPT, &mut prompt.iter().copied())
             .or_else(|| outside("stop_token_ids", &mut sampling.stop_token_ids.iter().copied()))
             .or_else(|| outside("logit_bias", bias_ids))
             .or_else(|| outside("allowed_token_ids", &mut sampling.allowed_token_ids.iter().copied()))
-            .or_else(|| outside("bad_word_token_ids", word_ids));
+            .or_else(|| outside("bad_word_token_ids", word_ids))
+            .or_else(|| outside(SamplingError::CONSTRAINT, begin_ids));
         match found {
             Some(error) => Err(error),
             None if sampling.masks_tokens() && sampling.fallback_token(vocab_size).is_none() => {

@@ -1,11 +1,15 @@
 //! Sampling parameters of a request and their validation.
 
 use std::ops::Deref;
+use std::sync::Arc;
+
+use crate::{Constraint, ConstraintError};
 
 /// Sampling parameters as requested, not validated; see [`SamplingSpec::validate`].
 ///
 /// Logits are processed in a fixed order: repetition, frequency and presence penalties; logit bias; masks
-/// (`min_tokens`, which masks end tokens, `allowed_token_ids`, `bad_word_token_ids`); then argmax if `temperature` is 0, else division by the temperature,
+/// (`min_tokens`, which masks end tokens, `allowed_token_ids`, `bad_word_token_ids`, the tokens that the grammar of `constraint` does
+/// not allow next); then argmax if `temperature` is 0, else division by the temperature,
 /// top-k, top-p and min-p, each on the distribution left by the previous one, and a random draw.
 #[derive(Debug, Clone, PartialEq)]
 pub struct SamplingSpec {
@@ -46,6 +50,10 @@ pub struct SamplingSpec {
     pub ignore_eos: bool,
     /// Seed of all random draws of the request.
     pub seed: u64,
+    /// Grammar that the output must match. Tokens that it does not allow next are masked before temperature,
+    /// top-k, top-p and min-p; their log probability is minus infinity. End tokens are allowed where the
+    /// output so far matches as a whole.
+    pub constraint: Option<Arc<Constraint>>,
 }
 
 impl Default for SamplingSpec {
@@ -68,6 +76,7 @@ impl Default for SamplingSpec {
             stop_token_ids: Vec::new(),
             ignore_eos: false,
             seed: 0,
+            constraint: None,
         }
     }
 }
@@ -113,10 +122,15 @@ pub enum SamplingError {
         /// Maximum number of tokens.
         most: usize,
     },
+    /// The grammar of the constraint breaks a bound.
+    #[error("{name}: {0}", name = Self::CONSTRAINT)]
+    Constraint(#[from] ConstraintError),
 }
 
 impl SamplingError {
     const BAD_WORDS: &str = "bad_word_token_ids";
+    /// Name of the constraint in errors.
+    pub const CONSTRAINT: &str = "constraint";
 
     /// Returns the name of the field in the API.
     pub fn field(&self) -> &'static str {
@@ -124,6 +138,7 @@ impl SamplingError {
             Self::OutOfRange { name, .. } | Self::TooMany { name, .. } => name,
             Self::BadWord { .. } => Self::BAD_WORDS,
             Self::BadWordTokens { .. } => "bad_words",
+            Self::Constraint(_) => Self::CONSTRAINT,
         }
     }
 }
@@ -190,6 +205,7 @@ impl SamplingSpec {
         }
         check_len("allowed_token_ids", self.allowed_token_ids.len(), Self::ALLOWED_TOKEN_IDS_MAX)?;
         self.check_bad_words()?;
+        self.constraint.as_ref().map_or(Ok(()), |constraint| constraint.grammar.check())?;
         self.logit_bias.sort_by_key(|(id, _)| *id);
         self.logit_bias.dedup_by_key(|(id, _)| *id);
         self.stop_token_ids.sort_unstable();
@@ -237,6 +253,13 @@ impl SamplingParams {
         self.0.temperature == 0.0
     }
 
+    /// Lets a constraint that does not say where it begins begin after `token`.
+    pub fn begin_constraint_after(&mut self, token: u32) {
+        if let Some(constraint) = self.0.constraint.as_mut().filter(|one| one.begins_after.is_none()) {
+            Arc::make_mut(constraint).begins_after = Some(token);
+        }
+    }
+
     /// Returns whether `allowed_token_ids` or bad words mask tokens.
     pub fn masks_tokens(&self) -> bool {
         !self.0.allowed_token_ids.is_empty() || !self.0.bad_word_token_ids.is_empty()
@@ -270,6 +293,7 @@ impl Deref for SamplingParams {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::Grammar;
     use proptest::prelude::*;
 
     fn refused(spec: SamplingSpec) -> &'static str {
@@ -299,6 +323,8 @@ mod tests {
         assert_eq!(words(vec![vec![1; 32]; 129]), "bad_words");
         let allowed_token_ids = vec![1; SamplingSpec::ALLOWED_TOKEN_IDS_MAX + 1];
         assert_eq!(refused(SamplingSpec { allowed_token_ids, ..d() }), "allowed_token_ids");
+        let constraint = Constraint { grammar: Grammar::Regex(String::new()), begins_after: None };
+        assert_eq!(refused(SamplingSpec { constraint: Some(constraint.into()), ..d() }), "constraint");
         assert_eq!(refused(SamplingSpec { n: 0, ..d() }), "n");
         assert_eq!(refused(SamplingSpec { logprobs: Some(21), ..d() }), "logprobs");
         assert_eq!(refused(SamplingSpec { prompt_logprobs: Some(21), ..d() }), "prompt_logprobs");

@@ -1,6 +1,9 @@
 //! Output of one choice: detokenization, stop strings, and the replay of what a resuming client has.
 
+mod parsed;
+
 use inflight_contract::{FinishReason, PositionLogprobs};
+use inflight_output_parser::{OutputEvent, OutputParser};
 
 use crate::api::cursor::ChoicePosition;
 use crate::api::generation::{Delta, Finished};
@@ -12,6 +15,10 @@ use crate::text::{Detokenizer, StopMatcher, Tokenizer, Vocabulary};
 pub(super) struct ChoiceOutput {
     index: u32,
     detokenizer: Detokenizer,
+    /// Parser of the output, if it is parsed.
+    parser: Option<OutputParser>,
+    /// Tokens that are reasoning.
+    reasoning_tokens: u32,
     stops: StopMatcher,
     /// Delivered tokens, up to its end.
     tokens: u32,
@@ -33,10 +40,8 @@ struct ChoiceEnding {
 
 /// Events of new tokens of a choice.
 pub(super) struct TakenOutput {
-    /// Output that the client of a resumed stream has received before.
-    pub(super) replayed: Option<Delta>,
-    /// New output.
-    pub(super) delta: Option<Delta>,
+    /// Output; first what the client of a resumed stream has received before.
+    pub(super) deltas: Vec<Delta>,
     /// End of the choice.
     pub(super) finished: Option<Finished>,
 }
@@ -48,6 +53,8 @@ impl ChoiceOutput {
         Self {
             index,
             detokenizer: Detokenizer::new(tokenizer.vocabulary(), &call.prompt),
+            parser: call.output.as_ref().map(|output| output.parser(index)),
+            reasoning_tokens: 0,
             stops: StopMatcher::new(&call.stop),
             tokens: 0,
             last_token: None,
@@ -67,6 +74,11 @@ impl ChoiceOutput {
         self.tokens.max(self.replay.map_or(0, |received| received.tokens))
     }
 
+    /// Returns the number of tokens that are reasoning.
+    pub(super) fn reasoning_tokens(&self) -> u32 {
+        self.reasoning_tokens
+    }
+
     /// Whether the choice has ended.
     pub(super) fn ended(&self) -> bool {
         self.ended
@@ -82,6 +94,9 @@ impl ChoiceOutput {
         call: &AdmittedCall,
         vocabulary: &Vocabulary,
     ) -> Result<TakenOutput, Outcome> {
+        if self.parser.is_some() {
+            return self.take_parsed(fresh, call, vocabulary);
+        }
         let UnreadOutput { mut tokens, mut logprobs, end } = fresh;
         // With STOP, the last token is the stop token. The update has no token only if an earlier attempt, on
         // a worker with another fingerprint, has delivered it.
@@ -120,15 +135,22 @@ impl ChoiceOutput {
             ending = self.flush(&mut text, call, ending);
         }
         let (replayed, delta) = self.split(text, tokens, logprobs, call)?;
-        let finished = ending.map(|ending| Finished {
+        let finished = ending.map(|ending| self.finished(ending, Vec::new()));
+        Ok(TakenOutput { deltas: [replayed, delta].into_iter().flatten().collect(), finished })
+    }
+
+    /// Returns the end of the choice.
+    fn finished(&self, ending: ChoiceEnding, parts: Vec<OutputEvent>) -> Finished {
+        Finished {
             choice: self.index,
             reason: ending.reason,
+            parts,
+            called: self.parser.as_ref().is_some_and(|parser| parser.calls() > 0),
             stop_string: ending.stop,
             stop_token_id: ending.stop_token_id,
             position: self.position,
             replayed: self.replay.is_some_and(|received| received.finished),
-        });
-        Ok(TakenOutput { replayed, delta, finished })
+        }
     }
 
     /// Splits output into what the client has received before and what is new; the parts without content are
@@ -160,7 +182,8 @@ impl ChoiceOutput {
                 token_ids.clear();
             }
             let empty = text.is_empty() && token_ids.is_empty() && logprobs.is_empty();
-            (!empty).then_some(Delta { choice: index, text, token_ids, logprobs, position, replayed })
+            let parts = Vec::new();
+            (!empty).then_some(Delta { choice: index, text, parts, token_ids, logprobs, position, replayed })
         };
         let Some(received) = self.replay else {
             return Ok((None, delta(text, tokens, logprobs, self.position, false)));

@@ -2,7 +2,9 @@
 
 use inflight_contract::{FinishReason, PositionLogprobs, PromptLogprobs};
 
-use crate::api::generation::{Completed, Finished, GenerationEvent, Started, Timings, Usage};
+use inflight_output_parser::OutputEvent;
+
+use crate::api::generation::{self, Completed, Finished, GenerationEvent, Started, Timings, Usage};
 
 /// Output of one prompt.
 #[derive(Debug, Default)]
@@ -20,13 +22,70 @@ pub(crate) struct Collected {
 /// Output of one choice.
 #[derive(Debug, Default)]
 pub(crate) struct CollectedChoice {
+    /// Text; of a parsed output, its content.
     pub(crate) text: String,
+    pub(crate) reasoning: String,
+    /// Parts of a parsed output, in order.
+    pub(crate) parts: Vec<CollectedPart>,
     pub(crate) token_ids: Vec<u32>,
     pub(crate) logprobs: Vec<PositionLogprobs>,
     pub(crate) finished: Option<Finished>,
 }
 
+/// Part of a parsed output.
+#[derive(Debug, PartialEq, Eq)]
+pub(crate) enum CollectedPart {
+    Content(String),
+    Reasoning(String),
+    Call(CollectedCall),
+}
+
+/// Tool call.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct CollectedCall {
+    pub(crate) id: String,
+    pub(crate) name: String,
+    /// Text of a JSON object.
+    pub(crate) arguments: String,
+}
+
 impl CollectedChoice {
+    /// Returns the tool calls.
+    pub(crate) fn calls(&self) -> impl Iterator<Item = &CollectedCall> {
+        self.parts.iter().filter_map(|part| match part {
+            CollectedPart::Call(call) => Some(call),
+            CollectedPart::Content(_) | CollectedPart::Reasoning(_) => None,
+        })
+    }
+
+    /// Whether the output has tool calls.
+    pub(crate) fn called(&self) -> bool {
+        self.finished.as_ref().is_some_and(|finished| finished.called)
+    }
+
+    /// Adds a part of a parsed output.
+    fn add_part(&mut self, part: OutputEvent) {
+        match (part, self.parts.last_mut()) {
+            (OutputEvent::Content(text), Some(CollectedPart::Content(last))) => last.push_str(&text),
+            (OutputEvent::Content(text), _) => self.parts.push(CollectedPart::Content(text)),
+            (OutputEvent::Reasoning(text), last) => {
+                self.reasoning.push_str(&text);
+                match last {
+                    Some(CollectedPart::Reasoning(last)) => last.push_str(&text),
+                    _ => self.parts.push(CollectedPart::Reasoning(text)),
+                }
+            }
+            (OutputEvent::CallBegin { id, name, .. }, _) => {
+                let call = CollectedCall { id, name, arguments: String::new() };
+                self.parts.push(CollectedPart::Call(call));
+            }
+            (OutputEvent::CallArguments { fragment, .. }, Some(CollectedPart::Call(call))) => {
+                call.arguments.push_str(&fragment);
+            }
+            (OutputEvent::CallArguments { .. } | OutputEvent::CallEnd { .. }, _) => {}
+        }
+    }
+
     pub(crate) fn reason(&self) -> FinishReason {
         self.finished.as_ref().map_or(FinishReason::Error, |finished| finished.reason)
     }
@@ -57,11 +116,14 @@ impl Collected {
             GenerationEvent::Delta(delta) => {
                 let choice = self.choice(delta.choice);
                 choice.text.push_str(&delta.text);
+                delta.parts.into_iter().for_each(|part| choice.add_part(part));
                 choice.token_ids.extend(delta.token_ids);
                 choice.logprobs.extend(delta.logprobs);
             }
             GenerationEvent::Finished(finished) => {
                 let choice = self.choice(finished.choice);
+                choice.text.push_str(&generation::content(&finished.parts));
+                finished.parts.iter().cloned().for_each(|part| choice.add_part(part));
                 choice.finished = Some(finished);
             }
             GenerationEvent::Completed(Completed { usage, timings }) => {

@@ -42,6 +42,11 @@ impl ChoicePosition {
         self.tokens += 1;
     }
 
+    /// Returns the position before the end of the choice was received.
+    pub(crate) fn unfinished(&self) -> Self {
+        Self { finished: false, ..*self }
+    }
+
     /// Whether both have the same tokens.
     pub(crate) fn same_tokens(&self, other: &Self) -> bool {
         (self.tokens, self.digest) == (other.tokens, other.digest)

@@ -1,9 +1,15 @@
 //! Generation request and events of the API's core, which every protocol maps to its own messages.
 
-use inflight_contract::{FinishReason, PositionLogprobs, PromptLogprobs, SamplingSpec};
+use std::sync::Arc;
+
+use inflight_contract::{
+    Constraint, FinishReason, PositionLogprobs, PromptLogprobs, SamplingError, SamplingSpec,
+};
+use inflight_output_parser::OutputEvent;
 
 use crate::api::cursor::ChoicePosition;
-use crate::text::Message;
+use crate::api::tool_use::ToolUse;
+use crate::text::Conversation;
 
 /// Prompt of a request.
 #[derive(Debug, Clone, PartialEq)]
@@ -15,7 +21,7 @@ pub(crate) enum Input {
     /// Token ids, used without change.
     TokenIds(Vec<u32>),
     /// Conversation, rendered by the model's chat template.
-    Chat(Vec<Message>),
+    Chat(Conversation),
 }
 
 /// Sampling parameters that a request sets; absent ones are taken from the model's generation config.
@@ -40,6 +46,8 @@ pub(crate) struct SamplingOverrides {
     pub(crate) seed: Option<u64>,
     /// Number of choices.
     pub(crate) n: Option<u32>,
+    /// Grammar that the output must match.
+    pub(crate) constraint: Option<Arc<Constraint>>,
 }
 
 impl SamplingOverrides {
@@ -63,6 +71,7 @@ impl SamplingOverrides {
             stop_token_ids: stop.stop_token_ids.clone(),
             ignore_eos: stop.ignore_eos,
             seed: self.seed.unwrap_or(defaults.seed),
+            constraint: self.constraint,
         }
     }
 }
@@ -91,6 +100,10 @@ pub(crate) struct GenerationRequest {
     pub(crate) stop: StopConditions,
     /// Whether special tokens are recognised in plain text; `None`: they are.
     pub(crate) parse_special: Option<bool>,
+    /// Tools that the output may call.
+    pub(crate) tools: Option<ToolUse>,
+    /// Whether reasoning and tool calls are apart from the text of the output.
+    pub(crate) parse_output: bool,
     /// Whether deltas carry token ids.
     pub(crate) return_token_ids: bool,
     /// Tenant name; empty: the caller's, or the default tenant.
@@ -107,6 +120,8 @@ pub(crate) struct GenerationRequest {
     pub(crate) event_path: String,
     /// Position of the stream that it resumes.
     pub(crate) resume: Option<Resume>,
+    /// Client's field that gives the constraint, named in refusals.
+    pub(crate) constraint_field: &'static str,
 }
 
 /// Position of a stream that a request resumes, as its client gives it.
@@ -128,6 +143,8 @@ impl GenerationRequest {
             parse_special: None,
             sampling: SamplingOverrides::default(),
             stop: StopConditions::default(),
+            tools: None,
+            parse_output: false,
             return_token_ids: false,
             tenant: String::new(),
             weight: None,
@@ -137,6 +154,7 @@ impl GenerationRequest {
             resumable: false,
             event_path: String::new(),
             resume: None,
+            constraint_field: SamplingError::CONSTRAINT,
         }
     }
 }
@@ -189,6 +207,8 @@ pub(crate) struct Started {
     pub(crate) seed: u64,
     /// Numerics fingerprint of the worker.
     pub(crate) fingerprint: String,
+    /// Whether the output is parsed.
+    pub(crate) parsed: bool,
 }
 
 /// New output of one choice.
@@ -196,8 +216,10 @@ pub(crate) struct Started {
 pub(crate) struct Delta {
     /// Index of the choice.
     pub(crate) choice: u32,
-    /// Text of whole characters, without stop strings.
+    /// Text of whole characters, without stop strings; of a parsed output, its content alone.
     pub(crate) text: String,
+    /// Parts of a parsed output, its content included, in order.
+    pub(crate) parts: Vec<OutputEvent>,
     /// Ids of the new tokens, if requested.
     pub(crate) token_ids: Vec<u32>,
     /// Log probabilities of the new tokens, if requested.
@@ -214,6 +236,10 @@ pub(crate) struct Finished {
     /// Index of the choice.
     pub(crate) choice: u32,
     pub(crate) reason: FinishReason,
+    /// Last parts of a parsed output, which its end decides.
+    pub(crate) parts: Vec<OutputEvent>,
+    /// Whether the output has tool calls.
+    pub(crate) called: bool,
     /// Stop string that matched; empty if none did.
     pub(crate) stop_string: String,
     /// Stop token that matched.
@@ -239,6 +265,8 @@ pub(crate) struct Usage {
     pub(crate) completion_tokens: u32,
     /// Prompt tokens found in the worker's prefix cache.
     pub(crate) cached_prompt_tokens: u32,
+    /// Generated tokens that are reasoning, over all choices of a parsed output.
+    pub(crate) reasoning_tokens: u32,
     /// Fingerprint of the worker that generated the last tokens.
     pub(crate) fingerprint: String,
 }
@@ -254,4 +282,23 @@ pub(crate) struct Timings {
     pub(crate) per_token_seconds: f64,
     /// Until the last token.
     pub(crate) total_seconds: f64,
+}
+
+/// Returns the content among parts of an output.
+pub(crate) fn content(parts: &[OutputEvent]) -> String {
+    let text = |part: &OutputEvent| match part {
+        OutputEvent::Content(text) => Some(text.clone()),
+        _ => None,
+    };
+    parts.iter().filter_map(text).collect()
+}
+
+impl Delta {
+    /// Returns the parts of the output; of one that is not parsed, its text.
+    pub(crate) fn into_parts(self) -> Vec<OutputEvent> {
+        if self.parts.is_empty() && !self.text.is_empty() {
+            return vec![OutputEvent::Content(self.text)];
+        }
+        self.parts
+    }
 }

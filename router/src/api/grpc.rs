@@ -6,23 +6,23 @@ use std::sync::Arc;
 use std::task::{Context, Poll, ready};
 
 use futures::{Stream, StreamExt as _};
-use inflight_contract::RequestError;
+use inflight_contract::{RequestError, SamplingError};
 use inflight_proto::v1;
 use inflight_proto::v1::generate_response::Event;
 use inflight_proto::v1::inference_server::Inference;
 use tonic::{Request, Response, Status};
 
-use crate::api::collected::{Collected, CollectedChoice};
+use crate::api::collected::{Collected, CollectedCall, CollectedChoice};
 use crate::api::cursor::CursorTracker;
 use crate::api::generation::{
     Completed, Delta, Finished, GenerationEvent, GenerationRequest, Input, Resume, SamplingOverrides,
     Started, StopConditions, Timings, Usage,
 };
+use crate::api::grpc_tools::{self, MessageParts};
 use crate::api::ingress::{Ingress, RequestContext, rejected};
 use crate::api::response_stream::ResponseStream;
 use crate::dispatcher::ServedModel;
 use crate::outcome::Outcome;
-use crate::text::Message;
 
 /// Inference service of the router.
 pub(crate) struct Grpc {
@@ -98,9 +98,21 @@ fn at_path(outcome: Outcome) -> Outcome {
         return Outcome::field("input", reason);
     }
     let parent = match field.as_str() {
-        "temperature" | "top_p" | "top_k" | "min_p" | "presence_penalty" | "frequency_penalty"
-        | "repetition_penalty" | "logit_bias" | "logprobs" | "prompt_logprobs" | "n"
-        | "allowed_token_ids" | "bad_words" | "bad_word_token_ids" => "sampling.",
+        "temperature"
+        | "top_p"
+        | "top_k"
+        | "min_p"
+        | "presence_penalty"
+        | "frequency_penalty"
+        | "repetition_penalty"
+        | "logit_bias"
+        | "logprobs"
+        | "prompt_logprobs"
+        | "n"
+        | "allowed_token_ids"
+        | "bad_words"
+        | "bad_word_token_ids"
+        | SamplingError::CONSTRAINT => "sampling.",
         "cursor" => "resume.",
         "max_tokens" | "min_tokens" | "stop" | "stop_token_ids" => "stop.",
         _ => "",
@@ -109,8 +121,9 @@ fn at_path(outcome: Outcome) -> Outcome {
 }
 
 fn usage_message(usage: Usage) -> v1::Usage {
-    let Usage { prompt_tokens, completion_tokens, cached_prompt_tokens, fingerprint } = usage;
-    v1::Usage { prompt_tokens, completion_tokens, cached_prompt_tokens, fingerprint }
+    let Usage { prompt_tokens, completion_tokens, cached_prompt_tokens, reasoning_tokens, fingerprint } =
+        usage;
+    v1::Usage { prompt_tokens, completion_tokens, cached_prompt_tokens, fingerprint, reasoning_tokens }
 }
 
 fn timings_message(timings: Timings) -> v1::Timings {
@@ -141,18 +154,23 @@ fn unary(collected: Collected) -> v1::GenerateUnaryResponse {
 
 fn choice((choice, index): (CollectedChoice, u32)) -> v1::Choice {
     let reason = v1::FinishReason::from(choice.reason()).into();
-    let CollectedChoice { text, token_ids, logprobs, finished } = choice;
+    let call = |call: &CollectedCall| {
+        let CollectedCall { id, name, arguments } = call.clone();
+        v1::ToolCall { id, name, arguments }
+    };
+    let tool_calls = choice.calls().map(call).collect();
+    let CollectedChoice { text, token_ids, logprobs, finished, reasoning, .. } = choice;
     let (stop_string, stop_token_id) =
         finished.map(|finished| (finished.stop_string, finished.stop_token_id)).unwrap_or_default();
     let logprobs = logprobs.into_iter().map(Into::into).collect();
-    v1::Choice { index, text, token_ids, logprobs, reason, stop_string, stop_token_id }
+    v1::Choice { index, text, token_ids, logprobs, reason, stop_string, stop_token_id, reasoning, tool_calls }
 }
 
 /// Returns the message of an event, with the cursor after it.
 fn message(event: GenerationEvent, cursor: Vec<u8>) -> v1::GenerateResponse {
     let event = match event {
         GenerationEvent::Started(started) => {
-            let Started { request_id, model, prompt_tokens, seed, fingerprint } = started;
+            let Started { request_id, model, prompt_tokens, seed, fingerprint, .. } = started;
             Event::Started(v1::GenerationStarted {
                 request_id,
                 model,
@@ -166,13 +184,33 @@ fn message(event: GenerationEvent, cursor: Vec<u8>) -> v1::GenerateResponse {
             let positions = positions.into_iter().map(Into::into).collect();
             Event::PromptLogprobs(v1::PromptLogprobs { first_position: first, positions })
         }
-        GenerationEvent::Delta(Delta { choice, text, token_ids, logprobs, .. }) => {
+        GenerationEvent::Delta(Delta { choice, text, parts, token_ids, logprobs, .. }) => {
             let logprobs = logprobs.into_iter().map(Into::into).collect();
-            Event::Delta(v1::GenerationDelta { choice, text, token_ids, logprobs, cursor })
+            // The text has the content among the parts.
+            let MessageParts { reasoning, tool_calls, .. } = MessageParts::new(parts);
+            Event::Delta(v1::GenerationDelta {
+                choice,
+                text,
+                token_ids,
+                logprobs,
+                cursor,
+                reasoning,
+                tool_calls,
+            })
         }
-        GenerationEvent::Finished(Finished { choice, reason, stop_string, stop_token_id, .. }) => {
+        GenerationEvent::Finished(Finished { choice, reason, parts, stop_string, stop_token_id, .. }) => {
             let reason = v1::FinishReason::from(reason).into();
-            Event::Finished(v1::ChoiceFinished { choice, reason, stop_string, stop_token_id, cursor })
+            let MessageParts { text, reasoning, tool_calls } = MessageParts::new(parts);
+            Event::Finished(v1::ChoiceFinished {
+                choice,
+                reason,
+                stop_string,
+                stop_token_id,
+                cursor,
+                text,
+                reasoning,
+                tool_calls,
+            })
         }
         GenerationEvent::FingerprintChanged { fingerprint, tokens } => {
             Event::FingerprintChanged(v1::FingerprintChanged { fingerprint, tokens })
@@ -187,11 +225,17 @@ fn message(event: GenerationEvent, cursor: Vec<u8>) -> v1::GenerateResponse {
 
 fn generation_request(message: v1::GenerateRequest) -> Result<GenerationRequest, Outcome> {
     use v1::generate_request::Input as Prompt;
+    let tools = message.tools.map(grpc_tools::tool_use).transpose()?.flatten();
+    let parse_output = message.parse_output || tools.is_some();
+    if parse_output && !matches!(message.input, Some(Prompt::Chat(_)) | None) {
+        let field = if tools.is_some() { "tools" } else { "parse_output" };
+        return Err(Outcome::field(field, format!("{field} needs chat input, not text or token_ids")));
+    }
     let input = match message.input {
         None => return Err(Outcome::field("input", "input is missing; give text, token_ids or chat")),
         Some(Prompt::TokenIds(tokens)) => Input::TokenIds(tokens.ids),
         Some(Prompt::Text(text)) => Input::Text(text),
-        Some(Prompt::Chat(chat)) => conversation(chat),
+        Some(Prompt::Chat(chat)) => grpc_tools::conversation(chat, tools.as_ref())?,
     };
     let resumable = message.resumable || message.resume.is_some();
     Ok(GenerationRequest {
@@ -201,6 +245,8 @@ fn generation_request(message: v1::GenerateRequest) -> Result<GenerationRequest,
         parse_special: message.parse_special,
         sampling: sampling(message.sampling.unwrap_or_default()),
         stop: stop_conditions(message.stop.unwrap_or_default()),
+        tools,
+        parse_output,
         return_token_ids: message.return_token_ids || resumable,
         tenant: message.tenant,
         weight: message.weight,
@@ -210,17 +256,13 @@ fn generation_request(message: v1::GenerateRequest) -> Result<GenerationRequest,
         resumable,
         event_path: String::new(),
         resume: message.resume.map(resume),
+        constraint_field: SamplingError::CONSTRAINT,
     })
 }
 
 fn resume(message: v1::Resume) -> Resume {
     let tokens = message.choices.into_iter().map(|choice| choice.ids).collect();
     Resume { cursor: message.cursor, tokens: Some(tokens) }
-}
-
-fn conversation(chat: v1::Chat) -> Input {
-    let message = |message: v1::ChatMessage| Message { role: message.role, content: message.content };
-    Input::Chat(chat.messages.into_iter().map(message).collect())
 }
 
 fn sampling(message: v1::SamplingParams) -> SamplingOverrides {
@@ -240,6 +282,7 @@ fn sampling(message: v1::SamplingParams) -> SamplingOverrides {
         prompt_logprobs: message.prompt_logprobs,
         seed: message.seed,
         n: message.n,
+        constraint: message.constraint.map(|constraint| Arc::new(constraint.to_contract())),
     }
 }
 
@@ -309,7 +352,9 @@ impl Inference for Grpc {
         let v1::TokenizeRequest { model, input, parse_special, omit_pieces } = request.into_inner();
         let input = match input {
             Some(Prompt::Text(text)) => Input::Text(text),
-            Some(Prompt::Chat(chat)) => conversation(chat),
+            Some(Prompt::Chat(chat)) => {
+                grpc_tools::conversation(chat, None).map_err(|outcome| at_path(outcome).into_status())?
+            }
             None => return Err(Outcome::field("input", "input is missing; give text or chat").into_status()),
         };
         let tokens = self.ingress.tokens(&model, input, parse_special, incoming).await;

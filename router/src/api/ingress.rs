@@ -17,6 +17,8 @@ use crate::api::arrival::CallArrival;
 use crate::api::bad_words::BadWords;
 use crate::api::cursor::{Cursor, CursorError, CursorKeys, CursorTracker};
 use crate::api::generation::{GenerationRequest, Input};
+use crate::api::grammar_check::GrammarCheck;
+use crate::api::output_plan::OutputPlan;
 use crate::api::prompt::{PromptJob, SpecialTokens};
 use crate::api::request;
 use crate::api::response_stream::ResponseStream;
@@ -168,7 +170,12 @@ impl Ingress {
         let words = BadWords::new(served.clone(), words)?;
         let words = self.tokenize_words(words, &tokenize).instrument(span.clone()).await?;
         request.sampling.bad_word_token_ids.extend(words);
-        let mut checked = request::check(request, terms, &served, seed)?;
+        let output = OutputPlan::new(&mut request, &served, &self.options)?;
+        if let Some(constraint) = request.sampling.constraint.clone() {
+            let check = GrammarCheck::new(served.clone(), constraint, request.constraint_field)?;
+            self.check_grammar(check, &tokenize).instrument(span.clone()).await?;
+        }
+        let mut checked = request::check(request, terms, output, &served, seed)?;
         let prompt = checked.take_prompt(&served, &self.options);
         let prompt = self.tokenize(prompt, &tokenize).instrument(span.clone()).await;
         let prompt = prompt?.into_tokens();
@@ -235,6 +242,14 @@ impl Ingress {
         }
         words.run()?;
         Ok(words.into_tokens())
+    }
+
+    /// Compiles a grammar, in turns with other tenants, unless the outcome is known.
+    async fn check_grammar(&self, mut check: GrammarCheck, terms: &TokenizeTerms) -> Result<(), Outcome> {
+        if check.is_known() {
+            return check.run().map(drop);
+        }
+        self.tokenizing.run(terms, check.piece(), check, GrammarCheck::run).await.map(drop)
     }
 
     /// Tokenizes a prompt exactly as [`Ingress::start`] does, and charges its tokens to the tenant's rate and daily

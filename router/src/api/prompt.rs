@@ -10,7 +10,7 @@ use crate::api::generation::Input;
 use crate::dispatcher::ServedModel;
 use crate::options::Options;
 use crate::outcome::Outcome;
-use crate::text::{Message, PromptText, TokenizerError};
+use crate::text::{Conversation, PromptText, TokenizerError};
 
 /// Text size above which tokenizing would delay other streams of the thread, in bytes.
 const LARGE_TEXT_BYTES: usize = 16 << 10;
@@ -140,8 +140,8 @@ impl PromptJob {
     /// Whether the job needs a blocking thread.
     pub(crate) fn is_large(&self) -> bool {
         match &self.input {
-            Some(Input::Chat(messages)) => {
-                self.bytes() > LARGE_TEXT_BYTES || messages.len() > LARGE_CHAT_MESSAGES
+            Some(Input::Chat(chat)) => {
+                self.bytes() > LARGE_TEXT_BYTES || chat.messages.len() > LARGE_CHAT_MESSAGES
             }
             Some(Input::TokenIds(_)) => false,
             _ => self.bytes() > LARGE_TEXT_BYTES,
@@ -153,10 +153,7 @@ impl PromptJob {
     pub(crate) fn bytes(&self) -> usize {
         match &self.input {
             Some(Input::Text(text) | Input::RawText(text)) => text.len(),
-            Some(Input::Chat(messages)) => {
-                let bytes = |message: &Message| message.role.len() + message.content.len() + MESSAGE_BYTES;
-                messages.iter().map(bytes).sum()
-            }
+            Some(Input::Chat(chat)) => chat.bytes() + chat.messages.len() * MESSAGE_BYTES,
             Some(Input::TokenIds(_)) | None => 0,
         }
     }
@@ -215,7 +212,7 @@ impl PromptJob {
                 self.tokens = ids;
                 return Ok(());
             }
-            Input::Chat(messages) => self.render_chat(&messages)?,
+            Input::Chat(chat) => self.render_chat(&chat)?,
             Input::Text(text) | Input::RawText(text) if text.is_empty() => {
                 return Err(Outcome::invalid("the prompt is empty; text must have at least one character"));
             }
@@ -229,18 +226,21 @@ impl PromptJob {
         Ok(())
     }
 
-    fn render_chat(&self, messages: &[Message]) -> Result<PromptText, Outcome> {
-        let Some(template) = &self.served.model.template else {
+    fn render_chat(&self, chat: &Conversation) -> Result<PromptText, Outcome> {
+        let Conversation { messages, tools } = chat;
+        let model = &self.served.model;
+        let with_tools = model.tool_template.as_ref().filter(|_| !tools.is_empty());
+        let Some(template) = with_tools.or(model.template.as_ref()) else {
             return Err(Outcome::NoChatTemplate { model: self.served.name.clone() });
         };
         if messages.is_empty() {
             return Err(Outcome::invalid("the prompt is empty; chat must have at least one message"));
         }
         if self.special.chat {
-            let text = template.render(messages).map_err(Outcome::invalid)?;
+            let text = template.render(messages, tools).map_err(Outcome::invalid)?;
             return Ok(PromptText::with_special_tokens(text));
         }
-        template.render_prompt(messages, self.served.model.tokenizer.added()).map_err(Outcome::invalid)
+        template.render_prompt(messages, tools, model.tokenizer.added()).map_err(Outcome::invalid)
     }
 
     /// Rejects text that cannot fit the context before tokenizing it, which would take seconds.

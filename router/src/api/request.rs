@@ -11,6 +11,8 @@ use sha2::{Digest as _, Sha256};
 use crate::api::admission::{self, RequestTerms};
 use crate::api::cursor::{ChoicePosition, Cursor, RequestDigest, stream_id};
 use crate::api::generation::{GenerationRequest, Input};
+use crate::api::grammar_check;
+use crate::api::output_plan::OutputPlan;
 use crate::api::prompt::{PromptJob, SpecialTokens, Truncation};
 use crate::dispatcher::ServedModel;
 use crate::dispatcher::request::AdmittedCall;
@@ -48,6 +50,7 @@ pub(crate) struct CheckedRequest {
     terms: RequestTerms,
     sampling: SamplingParams,
     truncation: Option<Truncation>,
+    output: Option<OutputPlan>,
     chat: bool,
 }
 
@@ -70,13 +73,15 @@ pub(crate) fn terms(
 pub(crate) fn check(
     mut request: GenerationRequest,
     terms: RequestTerms,
+    output: Option<OutputPlan>,
     served: &ServedModel,
     seed: u64,
 ) -> Result<CheckedRequest, Outcome> {
     check_stops("stop", &request.stop.stop)?;
     let defaults = SamplingSpec { seed, ..served.model.defaults.clone() };
     let sampling = std::mem::take(&mut request.sampling);
-    let sampling = sampling.apply(&request.stop, &defaults).validate().map_err(invalid_sampling)?;
+    let sampling = sampling.apply(&request.stop, &defaults).validate();
+    let sampling = sampling.map_err(|error| invalid_sampling(error, request.constraint_field))?;
     if request.stop.max_tokens == Some(0) && sampling.prompt_logprobs.is_none() {
         let reason = "max_tokens is 0; ask for at least one token, or for log probabilities of the prompt";
         return Err(Outcome::field("max_tokens", reason));
@@ -86,7 +91,7 @@ pub(crate) fn check(
         .truncate_prompt_tokens
         .map(|tokens| Truncation::new(tokens, request.stop.max_tokens, served))
         .transpose()?;
-    Ok(CheckedRequest { request, terms, sampling, truncation, chat })
+    Ok(CheckedRequest { request, terms, sampling, truncation, output, chat })
 }
 
 impl CheckedRequest {
@@ -109,11 +114,14 @@ impl CheckedRequest {
         stream: u128,
         caller: &Caller,
     ) -> Result<AdmittedCall, Outcome> {
-        let Self { request, terms, sampling, truncation, chat } = self;
+        let Self { request, terms, mut sampling, truncation, output, chat } = self;
         let stop = request.stop;
         served.limits.check_tokens(&prompt, &sampling).map_err(invalid_request)?;
         if let Some(truncation) = truncation {
             truncation.apply(&mut prompt);
+        }
+        if let Some(end) = grammar_check::reasoning_end(served, &prompt) {
+            sampling.begin_constraint_after(end);
         }
         let prompt_tokens = u32::try_from(prompt.len()).unwrap_or(u32::MAX);
         let room = served.limits.sequence_tokens().saturating_sub(prompt_tokens);
@@ -151,6 +159,7 @@ impl CheckedRequest {
             return_token_ids: request.return_token_ids,
             discard_output: stop.max_tokens == Some(0),
             require_fingerprint: Some(request.require_fingerprint).filter(|required| !required.is_empty()),
+            output: output.map(|output| output.of_stream(stream)),
             chat,
             cursor: None,
             resumes: false,
@@ -246,6 +255,14 @@ fn digest(call: &AdmittedCall, event_path: &str) -> RequestDigest {
         hash.update((stop.len() as u64).to_le_bytes());
         hash.update(stop);
     }
+    // Requests whose output is not parsed, and those without a constraint, keep the digests of earlier versions.
+    if let Some(output) = &call.output {
+        hash.update(output.identity());
+    }
+    if let Some(constraint) = &sampling.constraint {
+        hash.update(constraint.grammar.digest());
+        hash.update(constraint.begins_after.map_or(u64::MAX, u64::from).to_le_bytes());
+    }
     let mut digest = RequestDigest::default();
     digest.0.copy_from_slice(&hash.finalize()[..16]);
     digest
@@ -255,8 +272,8 @@ fn digest(call: &AdmittedCall, event_path: &str) -> RequestDigest {
 /// takes many times that when it is decoded.
 pub(crate) fn check_input(input: &Input) -> Result<(), Outcome> {
     match input {
-        Input::Chat(messages) if messages.len() > MESSAGES_MAX => {
-            let count = messages.len();
+        Input::Chat(chat) if chat.messages.len() > MESSAGES_MAX => {
+            let count = chat.messages.len();
             let reason = format!("messages has {count} messages; at most {MESSAGES_MAX} are allowed");
             Err(Outcome::field("messages", reason))
         }
@@ -295,8 +312,12 @@ pub(crate) fn check_stops(name: &str, stop: &[String]) -> Result<(), Outcome> {
     Ok(())
 }
 
-fn invalid_sampling(error: SamplingError) -> Outcome {
-    Outcome::field(error.field(), &error)
+/// Returns the refusal of a sampling parameter. `constraint_field` is the client's field of the constraint.
+fn invalid_sampling(error: SamplingError, constraint_field: &'static str) -> Outcome {
+    match error {
+        SamplingError::Constraint(error) => Outcome::field(constraint_field, error),
+        error => Outcome::field(error.field(), &error),
+    }
 }
 
 fn invalid_request(error: RequestError) -> Outcome {

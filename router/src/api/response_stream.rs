@@ -128,6 +128,7 @@ impl ResponseStream {
                 prompt_tokens: call.prompt.len() as u32,
                 seed: call.sampling.seed,
                 fingerprint: read.fingerprint.as_deref().unwrap_or_default().to_owned(),
+                parsed: call.output.is_some(),
             }));
             self.take_resumed()?;
         }
@@ -189,8 +190,7 @@ impl ResponseStream {
             let before = choice.tokens();
             let taken = choice.take(fresh, call, self.model.tokenizer.vocabulary())?;
             self.ticket.active.count_unbilled(received - (choice.tokens() - before) as usize);
-            let deltas = [taken.replayed, taken.delta].into_iter().flatten();
-            self.ready.extend(deltas.map(GenerationEvent::Delta));
+            self.ready.extend(taken.deltas.into_iter().map(GenerationEvent::Delta));
             if let Some(finished) = taken.finished {
                 if !worker_ended {
                     withdrawn.push(index);
@@ -210,7 +210,7 @@ impl ResponseStream {
         for (choice, tokens) in self.choices.iter_mut().zip(&call.resumed) {
             let resumed = UnreadOutput { tokens: tokens.clone(), ..UnreadOutput::default() };
             let taken = choice.take(resumed, call, self.model.tokenizer.vocabulary())?;
-            self.ready.extend(taken.replayed.map(GenerationEvent::Delta));
+            self.ready.extend(taken.deltas.into_iter().map(GenerationEvent::Delta));
         }
         Ok(())
     }
@@ -227,6 +227,7 @@ impl ResponseStream {
             prompt_tokens: active.call.prompt.len() as u32,
             completion_tokens: self.delivered(),
             cached_prompt_tokens,
+            reasoning_tokens: self.choices.iter().map(ChoiceOutput::reasoning_tokens).sum(),
             fingerprint: fingerprint.as_deref().unwrap_or_default().to_owned(),
         }
     }

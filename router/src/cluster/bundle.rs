@@ -1,12 +1,15 @@
 //! Model bundles: tokenizer, chat template and generation defaults of a model, fetched from a worker.
 
 use std::collections::BTreeMap;
+use std::sync::Arc;
 
 use inflight_contract::SamplingSpec;
+use inflight_grammar::Grammars;
+use inflight_output_parser::{ReasoningFormat, ToolCallFormat};
 use inflight_proto::bundle_digest;
 use serde_json::Value;
 
-use crate::text::{ChatTemplate, TemplateError, Tokenizer, TokenizerError};
+use crate::text::{ChatTemplate, Message, TemplateError, Tokenizer, TokenizerError};
 
 /// Invalid model bundle.
 #[derive(Debug, thiserror::Error)]
@@ -85,13 +88,22 @@ impl BundleFiles {
         let config = self.json("tokenizer_config.json")?;
         let bos_token = special_token(&config, "bos_token");
         let eos_token = special_token(&config, "eos_token");
-        let source = match self.files.get("chat_template.jinja") {
-            Some(data) => Some(utf8("chat_template.jinja", data)?.to_owned()),
-            None => template_source(&config),
+        let (source, with_tools) = match self.files.get("chat_template.jinja") {
+            Some(data) => (Some(utf8("chat_template.jinja", data)?.to_owned()), None),
+            None => (template_source(&config, "default"), template_source(&config, "tool_use")),
         };
-        let template = source.map(|source| ChatTemplate::new(&source, &bos_token, &eos_token)).transpose()?;
+        let parse =
+            |source: Option<String>| source.map(|source| ChatTemplate::new(&source, &bos_token, &eos_token));
+        let (template, tool_template) = (parse(source).transpose()?, parse(with_tools).transpose()?);
         let defaults = sampling_defaults(&self.json("generation_config.json")?)?;
-        Ok(Model { tokenizer, template, defaults })
+        let output = ModelOutput::of_templates(template.as_ref(), tool_template.as_ref());
+        let vocabulary = tokenizer.vocabulary().clone();
+        let vocab_size = u32::try_from(vocabulary.len()).unwrap_or(u32::MAX);
+        let eos = tokenizer.token_id(&eos_token);
+        let vocabulary = Arc::new(vocabulary);
+        let grammars = Grammars::new(vocab_size, eos.as_slice(), move || Ok(Arc::clone(&vocabulary)));
+        let grammars = Arc::new(grammars);
+        Ok(Model { tokenizer, template, tool_template, output, defaults, grammars })
     }
 
     fn json(&self, file: &'static str) -> Result<Value, BundleError> {
@@ -105,8 +117,53 @@ impl BundleFiles {
 pub(crate) struct Model {
     pub(crate) tokenizer: Tokenizer,
     pub(crate) template: Option<ChatTemplate>,
+    /// Chat template of conversations with tools, if it is another one.
+    pub(crate) tool_template: Option<ChatTemplate>,
+    pub(crate) output: ModelOutput,
     /// Defaults of sampling fields that a request leaves unset.
     pub(crate) defaults: SamplingSpec,
+    grammars: Arc<Grammars>,
+}
+
+impl Model {
+    /// Outcomes of the grammars that were compiled for its vocabulary.
+    pub(crate) fn grammars(&self) -> &Grammars {
+        &self.grammars
+    }
+}
+
+/// What the chat template tells of the model's output.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub(crate) struct ModelOutput {
+    pub(crate) calls: Option<ToolCallFormat>,
+    pub(crate) reasoning: Option<ReasoningFormat>,
+    /// End of every prompt without its last whitespace: the template begins the model's output with it.
+    prompt_end: String,
+}
+
+impl ModelOutput {
+    fn of_templates(template: Option<&ChatTemplate>, tool_template: Option<&ChatTemplate>) -> Self {
+        let sources = || [tool_template, template].into_iter().flatten().map(ChatTemplate::source);
+        Self {
+            calls: sources().find_map(ToolCallFormat::of_template),
+            reasoning: sources().find_map(ReasoningFormat::of_template),
+            prompt_end: template.map(prompt_end).unwrap_or_default(),
+        }
+    }
+
+    /// Whether the template begins the model's output with a text.
+    pub(crate) fn begins_with(&self, text: &str) -> bool {
+        self.prompt_end.ends_with(text)
+    }
+}
+
+/// Returns the last characters of a template's prompts.
+fn prompt_end(template: &ChatTemplate) -> String {
+    let question = [Message::new("user", "a".to_owned())];
+    let prompt = template.render(&question, &[]).unwrap_or_default();
+    let mut end: Vec<char> = prompt.trim_end().chars().rev().take(32).collect();
+    end.reverse();
+    end.into_iter().collect()
 }
 
 fn utf8<'a>(file: &'static str, data: &'a [u8]) -> Result<&'a str, BundleError> {
@@ -119,13 +176,13 @@ fn special_token(config: &Value, key: &str) -> String {
     value.as_str().or_else(|| value["content"].as_str()).unwrap_or_default().to_owned()
 }
 
-/// Returns the chat template, given as a string or as the default of a list.
-fn template_source(config: &Value) -> Option<String> {
+/// Returns a chat template: the default may be given alone, others are in a list by their names.
+fn template_source(config: &Value, wanted: &str) -> Option<String> {
     match &config["chat_template"] {
-        Value::String(source) => Some(source.clone()),
+        Value::String(source) => (wanted == "default").then(|| source.clone()),
         Value::Array(named) => named
             .iter()
-            .find(|template| template["name"] == "default")
+            .find(|template| template["name"] == wanted)
             .and_then(|template| template["template"].as_str())
             .map(str::to_owned),
         _ => None,
@@ -205,9 +262,10 @@ mod tests {
         let named = json!({"chat_template": [{"name": "tool_use", "template": "t"},
                                              {"name": "default", "template": "d"}],
                            "bos_token": {"content": "<s>"}, "eos_token": "</s>", "unk_token": null});
-        assert_eq!(template_source(&named).as_deref(), Some("d"));
-        assert_eq!(template_source(&json!({"chat_template": "x"})).as_deref(), Some("x"));
-        assert_eq!(template_source(&Value::Null), None);
+        assert_eq!(template_source(&named, "default").as_deref(), Some("d"));
+        assert_eq!(template_source(&named, "tool_use").as_deref(), Some("t"));
+        assert_eq!(template_source(&json!({"chat_template": "x"}), "default").as_deref(), Some("x"));
+        assert_eq!(template_source(&Value::Null, "default"), None);
         assert_eq!(special_token(&named, "bos_token"), "<s>");
         assert_eq!(special_token(&named, "eos_token"), "</s>");
         assert_eq!(special_token(&named, "unk_token"), "");

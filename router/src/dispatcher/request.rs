@@ -11,6 +11,7 @@ use inflight_router_core::{
 };
 
 use crate::api::cursor::Cursor;
+use crate::api::output_plan::OutputPlan;
 use crate::call_guard::CallGuard;
 use crate::metrics as names;
 use crate::outcome::Outcome;
@@ -40,6 +41,8 @@ pub(crate) struct AdmittedCall {
     pub(crate) discard_output: bool,
     /// The only numerics fingerprint it may run on, if requested.
     pub(crate) require_fingerprint: Option<String>,
+    /// How its output is parsed; `None`: it is text as it is.
+    pub(crate) output: Option<OutputPlan>,
     pub(crate) chat: bool,
     /// Start of a resumable stream, or the position that it is resumed from.
     pub(crate) cursor: Option<Cursor>,
@@ -408,6 +411,7 @@ mod tests {
             return_token_ids: false,
             discard_output: false,
             require_fingerprint: None,
+            output: None,
             chat: false,
             cursor: None,
             resumes: false,

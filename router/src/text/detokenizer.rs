@@ -1,7 +1,8 @@
 //! Streaming detokenizer.
 
+use inflight_grammar::Leading;
+
 use super::Vocabulary;
-use super::vocabulary::Leading;
 
 /// Streaming detokenizer of the tokens that follow a prompt.
 ///

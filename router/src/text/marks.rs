@@ -15,6 +15,11 @@ pub(super) struct Marks<'a> {
 const PRIVATE_USE: [(u32, u32); 2] = [(0xF_0000, 0xF_FFFD), (0x10_0000, 0x10_FFFD)];
 
 impl<'a> Marks<'a> {
+    /// Whether a character is one of those that placeholders are chosen from.
+    pub(super) fn is_private(c: char) -> bool {
+        u32::from(c) >= PRIVATE_USE[0].0
+    }
+
     /// Chooses placeholders that no text has; `None` if there are not enough.
     pub(super) fn new<'t, T>(characters: &'a [char], texts: impl Fn() -> T) -> Option<Self>
     where

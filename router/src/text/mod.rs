@@ -1,6 +1,7 @@
 //! Conversion between text and token ids, from a model's bundle.
 
 mod added_tokens;
+mod conversation;
 mod detokenizer;
 mod marks;
 mod pieces;
@@ -11,14 +12,14 @@ mod template_limits;
 mod token_bound;
 mod tokenizer;
 mod tokenizer_error;
-mod vocabulary;
 
 pub use added_tokens::AddedTokens;
+pub use conversation::{Conversation, Message, MessageCall};
 pub use detokenizer::Detokenizer;
+pub use inflight_grammar::{Vocabulary, VocabularyError};
 pub use prompt_text::PromptText;
 pub use stop::{StopMatch, StopMatcher};
-pub use template::{ChatTemplate, Message, TemplateError};
+pub use template::{ChatTemplate, TemplateError};
 pub use token_bound::TokenBound;
 pub use tokenizer::Tokenizer;
 pub use tokenizer_error::TokenizerError;
-pub use vocabulary::{Vocabulary, VocabularyError};

@@ -107,6 +107,12 @@ impl StopMatcher {
         None
     }
 
+    /// Appends the held-back text and searches anew: what follows continues no match.
+    pub fn interrupt(&mut self, out: &mut String) {
+        self.finish(out);
+        self.patterns.iter_mut().for_each(|pattern| pattern.matched = 0);
+    }
+
     /// Appends the held-back text: it has ended without a match.
     pub fn finish(&mut self, out: &mut String) {
         out.push_str(&self.held);

@@ -5,6 +5,7 @@ use minijinja::value::{Kwargs, Value};
 use minijinja::{Environment, Error, ErrorKind};
 use serde::Serialize;
 
+use super::conversation::{self, Message};
 use super::marks::Marks;
 use super::{AddedTokens, PromptText};
 
@@ -17,21 +18,6 @@ pub enum TemplateError {
     /// Rendering failed: the template raised an error or took too many steps.
     #[error("the chat template refused the messages: {0}")]
     Render(String),
-}
-
-/// Message of a conversation.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Message {
-    /// Role of the author, such as `user`.
-    pub role: String,
-    /// Text of the message.
-    pub content: String,
-}
-
-impl Message {
-    fn to_value(&self) -> Value {
-        Value::from_pairs([("role", self.role.as_str()), ("content", self.content.as_str())])
-    }
 }
 
 /// Chat template of a model, rendered as transformers does: trimmed blocks, Python's string methods,
@@ -89,7 +75,7 @@ impl ChatTemplate {
     }
 
     /// Renders the prompt of a conversation, up to the start of the assistant's message. Special tokens are those of
-    /// the template: what looks like one in a role or a content is plain text.
+    /// the template: what looks like one in a message, in a definition, a call or a result of a tool is plain text.
     ///
     /// The messages are rendered once more with placeholders, single characters that appear nowhere else, for the
     /// characters with which special tokens begin and end; so the bytes that come from messages are known, and a
@@ -102,24 +88,32 @@ impl ChatTemplate {
     pub fn render_prompt(
         &self,
         messages: &[Message],
+        tools: &[Value],
         added: &AddedTokens,
     ) -> Result<PromptText, TemplateError> {
-        let text = self.render(messages)?;
-        let parts = || messages.iter().flat_map(|message| [message.role.as_str(), message.content.as_str()]);
+        let text = self.render(messages, tools)?;
         let edges = added.edges();
-        if !parts().any(|part| part.contains(edges)) {
+        let mut texts = Vec::new();
+        let mut keep = |part: &str| {
+            // Only these matter for the choice of placeholders.
+            if part.contains(edges) || part.contains(Marks::is_private) {
+                texts.push(part.to_owned());
+            }
+        };
+        messages.iter().for_each(|message| message.visit(&mut keep));
+        tools.iter().for_each(|tool| conversation::visit(tool, &mut keep));
+        if !texts.iter().any(|part| part.contains(edges)) {
             return Ok(PromptText::with_special_tokens(text));
         }
-        let all = || parts().chain([text.as_str()]);
+        let all = || texts.iter().map(String::as_str).chain([text.as_str()]);
         let Some(marks) = Marks::new(edges, all) else {
             let reason = "the messages have every private-use character; remove some";
             return Err(TemplateError::Render(reason.to_owned()));
         };
         let render = |mark: &dyn Fn(&str) -> String| {
-            let marked = messages
-                .iter()
-                .map(|message| Message { role: mark(&message.role), content: mark(&message.content) });
-            self.render(&marked.collect::<Vec<_>>()).map(|marked| marks.restore(&marked))
+            let messages: Vec<Message> = messages.iter().map(|message| message.map(mark)).collect();
+            let tools: Vec<Value> = tools.iter().map(|tool| conversation::map(tool, mark)).collect();
+            self.render(&messages, &tools).map(|marked| marks.restore(&marked))
         };
         if let Ok((restored, literal)) = render(&|part| marks.mark(part, |_| true))
             && restored == text
@@ -133,18 +127,21 @@ impl ChatTemplate {
         Ok(PromptText::with_literal(restored, literal))
     }
 
-    /// Renders the text of a conversation, up to the start of the assistant's message.
+    /// Renders the text of a conversation, up to the start of the assistant's message. `tools` are the definitions
+    /// of tools as in OpenAI's API.
     ///
     /// # Errors
     /// [`TemplateError::Render`] with the template's own message.
-    pub fn render(&self, messages: &[Message]) -> Result<String, TemplateError> {
+    pub fn render(&self, messages: &[Message], tools: &[Value]) -> Result<String, TemplateError> {
         let context = minijinja::context! {
             messages => messages.iter().map(Message::to_value).collect::<Value>(),
+            // Templates tell none from an empty list.
+            tools => (!tools.is_empty()).then(|| tools.iter().cloned().collect::<Value>()),
             add_generation_prompt => true,
             bos_token => &self.bos_token,
             eos_token => &self.eos_token,
         };
-        let given: usize = messages.iter().map(|message| message.role.len() + message.content.len()).sum();
+        let given = conversation::bytes(messages, tools);
         let most = Self::OUTPUT_BYTES.saturating_add(given.saturating_mul(Self::OUTPUT_FACTOR));
         let mut output = BoundedOutput { bytes: Vec::new(), most, exceeded: false };
         let rendered = self
@@ -248,7 +245,7 @@ mod tests {
     use super::*;
 
     fn message(role: &str, content: &str) -> Message {
-        Message { role: role.to_owned(), content: content.to_owned() }
+        Message::new(role, content.to_owned())
     }
 
     #[test]
@@ -258,9 +255,9 @@ mod tests {
                       <|{{ message['role'] }}|>{{ message['content'].strip() | tojson }}{{ eos_token }}\n\
                       {%- endfor %}\n{% if add_generation_prompt %}\n<|assistant|>\n{%- endif %}";
         let template = ChatTemplate::new(source, "<s>", "</s>").unwrap();
-        let prompt = template.render(&[message("user", "  <b> é\n")]).unwrap();
+        let prompt = template.render(&[message("user", "  <b> é\n")], &[]).unwrap();
         assert_eq!(prompt, "<s><|user|>\"<b> é\"</s><|assistant|>");
-        let refused = template.render(&[message("tool", "x")]).unwrap_err();
+        let refused = template.render(&[message("tool", "x")], &[]).unwrap_err();
         assert_eq!(refused.to_string(), "the chat template refused the messages: start with user, not tool");
     }
 
@@ -268,16 +265,16 @@ mod tests {
     fn an_endless_template_is_stopped_and_an_invalid_one_rejected() {
         let endless = "{% for i in range(100000) %}{% for j in range(100000) %}x{% endfor %}{% endfor %}";
         let template = ChatTemplate::new(endless, "", "").unwrap();
-        assert!(matches!(template.render(&[]), Err(TemplateError::Render(_))));
+        assert!(matches!(template.render(&[], &[]), Err(TemplateError::Render(_))));
         assert!(matches!(ChatTemplate::new("{% if %}", "", ""), Err(TemplateError::Syntax(_))));
         let long = "{% for i in range(100) %}{{ 'x' * 100000 }}{% endfor %}";
-        let refused = ChatTemplate::new(long, "", "").unwrap().render(&[]).unwrap_err();
+        let refused = ChatTemplate::new(long, "", "").unwrap().render(&[], &[]).unwrap_err();
         assert!(refused.to_string().contains("its output exceeds 1048576 bytes"), "{refused}");
     }
 
     #[test]
     fn templates_have_no_clock() {
         let source = "{% if strftime_now is defined %}{{ strftime_now('%Y') }}{% else %}fixed{% endif %}";
-        assert_eq!(ChatTemplate::new(source, "", "").unwrap().render(&[]).unwrap(), "fixed");
+        assert_eq!(ChatTemplate::new(source, "", "").unwrap().render(&[], &[]).unwrap(), "fixed");
     }
 }

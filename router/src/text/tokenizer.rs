@@ -186,6 +186,11 @@ impl Tokenizer {
         self.bound.min_tokens(text)
     }
 
+    /// Returns the id of the token that a text is as a whole.
+    pub fn token_id(&self, text: &str) -> Option<u32> {
+        self.inner.token_to_id(text)
+    }
+
     /// Returns the table of token bytes.
     pub fn vocabulary(&self) -> &Vocabulary {
         &self.vocabulary
@@ -347,11 +352,10 @@ mod tests {
             let part = |key: &str| config[key].as_str().unwrap_or_default();
             let template =
                 ChatTemplate::new(part("chat_template"), part("bos_token"), part("eos_token")).unwrap();
-            let message = |message: &inflight_fixtures::Message| Message {
-                role: message.role.clone(),
-                content: message.content.clone(),
-            };
-            let rendered = template.render(&chat.messages.iter().map(message).collect::<Vec<_>>()).unwrap();
+            let message =
+                |message: &inflight_fixtures::Message| Message::new(&message.role, message.content.clone());
+            let messages: Vec<_> = chat.messages.iter().map(message).collect();
+            let rendered = template.render(&messages, &[]).unwrap();
             assert_eq!(rendered, chat.rendered);
             assert_eq!(tokenizer.encode_rendered(&rendered).unwrap(), chat.tokens);
             for text in chat.texts {

@@ -18,6 +18,8 @@ const OUTPUT: &str = " 👩‍🚀🙂 ends STOP not here";
 const STOPPED: &str = "0 👩‍🚀🙂 ends ";
 /// Output before a failure.
 const BROKEN: &str = "0 🙂";
+/// Clients in Python and for Node.
+const SCRIPTS: [&str; 2] = ["edge_cases.py", "edge_cases.cjs"];
 /// Time of one iteration of the scripted worker: the router sends what has arrived before it.
 const ITERATION: Duration = Duration::from_millis(2);
 
@@ -54,7 +56,13 @@ async fn serve(mut session: ScriptedSession) {
 }
 
 /// Runs a client and returns what it printed; `None` if this machine lacks it.
-async fn run(variable: &str, needed: &str, arguments: &[&str]) -> Option<Value> {
+pub async fn run(
+    variable: &str,
+    needed: &str,
+    python_script: &str,
+    node_script: &str,
+    arguments: &[&str],
+) -> Option<Value> {
     let Ok(installed) = std::env::var(variable) else {
         inflight_fixtures::skipped("third-party clients", &format!("{variable} names no {needed}"));
         return None;
@@ -62,11 +70,11 @@ async fn run(variable: &str, needed: &str, arguments: &[&str]) -> Option<Value> 
     let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/clients");
     let mut command = if variable == "INFLIGHT_TEST_NODE_MODULES" {
         let mut node = tokio::process::Command::new("node");
-        node.env("NODE_PATH", installed).arg(folder.join("node/edge_cases.cjs"));
+        node.env("NODE_PATH", installed).arg(folder.join("node").join(node_script));
         node
     } else {
         let mut python = tokio::process::Command::new(installed);
-        python.arg(folder.join("python/edge_cases.py"));
+        python.arg(folder.join("python").join(python_script));
         python
     };
     let output = command.args(arguments).kill_on_drop(true).output();
@@ -149,11 +157,18 @@ async fn third_party_clients_get_split_characters_stop_strings_choices_and_failu
     ] {
         let server = if client == "tritonclient" { &grpc } else { &url };
         let arguments = ["--client", client, "--server", server, "--model", "tiny"];
-        if let Some(answer) = run(variable, needed, &arguments).await {
+        if let Some(answer) = run(variable, needed, SCRIPTS[0], SCRIPTS[1], &arguments).await {
             check(client, &answer, &expected);
         }
     }
-    let node = run("INFLIGHT_TEST_NODE_MODULES", "folder with the package openai", &[&url, "tiny"]).await;
+    let node = run(
+        "INFLIGHT_TEST_NODE_MODULES",
+        "folder with the package openai",
+        SCRIPTS[0],
+        SCRIPTS[1],
+        &[&url, "tiny"],
+    )
+    .await;
     if let Some(answer) = node {
         check("openai for Node", &answer, &Expected::default());
     }

@@ -517,7 +517,11 @@ async fn http2_clients_and_grpc_clients_get_the_same_output() {
         assert_eq!(answer["choices"][0]["message"]["content"], "world");
 
         let chat = v1::Chat {
-            messages: vec![v1::ChatMessage { role: "user".to_owned(), content: "hello".to_owned() }],
+            messages: vec![v1::ChatMessage {
+                role: "user".to_owned(),
+                content: "hello".to_owned(),
+                ..Default::default()
+            }],
         };
         let input = Some(v1::generate_request::Input::Chat(chat));
         let request = v1::GenerateRequest { input, ..Default::default() };

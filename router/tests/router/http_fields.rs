@@ -80,6 +80,7 @@ async fn all_sampling_fields_together_reach_the_worker() {
             bad_words: Vec::new(),
             bad_word_token_ids: words.to_vec(),
             prompt_logprobs: Some(4),
+            constraint: None,
         };
         let stop = v1::StopConditions {
             max_tokens: Some(11),

@@ -2,6 +2,7 @@ use std::time::Duration;
 
 use inflight_fixtures::{Chat, Family};
 use inflight_proto::v1;
+use inflight_proto::v1::constraint::Grammar;
 use inflight_proto::v1::generate_request::Input;
 use inflight_proto::v1::tokenize_request;
 use inflight_router::{Error, Options, Router};
@@ -32,6 +33,10 @@ fn stop(request: &mut v1::GenerateRequest) -> &mut v1::StopConditions {
     request.stop.as_mut().unwrap()
 }
 
+fn constraint(grammar: Grammar, begins_after: Option<u32>) -> Option<v1::Constraint> {
+    Some(v1::Constraint { grammar: Some(grammar), begins_after })
+}
+
 fn word(token_ids: &[u32]) -> v1::TokenSequence {
     v1::TokenSequence { token_ids: token_ids.to_vec() }
 }
@@ -55,6 +60,11 @@ const INVALID: &[(Change, &str)] = &[
     (|r| stop(r).stop_token_ids = vec![9999], "token id 9999"),
     (|r| sampling(r).temperature = Some(-0.1), "temperature"),
     (|r| sampling(r).temperature = Some(f32::NAN), "temperature"),
+    (|r| sampling(r).constraint = Some(v1::Constraint::default()), "the grammar is empty"),
+    (|r| sampling(r).constraint = constraint(Grammar::Lark("start: (".to_owned()), None), ""),
+    (|r| sampling(r).constraint = constraint(Grammar::JsonSchema("{".to_owned()), None), "not valid JSON"),
+    (|r| sampling(r).constraint = constraint(Grammar::Regex("a".repeat(300_000)), None), "300000 bytes"),
+    (|r| sampling(r).constraint = constraint(Grammar::Regex("a".to_owned()), Some(9999)), "token id 9999"),
     (|r| sampling(r).top_p = Some(0.0), "top_p"),
     (|r| sampling(r).top_p = Some(1.1), "top_p"),
     (|r| sampling(r).top_k = Some(-1), "top_k"),
@@ -158,8 +168,13 @@ async fn a_truncated_prompt_keeps_its_last_tokens() {
         cluster.handle.ready().await;
         let long = "word ".repeat(300);
         let all = tokens(&long);
-        let chat =
-            v1::Chat { messages: vec![v1::ChatMessage { role: "user".to_owned(), content: long.clone() }] };
+        let chat = v1::Chat {
+            messages: vec![v1::ChatMessage {
+                role: "user".to_owned(),
+                content: long.clone(),
+                ..Default::default()
+            }],
+        };
         let ids = |ids| Input::TokenIds(v1::TokenIds { ids });
         let mut streams = Vec::new();
         let cases = [
@@ -197,7 +212,7 @@ async fn text_that_cannot_fit_is_rejected_by_its_size() {
         let mut cluster = Cluster::start(&[&worker], Options::default()).await;
         cluster.handle.ready().await;
         let long = "Once upon a time. ".repeat(200_000);
-        let chat = v1::ChatMessage { role: "user".to_owned(), content: long.clone() };
+        let chat = v1::ChatMessage { role: "user".to_owned(), content: long.clone(), ..Default::default() };
         let chat = v1::Chat { messages: vec![chat] };
         for input in [Input::Text(long.clone()), Input::Chat(chat)] {
             let request = v1::GenerateRequest { input: Some(input), ..Default::default() };
@@ -278,6 +293,7 @@ async fn chats_are_rendered_like_transformers_and_rejected_without_a_template() 
         let message = |message: &inflight_fixtures::Message| v1::ChatMessage {
             role: message.role.clone(),
             content: message.content.clone(),
+            ..Default::default()
         };
         let chat = v1::Chat { messages: reference.messages.iter().map(message).collect() };
         let input = Some(tokenize_request::Input::Chat(chat.clone()));

@@ -163,7 +163,14 @@ async fn read(
                 received.token_ids[choice].extend(delta.token_ids);
                 last = Some(delta.cursor);
             }
-            Event::Finished(v1::ChoiceFinished { choice, reason, stop_string, stop_token_id, cursor }) => {
+            Event::Finished(v1::ChoiceFinished {
+                choice,
+                reason,
+                stop_string,
+                stop_token_id,
+                cursor,
+                ..
+            }) => {
                 let entry = &mut received.finished[choice as usize];
                 assert!(entry.replace((reason, stop_string, stop_token_id)).is_none(), "a choice ends once");
                 last = Some(cursor);

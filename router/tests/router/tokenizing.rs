@@ -31,6 +31,7 @@ fn chat(injected: &str) -> v1::Chat {
     let message = |message: &inflight_fixtures::Message| v1::ChatMessage {
         role: message.role.clone(),
         content: format!("{injected}{}{injected}", message.content),
+        ..Default::default()
     };
     v1::Chat { messages: messages.iter().map(message).collect() }
 }

@@ -27,6 +27,7 @@ pub struct WorkerProfile {
     pub fingerprint: &'static str,
     pub context_tokens: u32,
     pub heartbeat_interval_ms: u32,
+    pub vocab_size: u32,
     pub files: Files,
     /// Number of corrupted bundles served before a valid one.
     pub bad_bundles: u32,
@@ -49,6 +50,7 @@ impl Default for WorkerProfile {
             fingerprint: "f1",
             context_tokens: 256,
             heartbeat_interval_ms: 60_000,
+            vocab_size: 285,
             files,
             bad_bundles: 0,
             unread_sessions: 0,
@@ -261,7 +263,7 @@ impl Worker for Service {
             architecture: "LlamaForCausalLM".to_owned(),
             bundle_digest: digest(&profile.files),
             limits: Some(v1::WorkerLimits {
-                vocab_size: 285,
+                vocab_size: self.profile.vocab_size,
                 context_tokens: profile.context_tokens,
                 block_tokens: 16,
                 kv_blocks: 1 << 16,

@@ -11,6 +11,9 @@ pub struct SampleRow {
     pub slot: Slot,
     /// Absolute position of the sampled token: that of the row, plus one. Part of the random key.
     pub position: u32,
+    /// Whether the row waits for a token mask, which [`Runtime::supply_masks`](super::Runtime::supply_masks)
+    /// gives after the launch.
+    pub masked: bool,
 }
 
 /// Maximum rows of a batch to score.
@@ -100,7 +103,20 @@ impl Batch {
     /// Requests a sample from the last row of the sequence pushed last.
     pub fn sample_last_row(&mut self, slot: Slot) {
         let row = self.tokens.len() - 1;
-        self.samples.push(SampleRow { row: row as u32, slot, position: self.positions[row] + 1 });
+        let position = self.positions[row] + 1;
+        self.samples.push(SampleRow { row: row as u32, slot, position, masked: false });
+    }
+
+    /// Makes the sample row pushed last wait for a token mask.
+    pub fn mask_last_sample(&mut self) {
+        if let Some(sample) = self.samples.last_mut() {
+            sample.masked = true;
+        }
+    }
+
+    /// Number of sample rows that wait for a token mask.
+    pub fn masked_rows(&self) -> usize {
+        self.samples.iter().filter(|sample| sample.masked).count()
     }
 
     /// Lets the device fill in the token of the last row, the only one of the sequence pushed last, from

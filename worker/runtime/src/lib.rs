@@ -18,12 +18,14 @@ mod host_memory;
 mod memory_ledger;
 mod recent_tokens;
 pub mod sharding;
+mod token_masks;
 
 pub use batch::{Batch, BlockCopy, Feedback, SCORES_MAX, SampleRow, ScoreRow};
 pub use command_thread::{CommandQueue, CommandThread, CommandThreadOptions, ThreadEnded};
 pub use host_memory::{HostMemory, MemoryGroup, MemoryLimit, Readable};
 pub use memory_ledger::{MemoryLedger, OverLimit, PROMISED_BYTES};
 pub use recent_tokens::{RECENT_TOKENS, RecentTokens};
+pub use token_masks::TokenMasks;
 
 /// Name of the gauge of commands queued for a GPU's device thread.
 pub const DEVICE_COMMANDS: &str = "inflight_worker_device_queue_commands";
@@ -148,6 +150,13 @@ pub enum Error {
     Device(String),
 }
 
+impl Error {
+    /// Returns the error of [`Runtime::supply_masks`] without a step that lacks masks.
+    pub fn no_step_lacks_masks() -> Self {
+        Self::Malformed("token masks were supplied, but no launched step lacks them".to_owned())
+    }
+}
+
 /// Device, or group of devices that works as one.
 pub trait Runtime: Send {
     /// Limits and identity of the runtime.
@@ -164,17 +173,27 @@ pub trait Runtime: Send {
 
     /// Launches a step: block copies, then the forward pass, which writes keys and values of all tokens of
     /// the batch, then sampling. The step sees the calls of `attach` and `detach` before it and none after
-    /// it. The content of `batch` is consumed; its buffers can be reused.
+    /// it. The content of `batch` is consumed; its buffers can be reused. A step with masked sample rows then waits for
+    /// [`Runtime::supply_masks`] before it samples.
     ///
     /// # Errors
     /// [`Error::Malformed`] before anything runs; other errors are returned by [`Runtime::complete`].
     fn launch(&mut self, batch: &mut Batch) -> Result<(), Error>;
 
+    /// Supplies the token masks of the oldest launched step that has masked sample rows and lacks them: one for each of
+    /// these rows. Its forward pass runs meanwhile; its sampling, and later steps, wait for them. The content of
+    /// `masks` is consumed; its buffer can be reused.
+    ///
+    /// # Errors
+    /// [`Error::Malformed`] if no launched step lacks masks, or their number is wrong; other errors are returned by
+    /// [`Runtime::complete`].
+    fn supply_masks(&mut self, masks: &mut TokenMasks) -> Result<(), Error>;
+
     /// Waits for the oldest launched step and returns its duration. `sampled` is cleared and filled with one
     /// entry per sample row, in order. Each sampled token is added to its slot's history.
     ///
     /// # Errors
-    /// [`Error::Malformed`] if no step is launched, [`Error::Device`] if the step failed.
+    /// [`Error::Malformed`] if no step is launched or it lacks its masks, [`Error::Device`] if the step failed.
     fn complete(&mut self, sampled: &mut Vec<Sampled>) -> Result<Duration, Error>;
 
     /// Moves the results of the scored rows of the step completed last to `scores`, in order. They are those

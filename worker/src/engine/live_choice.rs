@@ -6,6 +6,7 @@ use inflight_contract::{BlockHash, SamplingParams};
 use inflight_worker_core::{Chunk, Grant, Preemption, ScoredRange};
 use tracing::Span;
 
+use super::constraint::{Consumed, LiveConstraint};
 use super::{ChoiceEvent, Failure, Request, RequestKey};
 
 /// Choice of a request, from submission to finish.
@@ -17,6 +18,8 @@ pub(super) struct LiveChoice {
     pub tokens: Vec<u32>,
     pub prompt_len: usize,
     pub sampling: Arc<SamplingParams>,
+    /// State of the grammar that the output must match.
+    pub constraint: Option<LiveConstraint>,
     /// Seed of the block hash chain, keyed per tenant.
     root: BlockHash,
     /// Hashes of the full blocks.
@@ -42,6 +45,7 @@ impl LiveChoice {
         request: &Request,
         choice: u32,
         tokens: Vec<u32>,
+        constraint: Option<LiveConstraint>,
         root: BlockHash,
         chain: Vec<BlockHash>,
         cost: Grant,
@@ -56,6 +60,7 @@ impl LiveChoice {
             tokens,
             prompt_len: request.prompt.len(),
             sampling: request.sampling.clone(),
+            constraint,
             root,
             chain,
             cost,
@@ -97,6 +102,11 @@ impl LiveChoice {
         let known = self.chain.len();
         BlockHash::extend_chain(&mut self.chain, self.root, &self.tokens, block_tokens);
         self.chain.get(known).copied()
+    }
+
+    /// Lets the constraint consume a sampled token, before it is appended.
+    pub fn consume(&mut self, token: u32) -> Consumed {
+        self.constraint.as_mut().map_or(Consumed::Continues, |constraint| constraint.consume(token))
     }
 
     /// Returns whether `token`, the newest one, stops the choice.

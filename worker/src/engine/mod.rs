@@ -4,7 +4,9 @@
 //! and a deterministic simulation can drive it.
 
 mod calibrate;
+mod constraint;
 mod live_choice;
+mod mask_pool;
 mod request;
 mod submit;
 
@@ -16,6 +18,7 @@ use inflight_contract::{
     AdmissionCost, BlockHash, CostCoefficients, ModelLimits, Service, ServiceCounter, TokenCost,
     VirtualTokenCounters,
 };
+use inflight_grammar::Grammars;
 use inflight_runtime::{
     self as runtime, Batch, BlockCopy, PromptLogprobs, Runtime, SCORES_MAX, Sampled, ScoreRow, SlotSetup,
     TransferDone,
@@ -27,6 +30,7 @@ use inflight_worker_core::{
     SequenceId, StepTarget, Time, TokenVerdict,
 };
 
+use constraint::{ConstraintEnd, Consumed, IterationMasks, MaskState};
 use live_choice::LiveChoice;
 pub use request::{ChoiceEvent, Command, Failure, Finish, Request, RequestKey, ResumedChoice, SessionId};
 
@@ -86,6 +90,7 @@ struct LaunchedIteration {
     chunks: Vec<Chunk>,
     /// Number of scored positions by chunk; chunks behind the last scored one are left out.
     scored: Vec<u32>,
+    masks: IterationMasks,
 }
 
 /// Fatal device failure: running sequences have ended with an error, and the engine can't be used any more.
@@ -99,6 +104,8 @@ pub struct Engine {
     runtime: Box<dyn Runtime>,
     model: ModelLimits,
     eos_token_ids: Arc<[u32]>,
+    grammars: Option<Arc<Grammars>>,
+    masks: MaskState,
     grants: Grants<SessionId>,
     queue_ahead: DispatchAhead,
     /// Maximum priority sequences in flight beyond the grants.
@@ -174,6 +181,8 @@ impl Engine {
             runtime,
             model,
             eos_token_ids: eos_token_ids.into(),
+            grammars: None,
+            masks: MaskState::default(),
             grants: Grants::new(capacity),
             queue_ahead: DispatchAhead::new(options.queue_ahead),
             priority_sequences_max,
@@ -398,6 +407,7 @@ impl Engine {
         self.batch.copies.extend(copies);
         let mut launched = self.spare.pop().unwrap_or_default();
         launched.scored.clear();
+        launched.masks.clear();
         for (at, chunk) in plan.chunks.iter().enumerate() {
             let live = live_mut(&mut self.live, chunk.id);
             let scored = live.take_scored(chunk);
@@ -423,6 +433,10 @@ impl Engine {
             }
             if chunk.samples {
                 self.batch.sample_last_row(chunk.slot);
+                if live.constraint.is_some() {
+                    self.batch.mask_last_sample();
+                    launched.masks.chunks.push(at);
+                }
             }
         }
         if self.sample_of.len() < self.live.len() {
@@ -435,6 +449,9 @@ impl Engine {
             self.sample_of[chunk.id.index()] = sample as u32;
         }
         self.launched.push_back(launched);
+        if self.launched.len() == 1 {
+            self.start_masks();
+        }
         match self.runtime.launch(&mut self.batch) {
             Ok(()) => Ok(true),
             Err(error) => Err(self.fail(&error, events)),
@@ -443,7 +460,8 @@ impl Engine {
 
     /// Waits for the oldest launched iteration, appends its tokens and commits it.
     fn complete(&mut self, events: &mut Vec<ChoiceEvent>) -> Result<StepReport, EngineFailed> {
-        let took = match self.runtime.complete(&mut self.sampled) {
+        let completed = self.supply_masks().and_then(|()| self.runtime.complete(&mut self.sampled));
+        let took = match completed {
             Ok(took) => took,
             Err(error) => return Err(self.fail(&error, events)),
         };
@@ -458,6 +476,7 @@ impl Engine {
         self.spare.push(launched);
         let before = self.ended_since_completion;
         self.settle(events);
+        self.start_masks();
         let ended = self.ended_since_completion - before;
         self.queue_ahead.learn(took, std::mem::take(&mut self.ended_since_completion));
         self.grants.set_sequences(self.scheduler.limits().running_max + self.queue_ahead.depth());
@@ -488,6 +507,7 @@ impl Engine {
             let _ = self.scheduler.fail(oldest.number);
         }
         self.launched.clear();
+        self.masks.forget();
         self.settle(events);
         EngineFailed(error.to_string())
     }
@@ -513,8 +533,16 @@ impl Engine {
                 events.push(ChoiceEvent { prompt_logprobs, ..live.event() });
             }
             let Some(Sampled { token, logprobs }) = sample else { continue };
+            let consumed = live.consume(token);
+            if let Consumed::Ended(end) = consumed {
+                if let ConstraintEnd::Failed(reason) = end {
+                    live.failure.get_or_insert(Failure::Constraint(reason));
+                }
+                self.verdicts.push(TokenVerdict { stop: true, hash: None });
+                continue;
+            }
             let hash = live.push(token, block_tokens);
-            let stop = live.ends_with(token, &self.eos_token_ids);
+            let stop = consumed == Consumed::Completes || live.ends_with(token, &self.eos_token_ids);
             self.verdicts.push(TokenVerdict { stop, hash });
             let computed_tokens = live.report_computed();
             let event = ChoiceEvent { token: Some(token), logprobs, computed_tokens, ..live.event() };

@@ -126,6 +126,9 @@ pub enum Failure {
     /// The worker is draining.
     #[error("the worker is draining")]
     Draining,
+    /// The choice's grammar cannot go on.
+    #[error("the output cannot match its grammar: {0}")]
+    Constraint(String),
     /// The device failed.
     #[error("the device failed: {0}")]
     Device(String),

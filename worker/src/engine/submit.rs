@@ -3,6 +3,7 @@
 use inflight_contract::{BlockHash, FinishReason, Priority, RequestShape};
 use inflight_worker_core::{Grant, NewSequence, ScoredRange, SequenceId, SubmitError, Time};
 
+use super::constraint::LiveConstraint;
 use super::live_choice::{self, LiveChoice};
 use super::{ChoiceEvent, Engine, Failure, Finish, Request, empty_event};
 
@@ -78,7 +79,19 @@ impl Engine {
             let ended = resumed.tokens.last().is_some_and(|last| {
                 live_choice::ends(&request.sampling, *last, resumed.tokens.len(), &self.eos_token_ids)
             });
-            let reason = match (ended, remaining) {
+            let constraint = if ended {
+                None
+            } else {
+                match LiveConstraint::new(&request.sampling, &resumed.tokens, self.grammars.as_deref()) {
+                    Ok(constraint) => constraint,
+                    Err(failure) => {
+                        self.withdraw(&lives);
+                        return Err(failure);
+                    }
+                }
+            };
+            let complete = constraint.as_ref().is_some_and(LiveConstraint::is_complete);
+            let reason = match (ended || complete, remaining) {
                 (true, _) => Some(FinishReason::Stop),
                 (false, 0) => Some(FinishReason::Length),
                 (false, _) => None,
@@ -116,13 +129,13 @@ impl Engine {
                 Ok(id) => {
                     let cost =
                         Grant { sequences: 1, blocks: self.admission_cost().choice(resumed.tokens.len()) };
-                    let live = LiveChoice::new(request, choice as u32, tokens, root, chain, cost, scored);
+                    let choice = choice as u32;
+                    let live =
+                        LiveChoice::new(request, choice, tokens, constraint, root, chain, cost, scored);
                     lives.push((id, live));
                 }
                 Err(error) => {
-                    lives.iter().for_each(|(id, _)| self.scheduler.cancel(*id));
-                    // These choices were never live, so `settle` must not report them.
-                    self.scheduler.drain_ended().for_each(drop);
+                    self.withdraw(&lives);
                     return Err(match error {
                         SubmitError::QueueFull { .. } => Failure::Overloaded(error.to_string()),
                         SubmitError::Empty | SubmitError::TooLong { .. } => {
@@ -149,6 +162,15 @@ impl Engine {
         self.grants.charge(request.key.session, prompt);
         self.requests.insert(request.key, ids);
         Ok(())
+    }
+}
+
+impl Engine {
+    /// Takes back the choices of a request whose submission fails.
+    fn withdraw(&mut self, lives: &[(SequenceId, LiveChoice)]) {
+        lives.iter().for_each(|(id, _)| self.scheduler.cancel(*id));
+        // These choices were never live, so `settle` must not report them.
+        self.scheduler.drain_ended().for_each(drop);
     }
 }
 

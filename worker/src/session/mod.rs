@@ -14,9 +14,10 @@ mod watchdog;
 use std::pin::Pin;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use futures::{Stream, StreamExt as _};
+use inflight_grammar::Grammars;
 use inflight_net::Peer;
 use inflight_proto::AnswerProof;
 use inflight_proto::v1::{self, session_request, session_response, worker_server};
@@ -25,7 +26,7 @@ use tokio_util::sync::CancellationToken;
 use tonic::{Request, Response, Status, Streaming};
 
 use crate::bundle::Bundle;
-use crate::engine::{Command, RequestKey, SessionId};
+use crate::engine::{Command, Request as EngineRequest, RequestKey, SessionId};
 pub(crate) use authentication::{AuthenticationLayer, Authenticator};
 pub use engine_thread::EngineExecution;
 pub(crate) use engine_thread::{COMMANDS_MAX, Clock, EngineThread, Message, RouterName};
@@ -42,6 +43,8 @@ const BUNDLE_CHUNK_BYTES: usize = 1 << 20;
 pub(crate) struct SessionContext {
     pub hello: v1::Hello,
     pub bundle: Bundle,
+    /// Grammars of the model.
+    pub grammars: Arc<Grammars>,
     pub heartbeat: Duration,
     pub clock: Clock,
     pub engine: mpsc::Sender<Message>,
@@ -185,7 +188,10 @@ async fn receive(
                 session_request::Message::Submit(submit) => {
                     outbox.set_min_waiting_virtual_time(submit.min_waiting_virtual_time);
                     match submission::decode(submit, id, sessions.clock.now()) {
-                        Ok(request) => Command::Submit(Box::new(request)),
+                        Ok(request) => {
+                            prepare(&sessions.grammars, &request).await;
+                            Command::Submit(Box::new(request))
+                        }
                         Err(rejections) => {
                             outbox.count_submission();
                             rejections.into_iter().for_each(|event| outbox.push(event));
@@ -242,6 +248,20 @@ async fn receive(
     sessions.service_tables.close(id, sessions.clock.now());
     // Cancel its requests now, even if the router still reads updates; closing twice is harmless.
     let _ = sessions.engine.send(Message::Command(Command::Close(id))).await;
+}
+
+/// Compiles the grammar of a request off the engine's thread, which then finds it in the cache. The messages behind it wait,
+/// so that their order stays. A grammar that is refused is refused again by the engine.
+async fn prepare(grammars: &Arc<Grammars>, request: &EngineRequest) {
+    let Some(constraint) = request.sampling.constraint.clone() else { return };
+    let grammars = Arc::clone(grammars);
+    let compiled = tokio::task::spawn_blocking(move || {
+        let (hit, begun) = (grammars.is_compiled(&constraint.grammar), Instant::now());
+        let _ = grammars.compile(&constraint.grammar);
+        crate::metrics::grammar_lookup(hit, begun.elapsed(), grammars.counters().entries);
+    });
+    // It fails only while the process stops.
+    let _ = compiled.await;
 }
 
 /// Stream of the session's updates, with heartbeats while nothing changes.

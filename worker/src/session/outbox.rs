@@ -301,6 +301,7 @@ impl OutboxState {
 fn code(failure: &Failure) -> tonic::Code {
     match failure {
         Failure::Invalid(_) => tonic::Code::InvalidArgument,
+        Failure::Constraint(_) => tonic::Code::FailedPrecondition,
         Failure::Overloaded(_) => tonic::Code::ResourceExhausted,
         Failure::Draining | Failure::Device(_) => tonic::Code::Unavailable,
     }

@@ -8,7 +8,8 @@ use std::time::Duration;
 
 use inflight_contract::{AdmissionCost, CostCoefficients, FinishReason, SamplingSpec, Weight};
 use inflight_runtime::{
-    Batch, Capabilities, Error, PromptLogprobs, Runtime, Sampled, Slot, SlotSetup, TokenLogprob, TransferDone,
+    Batch, Capabilities, Error, PromptLogprobs, Runtime, Sampled, Slot, SlotSetup, TokenLogprob, TokenMasks,
+    TransferDone,
 };
 use inflight_worker::engine::{
     ChoiceEvent, Command, Engine, EngineOptions, Failure, Finish, Request, RequestKey, ResumedChoice,
@@ -168,6 +169,10 @@ impl Runtime for RecordingRuntime {
         // A snapshot of the slots: later calls of attach and detach do not affect this step.
         self.in_flight.push_back((std::mem::take(batch), self.slots.clone()));
         Ok(())
+    }
+
+    fn supply_masks(&mut self, _: &mut TokenMasks) -> Result<(), Error> {
+        Err(Error::no_step_lacks_masks())
     }
 
     fn complete(&mut self, sampled: &mut Vec<Sampled>) -> Result<Duration, Error> {

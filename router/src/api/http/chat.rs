@@ -12,17 +12,15 @@ use tonic::codegen::http::Response;
 use super::chat_stream::ChatStream;
 use super::fields::{FieldTable, Fields, honoured, ignored, is_empty, parse_object, refused};
 use super::logprobs::{ChatLogprobs, PromptBody};
-use super::sampling::{self, STRUCTURED, StreamOptions};
+use super::sampling::{self, StreamOptions};
+use super::tools::{self, ToolForm};
 use super::usage::{TimingsBody, UsageBody};
-use super::{Call, HttpApi, Started, content, json, sse};
-use crate::api::collected::CollectedChoice;
+use super::{Call, HttpApi, Started, content, json, sse, structured};
+use crate::api::collected::{CollectedCall, CollectedChoice};
 use crate::api::generation::{GenerationRequest, Input};
 use crate::api::ingress::rejected;
 use crate::outcome::Outcome;
 use crate::text::Message;
-
-/// Reason for which tools are refused.
-pub(super) const TOOLS: &str = "tool calls are not supported";
 
 /// Reason for which an empty conversation is refused.
 pub(super) const NO_MESSAGES: &str = "messages is empty; a conversation has at least one message";
@@ -34,7 +32,7 @@ pub(super) static FIELDS: FieldTable = FieldTable {
         &[
             honoured(
                 "messages",
-                "Roles and text; `developer` is `system`. Images, audio, files and tool calls are refused.",
+                "Roles and text, `tool_calls` of the assistant with the results of role `tool`, `reasoning` or `reasoning_content`; `developer` is `system`. Images, audio and files are refused.",
             ),
             honoured(
                 "max_completion_tokens",
@@ -43,15 +41,16 @@ pub(super) static FIELDS: FieldTable = FieldTable {
             honoured("max_tokens", "The older name of `max_completion_tokens`, which counts first."),
             honoured("logprobs", "Log probabilities of the output."),
             honoured("top_logprobs", "In [0, 20]; needs `logprobs`."),
-            honoured(
-                "response_format",
-                "Only the type `text`; others are refused: structured output is not supported.",
-            ),
+            honoured("response_format", structured::RESPONSE_FORMAT),
             honoured("modalities", "Only `text`; others are refused."),
-            honoured("tool_choice", "Only `none` and `auto`, as there are no tools."),
-            refused("tools", TOOLS),
-            refused("functions", TOOLS),
-            refused("function_call", TOOLS),
+            honoured("tools", "Functions, at most 512; `strict` ones constrain the arguments."),
+            honoured(
+                "tool_choice",
+                "`auto`, `none` (the model does not see the tools), `required`, or a function by its name.",
+            ),
+            honoured("parallel_tool_calls", "False: only the first call is returned."),
+            refused("functions", tools::FUNCTIONS),
+            refused("function_call", tools::FUNCTIONS),
             refused("audio", "audio is not supported"),
             refused("web_search_options", "web search is not supported"),
             refused("continue_final_message", "the output starts a new message"),
@@ -61,7 +60,6 @@ pub(super) static FIELDS: FieldTable = FieldTable {
             refused("echo", "only text completions echo their prompt"),
             ignored("add_generation_prompt", "The output always starts a message of the assistant."),
             ignored("moderation", "The output is that of the model."),
-            ignored("parallel_tool_calls", "There are no tool calls."),
             ignored("prediction", "It changes the speed only."),
             ignored("prompt_cache_key", "The prefix cache needs no key."),
             ignored("prompt_cache_options", "The prefix cache needs no hint."),
@@ -74,6 +72,7 @@ pub(super) static FIELDS: FieldTable = FieldTable {
         ],
         sampling::SAMPLING,
         sampling::EXTENSIONS,
+        structured::GUIDED,
     ],
 };
 
@@ -87,6 +86,14 @@ struct MessageBody<'a> {
     tool_calls: Option<&'a RawValue>,
     #[serde(borrow, default)]
     function_call: Option<&'a RawValue>,
+    #[serde(default)]
+    tool_call_id: Option<String>,
+    #[serde(default)]
+    name: Option<String>,
+    #[serde(default)]
+    reasoning: Option<String>,
+    #[serde(default)]
+    reasoning_content: Option<String>,
 }
 
 /// Reads `messages`.
@@ -96,31 +103,64 @@ pub(super) fn messages(fields: &Fields<'_>) -> Result<Vec<Message>, Outcome> {
     if messages.is_empty() {
         return Err(Outcome::field("messages", NO_MESSAGES));
     }
-    messages.into_iter().enumerate().map(|(at, message)| read_message(at, message)).collect()
+    let mut read: Vec<Message> = Vec::with_capacity(messages.len());
+    for (at, message) in messages.into_iter().enumerate() {
+        let message = read_message(at, message, &read)?;
+        read.push(message);
+    }
+    Ok(read)
 }
 
-fn read_message(at: usize, message: &RawValue) -> Result<Message, Outcome> {
+/// Reads a message that follows others.
+fn read_message(at: usize, message: &RawValue, earlier: &[Message]) -> Result<Message, Outcome> {
     let name = format!("messages[{at}]");
     let message: MessageBody<'_> = parse_object(&name, message, "a message with role and content")?;
-    let calls = [message.tool_calls, message.function_call].into_iter().flatten();
-    if calls.into_iter().any(|call| !is_empty(call)) {
-        return Err(Outcome::field("messages", format!("{name} has tool calls: {TOOLS}")));
+    if message.function_call.is_some_and(|call| !is_empty(call)) {
+        let reason = format!("{name} has a function_call, the older form of tool_calls; send tool_calls");
+        return Err(Outcome::field("messages", reason));
     }
     let role = match message.role.as_str() {
         "system" | "developer" => "system",
         "user" => "user",
         "assistant" => "assistant",
-        "tool" | "function" => {
-            return Err(Outcome::field("messages", format!("{name} is the result of a tool: {TOOLS}")));
-        }
+        "tool" => "tool",
         other => {
-            let reason =
-                format!("{name} has the role {other:?}; roles are system, developer, user and assistant");
+            let reason = format!(
+                "{name} has the role {other:?}; roles are system, developer, user, assistant and tool"
+            );
             return Err(Outcome::field("messages", reason));
         }
     };
     let content = content::text(&format!("{name}.content"), message.content)?;
-    Ok(Message { role: role.to_owned(), content })
+    let tool_calls = tools::message_calls(&format!("{name}.tool_calls"), message.tool_calls)?;
+    if role != "assistant" && !tool_calls.is_empty() {
+        let reason = format!("{name} has tool calls, but is not of the assistant");
+        return Err(Outcome::field("messages", reason));
+    }
+    let mut read = Message::new(role, content);
+    read.name = message.name.unwrap_or_default();
+    if role == "assistant" {
+        let reasoning = message.reasoning.or(message.reasoning_content);
+        (read.reasoning, read.tool_calls) = (reasoning.unwrap_or_default(), tool_calls);
+    }
+    if role == "tool" {
+        read.tool_call_id = message.tool_call_id.unwrap_or_default();
+        let called = called_tool(&read.tool_call_id, earlier).ok_or_else(|| {
+            let id = &read.tool_call_id;
+            let reason = format!("{name} is the result of the call {id:?}, which no message before it has");
+            Outcome::field("messages", reason)
+        })?;
+        if read.name.is_empty() {
+            read.name = called;
+        }
+    }
+    Ok(read)
+}
+
+/// Returns the name of the tool that a call before a result has called.
+pub(crate) fn called_tool(id: &str, earlier: &[Message]) -> Option<String> {
+    let calls = earlier.iter().rev().flat_map(|message| &message.tool_calls);
+    calls.into_iter().find(|call| call.id == id && !id.is_empty()).map(|call| call.name.clone())
 }
 
 /// Output options of a call.
@@ -135,7 +175,9 @@ pub(super) struct Output {
 
 pub(super) fn read(body: &[u8]) -> Result<(GenerationRequest, Output), Outcome> {
     let fields = FIELDS.read(body)?;
-    let mut request = GenerationRequest::new(fields.model()?, Input::Chat(messages(&fields)?));
+    let mut request = GenerationRequest::new(fields.model()?, Input::Chat(messages(&fields)?.into()));
+    request.parse_output = true;
+    tools::apply(tools::read(&fields, ToolForm::Nested, &FIELDS)?, &mut request);
     sampling::read(&fields, &mut request)?;
     let max_tokens = fields.count("max_tokens")?;
     let max_completion_tokens = fields.count("max_completion_tokens")?;
@@ -160,32 +202,17 @@ pub(super) fn read(body: &[u8]) -> Result<(GenerationRequest, Output), Outcome> 
 
 /// Checks the fields that ask for something other than text.
 fn check_text_only(fields: &Fields<'_>) -> Result<(), Outcome> {
-    #[derive(Deserialize)]
-    struct Format {
-        #[serde(rename = "type")]
-        kind: String,
-    }
-    let format: Option<Format> = fields.object("response_format", "an object with a type")?;
-    if let Some(Format { kind }) = format.filter(|format| format.kind != "text") {
-        return Err(Outcome::field(
-            "response_format",
-            format!("response_format is of type {kind:?}: {STRUCTURED}"),
-        ));
-    }
     let modalities: Option<Vec<String>> = fields.get("modalities", "an array of strings")?;
     if let Some(other) = modalities.iter().flatten().find(|modality| *modality != "text") {
         return Err(Outcome::field("modalities", format!("modalities has {other:?}; the output is text")));
     }
-    let choice = fields.raw("tool_choice").map(RawValue::get);
-    if choice.is_some_and(|choice| !matches!(choice, "\"none\"" | "\"auto\"")) {
-        return Err(Outcome::field("tool_choice", format!("tool_choice asks for a tool: {TOOLS}")));
-    }
     Ok(())
 }
 
-/// Returns the finish reason in OpenAI's terms.
-pub(super) fn finish_reason(reason: FinishReason) -> &'static str {
+/// Returns the finish reason in OpenAI's terms. `called`: the output has tool calls.
+pub(super) fn finish_reason(reason: FinishReason, called: bool) -> &'static str {
     match reason {
+        FinishReason::Stop if called => "tool_calls",
         FinishReason::Stop => "stop",
         FinishReason::Length => "length",
         FinishReason::Cancelled | FinishReason::Deadline | FinishReason::Error => "error",
@@ -218,8 +245,56 @@ struct Choice<'a> {
 #[derive(Serialize)]
 struct AssistantMessage<'a> {
     role: &'static str,
-    content: &'a str,
+    /// Null if the message has nothing but tool calls.
+    content: Option<&'a str>,
     refusal: Option<()>,
+    #[serde(flatten)]
+    reasoning: Option<ReasoningBody<'a>>,
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    tool_calls: Vec<ToolCallBody<'a>>,
+}
+
+/// Reasoning, under both names that clients read.
+#[derive(Clone, Copy, Serialize)]
+pub(super) struct ReasoningBody<'a> {
+    reasoning: &'a str,
+    reasoning_content: &'a str,
+}
+
+impl<'a> ReasoningBody<'a> {
+    /// Returns the fields of a reasoning; `None` if it is empty.
+    pub(super) fn new(text: &'a str) -> Option<Self> {
+        (!text.is_empty()).then_some(Self { reasoning: text, reasoning_content: text })
+    }
+}
+
+/// Tool call of a message.
+#[derive(Serialize)]
+struct ToolCallBody<'a> {
+    id: &'a str,
+    #[serde(rename = "type")]
+    kind: &'static str,
+    function: FunctionCall<'a>,
+}
+
+#[derive(Serialize)]
+struct FunctionCall<'a> {
+    name: &'a str,
+    arguments: &'a str,
+}
+
+impl<'a> AssistantMessage<'a> {
+    fn new(choice: &'a CollectedChoice) -> Self {
+        let calls = choice.calls().map(|CollectedCall { id, name, arguments }| ToolCallBody {
+            id,
+            kind: "function",
+            function: FunctionCall { name, arguments },
+        });
+        let tool_calls: Vec<_> = calls.collect();
+        let content = Some(choice.text.as_str()).filter(|text| tool_calls.is_empty() || !text.is_empty());
+        let reasoning = ReasoningBody::new(&choice.reasoning);
+        Self { role: "assistant", content, refusal: None, reasoning, tool_calls }
+    }
 }
 
 /// Answers a chat completion.
@@ -248,9 +323,9 @@ async fn complete(api: &HttpApi, started: Started, output: Output) -> Result<Res
     let logprobs: Vec<_> = choices.clone().map(choice).collect();
     let choices = choices.zip(logprobs).map(|((index, choice), (_, logprobs))| Choice {
         index,
-        message: AssistantMessage { role: "assistant", content: &choice.text, refusal: None },
+        message: AssistantMessage::new(choice),
         logprobs,
-        finish_reason: finish_reason(choice.reason()),
+        finish_reason: finish_reason(choice.reason(), choice.called()),
     });
     let first = prompts.first();
     let scored = first.zip(output.prompt_logprobs).zip(bundle.as_ref());
@@ -292,8 +367,8 @@ mod tests {
         assert_eq!((sampling.top_k, sampling.seed, sampling.n), (Some(0), Some(u64::MAX), None));
         assert_eq!((sampling.logit_bias, sampling.logprobs), (vec![(3, 1.5)], Some(2)));
         assert!(output.stream && output.stream_options.include_usage() && output.logprobs);
-        let Input::Chat(messages) = request.input else { panic!() };
-        assert_eq!(messages, [Message { role: "system".to_owned(), content: "hi".to_owned() }]);
+        let Input::Chat(chat) = request.input else { panic!() };
+        assert_eq!(chat.messages, [Message::new("system", "hi".to_owned())]);
     }
 
     #[test]
@@ -301,7 +376,7 @@ mod tests {
         for (more, field) in [
             (r#", "tools": [{"type": "function"}]"#, "tools"),
             (r#", "tool_choice": "required""#, "tool_choice"),
-            (r#", "response_format": {"type": "json_object"}"#, "response_format"),
+            (r#", "response_format": {"type": "xml"}"#, "response_format"),
             (r#", "modalities": ["text", "audio"]"#, "modalities"),
             (r#", "top_logprobs": 2"#, "top_logprobs"),
             (r#", "temperature": "warm""#, "temperature"),
@@ -312,7 +387,7 @@ mod tests {
             (r#", "n": 1.5"#, "n"),
             (r#", "stop": [[]]"#, "stop"),
             (r#", "stream": "yes""#, "stream"),
-            (r#", "guided_json": {"type": "object"}"#, "guided_json"),
+            (r#", "guided_choice": "a""#, "guided_choice"),
             (r#", "messages": "hi""#, "messages"),
             (r#", "messages": [{"content": "hi"}]"#, "messages"),
             (r#", "messages": [{"role": "wizard", "content": "hi"}]"#, "messages"),

@@ -2,10 +2,11 @@
 
 use std::sync::Arc;
 
+use inflight_output_parser::OutputEvent;
 use serde::Serialize;
 
 use super::Started;
-use super::chat::finish_reason;
+use super::chat::{ReasoningBody, finish_reason};
 use super::errors::{Dialect, envelope};
 use super::event_writer::EventWriter;
 use super::logprobs::ChatLogprobs;
@@ -66,6 +67,90 @@ struct DeltaBody<'a> {
     role: Option<&'static str>,
     #[serde(skip_serializing_if = "Option::is_none")]
     content: Option<&'a str>,
+    #[serde(flatten)]
+    reasoning: Option<ReasoningBody<'a>>,
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    tool_calls: Vec<CallDelta<'a>>,
+}
+
+/// Fragment of a tool call; id, type and name are in the first one.
+#[derive(Serialize)]
+struct CallDelta<'a> {
+    index: u32,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    id: Option<&'a str>,
+    #[serde(rename = "type", skip_serializing_if = "Option::is_none")]
+    kind: Option<&'static str>,
+    function: FunctionDelta<'a>,
+}
+
+#[derive(Serialize)]
+struct FunctionDelta<'a> {
+    #[serde(skip_serializing_if = "Option::is_none")]
+    name: Option<&'a str>,
+    arguments: String,
+}
+
+/// Parts of an output, as a chunk has them.
+#[derive(Default)]
+struct ChunkParts {
+    content: String,
+    reasoning: String,
+    /// Begins and arguments of calls.
+    others: Vec<OutputEvent>,
+}
+
+impl ChunkParts {
+    fn new(parts: Vec<OutputEvent>) -> Self {
+        let mut chunk = Self::default();
+        for part in parts {
+            match part {
+                OutputEvent::Content(text) => chunk.content.push_str(&text),
+                OutputEvent::Reasoning(text) => chunk.reasoning.push_str(&text),
+                OutputEvent::CallEnd { .. } => {}
+                part => chunk.others.push(part),
+            }
+        }
+        chunk
+    }
+
+    fn is_empty(&self) -> bool {
+        self.content.is_empty() && self.reasoning.is_empty() && self.others.is_empty()
+    }
+
+    /// Returns the body of the chunk; each call has one entry.
+    fn body(&self) -> DeltaBody<'_> {
+        let mut tool_calls: Vec<CallDelta<'_>> = Vec::new();
+        for part in &self.others {
+            match part {
+                OutputEvent::CallBegin { index, id, name } => tool_calls.push(CallDelta {
+                    index: *index,
+                    id: Some(id),
+                    kind: Some("function"),
+                    function: FunctionDelta { name: Some(name), arguments: String::new() },
+                }),
+                OutputEvent::CallArguments { index, fragment } => {
+                    let open = tool_calls.last_mut().filter(|call| call.index == *index);
+                    match open {
+                        Some(call) => call.function.arguments.push_str(fragment),
+                        None => tool_calls.push(CallDelta {
+                            index: *index,
+                            id: None,
+                            kind: None,
+                            function: FunctionDelta { name: None, arguments: fragment.clone() },
+                        }),
+                    }
+                }
+                _ => {}
+            }
+        }
+        DeltaBody {
+            role: None,
+            content: Some(self.content.as_str()).filter(|text| !text.is_empty()),
+            reasoning: ReasoningBody::new(&self.reasoning),
+            tool_calls,
+        }
+    }
 }
 
 impl ChatStream {
@@ -97,12 +182,10 @@ impl ChatStream {
 
     /// Writes the last chunk of a choice.
     fn finish(&self, finished: &Finished, timings: Option<TimingsBody>, out: &mut EventWriter) {
-        let (index, finish_reason) = (finished.choice, Some(finish_reason(finished.reason)));
-        self.choice(
-            Choice { index, delta: DeltaBody::default(), logprobs: None, finish_reason },
-            timings,
-            out,
-        );
+        let (index, reason) = (finished.choice, finish_reason(finished.reason, finished.called));
+        let parts = ChunkParts::new(finished.parts.clone());
+        let choice = Choice { index, delta: parts.body(), logprobs: None, finish_reason: Some(reason) };
+        self.choice(choice, timings, out);
     }
 
     fn chunk(
@@ -120,24 +203,31 @@ impl ChatStream {
     /// Sends the role of each choice, before any output.
     fn open(&self, out: &mut EventWriter) {
         for index in 0..self.choices {
-            let delta = DeltaBody { role: Some("assistant"), content: Some("") };
+            let delta = DeltaBody { role: Some("assistant"), content: Some(""), ..DeltaBody::default() };
             self.choice(Choice { index, delta, logprobs: None, finish_reason: None }, None, out);
         }
     }
 
     fn delta(&mut self, delta: Delta, out: &mut EventWriter) {
         self.completion_tokens += delta.token_ids.len() as u32;
-        if delta.text.is_empty() && delta.logprobs.is_empty() {
-            return;
-        }
         let logprobs = self.bundle.as_ref().filter(|_| self.logprobs);
         let logprobs = logprobs.map(|model| ChatLogprobs::new(&delta.logprobs, model.tokenizer.vocabulary()));
-        let content = DeltaBody { role: None, content: Some(&delta.text) };
-        self.choice(Choice { index: delta.choice, delta: content, logprobs, finish_reason: None }, None, out);
+        let (index, has_logprobs) = (delta.choice, !delta.logprobs.is_empty());
+        let parts = ChunkParts::new(delta.into_parts());
+        if parts.is_empty() && !has_logprobs {
+            return;
+        }
+        let mut body = parts.body();
+        if parts.is_empty() {
+            body.content = Some("");
+        }
+        self.choice(Choice { index, delta: body, logprobs, finish_reason: None }, None, out);
     }
 }
 
 impl Encoder for ChatStream {
+    const EVENTS_ARE_COUNTED: bool = false;
+
     fn event(&mut self, _: usize, event: GenerationEvent, out: &mut EventWriter) {
         match event {
             GenerationEvent::Started(started) => {

@@ -127,7 +127,7 @@ impl CompletionStream {
     /// Writes the last chunk of a choice.
     fn finish(&self, ending: Ending, timings: Option<TimingsBody>, out: &mut EventWriter) {
         let Ending { index, text, logprobs, reason } = ending;
-        let finish_reason = Some(finish_reason(reason));
+        let finish_reason = Some(finish_reason(reason, false));
         self.choice(Choice { index, text: &text, logprobs, finish_reason }, timings, out);
     }
 
@@ -163,6 +163,8 @@ impl CompletionStream {
 }
 
 impl Encoder for CompletionStream {
+    const EVENTS_ARE_COUNTED: bool = false;
+
     fn event(&mut self, prompt: usize, event: GenerationEvent, out: &mut EventWriter) {
         match event {
             GenerationEvent::Started(started) => {

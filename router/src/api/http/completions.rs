@@ -12,9 +12,9 @@ use super::chat::finish_reason;
 use super::completion_stream::CompletionStream;
 use super::fields::{FieldTable, Fields, honoured, ignored, parse, refused};
 use super::logprobs::{PromptBody, TextLogprobs, TextOffset};
-use super::sampling::{self, STRUCTURED, StreamOptions};
+use super::sampling::{self, StreamOptions};
 use super::usage::{TimingsBody, UsageBody};
-use super::{Call, HttpApi, Started, json, sse};
+use super::{Call, HttpApi, Started, json, sse, structured};
 use crate::api::generation::{GenerationRequest, Input};
 use crate::api::ingress::rejected;
 use crate::outcome::Outcome;
@@ -43,12 +43,13 @@ pub(super) static FIELDS: FieldTable = FieldTable {
             ),
             honoured("parse_special", PARSE_SPECIAL),
             refused("suffix", "insertion before a suffix is not supported"),
-            refused("response_format", STRUCTURED),
+            honoured("response_format", structured::RESPONSE_FORMAT),
             ignored("service_tier", "The tenant's priority counts."),
             ignored("store", "Nothing is stored."),
         ],
         sampling::SAMPLING,
         sampling::EXTENSIONS,
+        structured::GUIDED,
     ],
 };
 
@@ -227,7 +228,7 @@ async fn complete(
             let prompt_logprobs = vocabulary.zip(output.prompt_logprobs).map(|(vocabulary, alternatives)| {
                 PromptBody::new(&prompt.prompt_logprobs, alternatives, vocabulary)
             });
-            let finish_reason = finish_reason(choice.reason());
+            let finish_reason = finish_reason(choice.reason(), false);
             let text = match echoed.get(at) {
                 Some(prompt) => format!("{prompt}{}", choice.text),
                 None => choice.text,

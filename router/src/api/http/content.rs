@@ -38,10 +38,17 @@ pub(super) fn text(name: &str, content: Option<&RawValue>) -> Result<String, Out
             texts.push(parse::<String>(&name, part, "text")?);
             continue;
         }
-        let part: Part = parse_object(&name, part, "a part with a type")?;
-        texts.extend(part_text(&name, part)?);
+        texts.extend(self::part(&name, part)?);
     }
     Ok(texts.join("\n"))
+}
+
+/// Returns the text of a part that is an object; `None` if the part is one that has no effect on the prompt.
+///
+/// # Errors
+/// It is not text.
+pub(super) fn part(name: &str, part: &RawValue) -> Result<Option<String>, Outcome> {
+    part_text(name, parse_object(name, part, "a part with a type")?)
 }
 
 /// Returns the text of a part; `None` if the part is one that has no effect on the prompt.
@@ -65,7 +72,7 @@ fn part_text(name: &str, part: Part) -> Result<Option<String>, Outcome> {
         "input_audio" | "audio" => refused("audio is"),
         "video_url" | "input_video" | "video" => refused("video is"),
         "file" | "input_file" | "document" => refused("files are"),
-        "tool_use" | "tool_result" | "server_tool_use" => refused("tool calls are"),
+        "tool_use" | "tool_result" | "server_tool_use" => refused("a tool block is here"),
         _ => refused("this type is"),
     }
 }
@@ -89,7 +96,7 @@ mod tests {
         for (part, words) in [
             (r#"{"type":"image_url","image_url":{"url":"x"}}"#, "images are not supported"),
             (r#"{"type":"input_audio"}"#, "audio is not supported"),
-            (r#"{"type":"tool_result"}"#, "tool calls are not supported"),
+            (r#"{"type":"tool_result"}"#, "a tool block is here not supported"),
             (r#"{"type":"text"}"#, "a part without text"),
             (r#"{"type":"hologram"}"#, "this type is not supported"),
             (r#"{"text":"a"}"#, "must be a part with a type"),

@@ -15,6 +15,8 @@ pub(super) struct EventWriter {
     ids: Option<EventIds>,
     /// Number of events written, those of earlier responses of the stream included.
     written: u32,
+    /// Number of events that the client has received, if they are a function of the tokens: these are dropped.
+    received: Option<u32>,
 }
 
 /// Ids of the events of a resumable stream.
@@ -51,16 +53,17 @@ impl EventIds {
 }
 
 impl EventWriter {
-    /// Creates a writer whose events have ids, if there is a cursor.
-    pub(super) fn new(cursor: Option<CursorTracker>) -> Self {
-        let written = cursor.as_ref().map_or(0, CursorTracker::events);
+    /// Creates a writer whose events have ids, if there is a cursor. `counted`: equal streams have equal events.
+    pub(super) fn new(cursor: Option<CursorTracker>, counted: bool) -> Self {
+        let had = cursor.as_ref().map_or(0, CursorTracker::events);
+        let (written, received) = if counted { (0, Some(had)) } else { (had, None) };
         let ids = cursor.map(|cursor| EventIds {
             received: cursor.stage(),
             stage: Stage::Start(0),
             replayed: false,
             cursor,
         });
-        Self { ids, written, ..Self::default() }
+        Self { ids, written, received, ..Self::default() }
     }
 
     /// Prepares for the events of an output.
@@ -132,10 +135,16 @@ impl EventWriter {
 
     fn begin(&mut self, name: Option<&str>) {
         self.dropped = self.ids.as_mut().is_some_and(EventIds::advance);
+        if let Some(received) = self.received {
+            self.written = self.written.saturating_add(1);
+            self.dropped = self.written <= received;
+        }
         if self.dropped {
             return;
         }
-        self.written = self.written.saturating_add(1);
+        if self.received.is_none() {
+            self.written = self.written.saturating_add(1);
+        }
         if let Some(ids) = &mut self.ids {
             ids.cursor.set_events(self.written);
             self.bytes.extend_from_slice(b"id: ");

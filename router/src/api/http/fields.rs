@@ -237,7 +237,8 @@ pub(super) fn parse_object<'a, T: Deserialize<'a>>(
     parse(name, value, expected)
 }
 
-fn wrong_type(name: &str, value: &RawValue, expected: &str) -> Outcome {
+/// Returns the refusal of a value of another type; the message quotes its beginning.
+pub(super) fn wrong_type(name: &str, value: &RawValue, expected: &str) -> Outcome {
     let text = value.get();
     let mut end = text.len().min(FieldTable::QUOTED_BYTES);
     while !text.is_char_boundary(end) {

@@ -1,21 +1,35 @@
 //! Streamed messages of Anthropic's API.
 
+use inflight_output_parser::OutputEvent;
 use serde::Serialize;
+use serde_json::value::RawValue;
 
 use super::Started;
 use super::errors::{Dialect, envelope};
 use super::event_writer::EventWriter;
-use super::messages::{AssistantMessage, TextBlock, UsageBody, stop_reason};
+use super::message_blocks::{Block, Fragment};
+use super::messages::{AssistantMessage, UsageBody, stop_reason};
 use super::sse::Encoder;
 use super::usage::TimingsBody;
 use crate::api::generation::{Finished, GenerationEvent};
 use crate::outcome::Outcome;
 
-/// Encoder of a streamed message with one text block.
+/// Kind of the block that is open.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum OpenBlock {
+    Text,
+    Thinking,
+    ToolUse,
+}
+
+/// Encoder of a streamed message.
 pub(super) struct MessageStream {
     id: String,
     model: String,
     with_timings: bool,
+    open: Option<OpenBlock>,
+    /// Number of blocks that were opened.
+    blocks: u32,
     finished: Option<Finished>,
     usage: UsageBody,
     timings: Option<TimingsBody>,
@@ -33,7 +47,7 @@ struct BlockStart<'a> {
     #[serde(rename = "type")]
     kind: &'static str,
     index: u32,
-    content_block: TextBlock<'a>,
+    content_block: Block<'a>,
 }
 
 #[derive(Serialize)]
@@ -41,14 +55,7 @@ struct BlockDelta<'a> {
     #[serde(rename = "type")]
     kind: &'static str,
     index: u32,
-    delta: TextDelta<'a>,
-}
-
-#[derive(Serialize)]
-struct TextDelta<'a> {
-    #[serde(rename = "type")]
-    kind: &'static str,
-    text: &'a str,
+    delta: Fragment<'a>,
 }
 
 #[derive(Serialize)]
@@ -86,14 +93,67 @@ impl MessageStream {
             id: started.id("msg_"),
             model: started.model.clone(),
             with_timings: timings,
+            open: None,
+            blocks: 0,
             finished: None,
             usage: UsageBody::default(),
             timings: None,
         }
     }
+
+    /// Opens a block.
+    fn open(&mut self, kind: OpenBlock, content_block: Block<'_>, out: &mut EventWriter) {
+        self.close(out);
+        let (name, index) = ("content_block_start", self.blocks);
+        out.event(name, &BlockStart { kind: name, index, content_block });
+        self.blocks += 1;
+        self.open = Some(kind);
+    }
+
+    /// Closes the open block.
+    fn close(&mut self, out: &mut EventWriter) {
+        if self.open.take().is_some() {
+            let (kind, index) = ("content_block_stop", self.blocks.saturating_sub(1));
+            out.event(kind, &BlockStop { kind, index });
+        }
+    }
+
+    fn fragment(&self, delta: Fragment<'_>, out: &mut EventWriter) {
+        let (kind, index) = ("content_block_delta", self.blocks.saturating_sub(1));
+        out.event(kind, &BlockDelta { kind, index, delta });
+    }
+
+    /// Writes a part of the output.
+    fn part(&mut self, part: &OutputEvent, out: &mut EventWriter) {
+        match part {
+            OutputEvent::Content(text) => {
+                if self.open != Some(OpenBlock::Text) {
+                    self.open(OpenBlock::Text, Block::Text { text: "" }, out);
+                }
+                self.fragment(Fragment::TextDelta { text }, out);
+            }
+            OutputEvent::Reasoning(text) => {
+                if self.open != Some(OpenBlock::Thinking) {
+                    self.open(OpenBlock::Thinking, Block::Thinking { thinking: "", signature: "" }, out);
+                }
+                self.fragment(Fragment::ThinkingDelta { thinking: text }, out);
+            }
+            OutputEvent::CallBegin { id, name, .. } => {
+                let empty: &RawValue = serde_json::from_str("{}").unwrap_or(RawValue::NULL);
+                self.open(OpenBlock::ToolUse, Block::ToolUse { id, name, input: empty }, out);
+            }
+            OutputEvent::CallArguments { fragment, .. } => {
+                self.fragment(Fragment::InputJsonDelta { partial_json: fragment }, out);
+            }
+            OutputEvent::CallEnd { .. } => self.close(out),
+        }
+    }
 }
 
 impl Encoder for MessageStream {
+    /// A part of the output may take several events.
+    const EVENTS_ARE_COUNTED: bool = true;
+
     fn event(&mut self, _: usize, event: GenerationEvent, out: &mut EventWriter) {
         match event {
             GenerationEvent::Started(started) => {
@@ -111,18 +171,18 @@ impl Encoder for MessageStream {
                     timings: None,
                 };
                 out.event("message_start", &MessageStart { kind: "message_start", message });
-                let (kind, content_block) = ("content_block_start", TextBlock::new(""));
-                out.event(kind, &BlockStart { kind, index: 0, content_block });
+                if !started.parsed {
+                    self.open(OpenBlock::Text, Block::Text { text: "" }, out);
+                }
             }
-            GenerationEvent::Delta(delta) if !delta.text.is_empty() => {
-                let delta = TextDelta { kind: "text_delta", text: &delta.text };
-                let kind = "content_block_delta";
-                out.event(kind, &BlockDelta { kind, index: 0, delta });
+            GenerationEvent::Delta(delta) => {
+                delta.into_parts().iter().for_each(|part| self.part(part, out));
             }
-            GenerationEvent::Delta(_)
-            | GenerationEvent::FingerprintChanged { .. }
-            | GenerationEvent::PromptLogprobs { .. } => {}
-            GenerationEvent::Finished(finished) => self.finished = Some(finished),
+            GenerationEvent::FingerprintChanged { .. } | GenerationEvent::PromptLogprobs { .. } => {}
+            GenerationEvent::Finished(finished) => {
+                finished.parts.iter().for_each(|part| self.part(part, out));
+                self.finished = Some(finished);
+            }
             GenerationEvent::Completed(completed) => {
                 self.usage = UsageBody::from(&completed.usage);
                 self.timings = self.with_timings.then(|| completed.timings.into());
@@ -131,8 +191,7 @@ impl Encoder for MessageStream {
     }
 
     fn end(&mut self, out: &mut EventWriter) {
-        let kind = "content_block_stop";
-        out.event(kind, &BlockStop { kind, index: 0 });
+        self.close(out);
         let (stop_reason, stop_sequence) = self.finished.as_ref().map_or(("end_turn", None), stop_reason);
         let delta = StopDelta { stop_reason, stop_sequence };
         let kind = "message_delta";

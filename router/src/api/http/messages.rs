@@ -9,15 +9,16 @@ use tonic::body::Body;
 use tonic::codegen::Bytes;
 use tonic::codegen::http::Response;
 
-use super::chat::{NO_MESSAGES, TOOLS};
-use super::fields::{Field, FieldTable, Fields, honoured, ignored, is_empty, parse_object, refused};
+use super::chat::NO_MESSAGES;
+use super::fields::{Field, FieldTable, Fields, honoured, ignored, parse_object, refused};
+use super::message_blocks::{self, Block};
 use super::message_stream::MessageStream;
-use super::sampling::STRUCTURED;
 use super::usage::TimingsBody;
-use super::{Call, HttpApi, Started, content, json, sse};
+use super::{Call, HttpApi, Started, content, json, sse, structured};
 use crate::api::generation::{Finished, GenerationRequest, Input, StopConditions, Usage};
 use crate::api::ingress::rejected;
 use crate::api::request;
+use crate::api::tool_use::ToolUse;
 use crate::outcome::Outcome;
 use crate::text::Message;
 
@@ -26,17 +27,17 @@ const PROMPT: &[Field] = &[
     honoured("model", "Name of a served model; absent: the only one."),
     honoured(
         "messages",
-        "Roles `user`, `assistant` and `system`, and text; the last one is not of the assistant.",
+        "Roles `user`, `assistant` and `system`; text, thinking, `tool_use` and `tool_result` blocks; the last one is not of the assistant.",
     ),
     honoured("system", "A string or text blocks."),
-    refused("tools", TOOLS),
-    refused("mcp_servers", TOOLS),
-    refused("output_format", STRUCTURED),
-    ignored("tool_choice", "There are no tools."),
-    ignored(
-        "thinking",
-        "The served models have no such setting; thinking blocks of earlier turns are skipped.",
+    honoured("tools", "Tools of the client, at most 512; those of Anthropic's servers are skipped."),
+    honoured(
+        "tool_choice",
+        "`auto`, `any`, `tool` or `none`; `disable_parallel_tool_use`: only the first call is returned.",
     ),
+    refused("mcp_servers", "the router calls no servers of tools"),
+    honoured("output_format", "The older name of `output_config.format`."),
+    ignored("thinking", "The served models have no such setting; those that think do."),
     ignored("cache_control", "The prefix cache needs no marks."),
     ignored("context_management", "The conversation is used as it is."),
     ignored("speed", "The served models have no such setting."),
@@ -44,7 +45,7 @@ const PROMPT: &[Field] = &[
     ignored("workspace_id", "The API key names the tenant."),
     honoured(
         "output_config",
-        "Its `effort` has no effect; a `format` is refused: structured output is not supported.",
+        "`format`: `json_schema`, whose schema the output matches. Its `effort` has no effect.",
     ),
 ];
 
@@ -60,7 +61,7 @@ pub(super) static FIELDS: FieldTable = FieldTable {
             honoured("top_k", "At least 0; 0 keeps all tokens."),
             honoured("stop_sequences", "At most 16 strings of 1 to 256 bytes."),
             honoured("stream", "Server-sent events."),
-            refused("container", TOOLS),
+            refused("container", "the router runs no code"),
             ignored("metadata", "The API key names the tenant."),
             ignored("service_tier", "The tenant's priority counts."),
             ignored("diagnostics", "`--http-timings` adds timings."),
@@ -80,17 +81,24 @@ struct MessageBody<'a> {
     content: &'a RawValue,
 }
 
-/// Reads the conversation.
-pub(super) fn conversation(fields: &Fields<'_>) -> Result<Input, Outcome> {
+/// Returns the grammar of the output's format; `None` for text.
+fn output_format(fields: &Fields<'_>) -> Result<Option<structured::NamedGrammar>, Outcome> {
     #[derive(Deserialize)]
     struct OutputConfig<'a> {
         #[serde(borrow, default)]
         format: Option<&'a RawValue>,
     }
     let config: Option<OutputConfig<'_>> = fields.object("output_config", "an object")?;
-    if config.and_then(|config| config.format).is_some_and(|format| !is_empty(format)) {
-        return Err(Outcome::field("output_config", format!("output_config has a format: {STRUCTURED}")));
-    }
+    let format = config.and_then(|config| config.format);
+    let format = structured::format("output_config", "output_config.format", format)?;
+    let older = structured::format("output_format", "output_format", fields.raw("output_format"))?;
+    Ok(format.or(older))
+}
+
+/// Reads the conversation.
+pub(super) fn conversation(fields: &Fields<'_>) -> Result<Input, Outcome> {
+    // It does not change the prompt, whose tokens may be all that is asked for.
+    output_format(fields)?;
     let bodies: Option<Vec<&RawValue>> = fields.get("messages", "an array of messages")?;
     let bodies = bodies.ok_or_else(|| Outcome::field("messages", "messages is missing"))?;
     if bodies.is_empty() {
@@ -99,7 +107,7 @@ pub(super) fn conversation(fields: &Fields<'_>) -> Result<Input, Outcome> {
     let mut messages = Vec::with_capacity(bodies.len() + 1);
     let system = content::text("system", fields.raw("system"))?;
     if !system.is_empty() {
-        messages.push(Message { role: "system".to_owned(), content: system });
+        messages.push(Message::new("system", system));
     }
     let last = bodies.len().checked_sub(1);
     for (at, body) in bodies.into_iter().enumerate() {
@@ -117,10 +125,18 @@ pub(super) fn conversation(fields: &Fields<'_>) -> Result<Input, Outcome> {
                 return Err(Outcome::field("messages", reason));
             }
         }
-        let content = content::text(&format!("{name}.content"), Some(body.content))?;
-        messages.push(Message { role: body.role, content });
+        message_blocks::read_message(&name, &body.role, body.content, &mut messages)?;
     }
-    Ok(Input::Chat(messages))
+    Ok(Input::Chat(messages.into()))
+}
+
+/// Reads the tools, whose definitions become part of the conversation.
+fn read_tools(fields: &Fields<'_>, input: &mut Input) -> Result<Option<ToolUse>, Outcome> {
+    let tools = message_blocks::tools(fields, || FIELDS.count("tools"))?;
+    if let (Input::Chat(chat), Some(tools)) = (input, &tools) {
+        chat.tools = tools.definitions();
+    }
+    Ok(tools)
 }
 
 /// Reads a request, and whether its response is streamed.
@@ -128,13 +144,19 @@ pub(super) fn read(body: &[u8]) -> Result<(GenerationRequest, bool), Outcome> {
     let fields = FIELDS.read(body)?;
     let max_tokens = fields.count("max_tokens")?;
     let max_tokens = max_tokens.ok_or_else(|| Outcome::field("max_tokens", "max_tokens is missing"))?;
-    let mut request = GenerationRequest::new(fields.model()?, conversation(&fields)?);
+    let mut input = conversation(&fields)?;
+    let tools = read_tools(&fields, &mut input)?;
+    let mut request = GenerationRequest::new(fields.model()?, input);
+    (request.tools, request.parse_output) = (tools, true);
     request.sampling.temperature = fields.number("temperature")?;
     request.sampling.top_p = fields.number("top_p")?;
     request.sampling.top_k = fields.get("top_k", "an integer")?;
     let stop = fields.texts("stop_sequences")?;
     request::check_stops("stop_sequences", &stop)?;
     request.stop = StopConditions { max_tokens: Some(max_tokens), stop, ..StopConditions::default() };
+    if let Some(grammar) = output_format(&fields)? {
+        structured::constrain(&mut request, grammar);
+    }
     Ok((request, fields.flag("stream")?))
 }
 
@@ -166,7 +188,7 @@ pub(super) struct AssistantMessage<'a> {
     pub(super) kind: &'static str,
     pub(super) role: &'static str,
     pub(super) model: &'a str,
-    pub(super) content: &'a [TextBlock<'a>],
+    pub(super) content: &'a [Block<'a>],
     pub(super) stop_reason: Option<&'static str>,
     pub(super) stop_sequence: Option<&'a str>,
     pub(super) usage: UsageBody,
@@ -174,23 +196,10 @@ pub(super) struct AssistantMessage<'a> {
     pub(super) timings: Option<TimingsBody>,
 }
 
-/// Text block.
-#[derive(Serialize)]
-pub(super) struct TextBlock<'a> {
-    #[serde(rename = "type")]
-    pub(super) kind: &'static str,
-    pub(super) text: &'a str,
-}
-
-impl<'a> TextBlock<'a> {
-    pub(super) fn new(text: &'a str) -> Self {
-        Self { kind: "text", text }
-    }
-}
-
 /// Returns the stop reason in Anthropic's terms, with the stop sequence that matched.
 pub(super) fn stop_reason(finished: &Finished) -> (&'static str, Option<&str>) {
     match finished.reason {
+        FinishReason::Stop if finished.called => ("tool_use", None),
         FinishReason::Stop if finished.stop_string.is_empty() => ("end_turn", None),
         FinishReason::Stop => ("stop_sequence", Some(&finished.stop_string)),
         FinishReason::Length => ("max_tokens", None),
@@ -217,12 +226,13 @@ async fn complete(api: &HttpApi, started: Started) -> Result<Response<Body>, Out
     let choice = prompt.choices.first();
     let finished = choice.and_then(|choice| choice.finished.as_ref());
     let (stop_reason, stop_sequence) = finished.map_or(("end_turn", None), stop_reason);
+    let inputs = choice.map(message_blocks::inputs).unwrap_or_default();
     json(&AssistantMessage {
         id: &id,
         kind: "message",
         role: "assistant",
         model: &model,
-        content: &[TextBlock::new(choice.map_or("", |choice| &choice.text))],
+        content: &choice.map_or_else(Vec::new, |choice| message_blocks::blocks(choice, &inputs)),
         stop_reason: Some(stop_reason),
         stop_sequence,
         usage: UsageBody::from(&prompt.usage),
@@ -238,7 +248,9 @@ struct Count {
 /// Reads the model and the conversation whose tokens are counted.
 pub(super) fn read_count(body: &[u8]) -> Result<(String, Input), Outcome> {
     let fields = COUNT_FIELDS.read(body)?;
-    Ok((fields.model()?, conversation(&fields)?))
+    let mut input = conversation(&fields)?;
+    read_tools(&fields, &mut input)?;
+    Ok((fields.model()?, input))
 }
 
 /// Counts the tokens of a conversation.
@@ -263,8 +275,8 @@ mod tests {
             {"role": "assistant", "content": [{"type": "thinking", "thinking": "x"}, {"type": "text", "text": "b"}]},
             {"role": "user", "content": [{"type": "text", "text": "c"}]}], "stop_sequences": ["x"], "metadata": {}}"#;
         let (request, stream) = read(body).unwrap();
-        let Input::Chat(messages) = request.input else { panic!() };
-        let messages: Vec<_> = messages.iter().map(|m| (m.role.as_str(), m.content.as_str())).collect();
+        let Input::Chat(chat) = request.input else { panic!() };
+        let messages: Vec<_> = chat.messages.iter().map(|m| (m.role.as_str(), m.content.as_str())).collect();
         assert_eq!(messages, [("system", "be kind"), ("user", "a"), ("assistant", "b"), ("user", "c")]);
         assert_eq!(
             (request.stop.max_tokens, request.stop.stop, stream),
@@ -276,7 +288,7 @@ mod tests {
     fn what_is_not_supported_is_refused_by_its_field() {
         for (more, field) in [
             ("", "max_tokens"),
-            (r#", "max_tokens": 5, "tools": [{"name": "a"}]"#, "tools"),
+            (r#", "max_tokens": 5, "tools": [{"name": ""}]"#, "tools"),
             (r#", "max_tokens": 5, "messages": [{"role": "assistant", "content": "a"}]"#, "messages"),
             (r#", "max_tokens": 5, "messages": [{"role": "user"}]"#, "messages"),
             (

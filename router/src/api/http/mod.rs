@@ -17,6 +17,7 @@ mod fields;
 pub(crate) mod fuzz;
 mod generations;
 mod logprobs;
+mod message_blocks;
 mod message_stream;
 mod messages;
 mod models;
@@ -27,7 +28,9 @@ mod response_object;
 mod responses;
 mod sampling;
 mod sse;
+mod structured;
 mod tokenize;
+mod tools;
 mod usage;
 
 use std::sync::Arc;
@@ -50,11 +53,13 @@ use crate::cluster::bundle::Model;
 use crate::options::{HttpOptions, Options};
 use crate::outcome::Outcome;
 pub(crate) use call::Call;
+pub(crate) use chat::called_tool;
 pub(crate) use cors::CorsLayer;
 pub(crate) use errors::refuse;
 pub(crate) use faults::FaultLayer;
 use generations::Generations;
 pub(crate) use request_id::RequestIdLayer;
+pub(crate) use tools::message_call;
 
 /// Renders the metrics of the process for Prometheus.
 pub type RenderMetrics = Arc<dyn Fn() -> String + Send + Sync>;
@@ -174,6 +179,11 @@ impl Started {
     /// Returns the id of the response object.
     fn id(&self, prefix: &str) -> String {
         format!("{prefix}{}", self.request_id)
+    }
+
+    /// Whether the output of the first prompt is parsed.
+    fn is_parsed(&self) -> bool {
+        self.streams.first().is_some_and(|stream| stream.call().output.is_some())
     }
 
     /// Returns the bundle of the model.

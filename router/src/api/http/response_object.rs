@@ -1,12 +1,13 @@
 //! The response object of `/v1/responses`.
 
-use serde::Serialize;
+use serde::{Serialize, Serializer};
+use serde_json::value::RawValue;
 
 use super::Started;
 use super::errors::OpenAiError;
 use super::logprobs::PositionBody;
 use super::usage::TimingsBody;
-use crate::api::collected::Collected;
+use crate::api::collected::{Collected, CollectedCall, CollectedChoice, CollectedPart};
 use crate::api::generation::Usage;
 use crate::outcome::Outcome;
 
@@ -14,11 +15,15 @@ use crate::outcome::Outcome;
 #[derive(Debug, Clone)]
 pub(super) struct RequestEcho {
     pub(super) id: String,
-    pub(super) message_id: String,
+    /// Id of the request, part of the ids of items.
+    pub(super) request_id: String,
     pub(super) created_at: u64,
     pub(super) model: String,
     pub(super) instructions: Option<String>,
     pub(super) max_output_tokens: Option<u32>,
+    pub(super) tools: ToolEcho,
+    /// Whether the output is parsed: a message is an item only if it has text.
+    pub(super) parsed: bool,
     pub(super) temperature: f32,
     pub(super) top_p: f32,
 }
@@ -28,11 +33,14 @@ impl RequestEcho {
         started: &Started,
         instructions: Option<String>,
         max_output_tokens: Option<u32>,
+        tools: ToolEcho,
     ) -> Self {
         let sampling = started.streams.first().map(|stream| &stream.call().sampling);
         Self {
             id: started.id("resp_"),
-            message_id: started.id("msg_"),
+            request_id: started.id(""),
+            tools,
+            parsed: started.is_parsed(),
             created_at: started.created,
             model: started.model.clone(),
             instructions,
@@ -56,13 +64,13 @@ impl RequestEcho {
             max_output_tokens: self.max_output_tokens,
             model: &self.model,
             output,
-            parallel_tool_calls: true,
+            parallel_tool_calls: self.tools.parallel,
             previous_response_id: None,
             store: false,
             temperature: self.temperature,
             text: TextConfig { format: TextFormat { kind: "text" } },
-            tool_choice: "auto",
-            tools: [],
+            tool_choice: self.tools.choice.as_deref(),
+            tools: self.tools.tools.as_deref(),
             top_p: self.top_p,
             truncation: "disabled",
             usage: None,
@@ -71,20 +79,92 @@ impl RequestEcho {
         }
     }
 
-    /// Returns the message item with this status and content.
-    pub(super) fn item<'a>(&'a self, status: &'static str, content: Vec<TextPart<'a>>) -> Item<'a> {
-        Item { id: &self.message_id, kind: "message", status, role: "assistant", content }
+    /// Returns the id of the item at a position of the output.
+    pub(super) fn item_id(&self, item: &OutputItem, index: usize) -> String {
+        let prefix = match item {
+            OutputItem::Message(_) => "msg_",
+            OutputItem::Reasoning(_) => "rs_",
+            OutputItem::Call(_) => "fc_",
+        };
+        let suffix = if index == 0 { String::new() } else { format!("_{index}") };
+        format!("{prefix}{}{suffix}", self.request_id)
     }
 
-    /// Returns the object of a response that has ended.
-    pub(super) fn ended<'a>(&'a self, end: &'a Ended, parts: TextPart<'a>) -> ResponseObject<'a> {
+    /// Returns an item of the output with this status; without its content, if it is about to begin.
+    pub(super) fn item<'a>(
+        &self,
+        item: &'a OutputItem,
+        index: usize,
+        status: &'static str,
+        logprobs: &'a [PositionBody],
+        begins: bool,
+    ) -> Item<'a> {
+        let id = self.item_id(item, index);
+        match item {
+            OutputItem::Message(text) => {
+                let part = (!begins).then(|| TextPart::new(text, logprobs));
+                Item::Message { id, status, role: "assistant", content: part.into_iter().collect() }
+            }
+            OutputItem::Reasoning(text) => {
+                let part = (!begins).then_some(ReasoningPart { kind: "reasoning_text", text });
+                Item::Reasoning { id, status, summary: [], content: part.into_iter().collect() }
+            }
+            OutputItem::Call(CollectedCall { id: call_id, name, arguments }) => {
+                Item::FunctionCall { id, status, call_id, name, arguments }
+            }
+        }
+    }
+
+    /// Returns the object of a response that has ended. The first message has the log probabilities.
+    pub(super) fn ended<'a>(
+        &'a self,
+        end: &'a Ended,
+        items: &'a [OutputItem],
+        logprobs: &'a [PositionBody],
+    ) -> ResponseObject<'a> {
         let status = end.status();
-        let mut response = self.response(status, vec![self.item(status, vec![parts])]);
+        let message = items.iter().position(|item| matches!(item, OutputItem::Message(_)));
+        let item = |(index, item)| {
+            let logprobs = if Some(index) == message { logprobs } else { &[] };
+            self.item(item, index, status, logprobs, false)
+        };
+        let mut response = self.response(status, items.iter().enumerate().map(item).collect());
         response.incomplete_details =
             end.truncated.then_some(IncompleteDetails { reason: "max_output_tokens" });
         response.usage = Some(UsageBody::from(&end.usage));
         response.timings = end.timings;
         response
+    }
+}
+
+/// Tools of a request, which its response repeats.
+#[derive(Debug, Clone)]
+pub(super) struct ToolEcho {
+    pub(super) tools: Option<Box<RawValue>>,
+    pub(super) choice: Option<Box<RawValue>>,
+    pub(super) parallel: bool,
+}
+
+/// Item of the output.
+#[derive(Debug, PartialEq, Eq)]
+pub(super) enum OutputItem {
+    Message(String),
+    Reasoning(String),
+    Call(CollectedCall),
+}
+
+impl OutputItem {
+    /// Returns the items of a choice; one that is not parsed is a message.
+    pub(super) fn of_choice(choice: &CollectedChoice) -> Vec<Self> {
+        if choice.parts.is_empty() && !choice.called() {
+            return vec![Self::Message(choice.text.clone())];
+        }
+        let item = |part: &CollectedPart| match part {
+            CollectedPart::Content(text) => Self::Message(text.clone()),
+            CollectedPart::Reasoning(text) => Self::Reasoning(text.clone()),
+            CollectedPart::Call(call) => Self::Call(call.clone()),
+        };
+        choice.parts.iter().map(item).collect()
     }
 }
 
@@ -131,8 +211,10 @@ pub(super) struct ResponseObject<'a> {
     store: bool,
     temperature: f32,
     text: TextConfig,
-    tool_choice: &'static str,
-    tools: [(); 0],
+    #[serde(serialize_with = "auto_if_absent")]
+    tool_choice: Option<&'a RawValue>,
+    #[serde(serialize_with = "empty_if_absent")]
+    tools: Option<&'a RawValue>,
     top_p: f32,
     truncation: &'static str,
     usage: Option<UsageBody>,
@@ -174,15 +256,35 @@ impl ErrorBody {
     }
 }
 
-/// Message in the output.
+/// Item in the output.
 #[derive(Serialize)]
-pub(super) struct Item<'a> {
-    id: &'a str,
+#[serde(tag = "type", rename_all = "snake_case")]
+pub(super) enum Item<'a> {
+    Message { id: String, status: &'static str, role: &'static str, content: Vec<TextPart<'a>> },
+    Reasoning { id: String, status: &'static str, summary: [(); 0], content: Vec<ReasoningPart<'a>> },
+    FunctionCall { id: String, status: &'static str, call_id: &'a str, name: &'a str, arguments: &'a str },
+}
+
+/// Text of a reasoning.
+#[derive(Serialize)]
+pub(super) struct ReasoningPart<'a> {
     #[serde(rename = "type")]
     kind: &'static str,
-    status: &'static str,
-    role: &'static str,
-    content: Vec<TextPart<'a>>,
+    text: &'a str,
+}
+
+fn auto_if_absent<S: Serializer>(choice: &Option<&RawValue>, serializer: S) -> Result<S::Ok, S::Error> {
+    match choice {
+        Some(choice) => choice.serialize(serializer),
+        None => serializer.serialize_str("auto"),
+    }
+}
+
+fn empty_if_absent<S: Serializer>(tools: &Option<&RawValue>, serializer: S) -> Result<S::Ok, S::Error> {
+    match tools {
+        Some(tools) => tools.serialize(serializer),
+        None => [(); 0].serialize(serializer),
+    }
 }
 
 /// Text of a message.
@@ -227,7 +329,7 @@ impl From<&Usage> for UsageBody {
             input_tokens: usage.prompt_tokens,
             input_tokens_details: InputDetails { cached_tokens: usage.cached_prompt_tokens },
             output_tokens: usage.completion_tokens,
-            output_tokens_details: OutputDetails { reasoning_tokens: 0 },
+            output_tokens_details: OutputDetails { reasoning_tokens: usage.reasoning_tokens },
             total_tokens: usage.prompt_tokens.saturating_add(usage.completion_tokens),
         }
     }

@@ -8,13 +8,14 @@ use tonic::body::Body;
 use tonic::codegen::Bytes;
 use tonic::codegen::http::Response;
 
-use super::chat::TOOLS;
+use super::chat::called_tool;
 use super::fields::{FieldTable, Fields, honoured, ignored, parse, parse_object, refused};
 use super::logprobs::PositionBody;
 use super::response_events::ResponseEvents;
-use super::response_object::{Ended, RequestEcho, TextPart};
-use super::sampling::{self, STRUCTURED};
-use super::{Call, HttpApi, content, json, sse};
+use super::response_object::{Ended, OutputItem, RequestEcho, ToolEcho};
+use super::sampling;
+use super::tools::{self, ToolForm, message_call};
+use super::{Call, HttpApi, content, json, sse, structured};
 use crate::api::generation::{GenerationRequest, Input, StopConditions};
 use crate::api::ingress::rejected;
 use crate::outcome::Outcome;
@@ -30,7 +31,7 @@ pub(super) static FIELDS: FieldTable = FieldTable {
         honoured("model", "Name of a served model; absent: the only one."),
         honoured(
             "input",
-            "A string, or messages with text; reasoning items are skipped, other items refused.",
+            "A string, or items: messages with text, `function_call`, `function_call_output` and `reasoning`; others are refused.",
         ),
         honoured("instructions", "A first message of the system."),
         honoured(
@@ -42,9 +43,13 @@ pub(super) static FIELDS: FieldTable = FieldTable {
         honoured("top_logprobs", "In [0, 20]: log probabilities of the output with so many alternatives."),
         honoured("include", "`message.output_text.logprobs`; others have no effect."),
         honoured("stream", "Server-sent events."),
-        honoured("text", "Only the format `text`; others are refused: structured output is not supported."),
-        honoured("tools", "Functions are refused; other kinds are skipped."),
-        honoured("tool_choice", "Only `none` and `auto`, as there are no tools."),
+        honoured(
+            "text",
+            "`format`: `text`, `json_object` or `json_schema`, whose schema the output matches, whether `strict` or not.",
+        ),
+        honoured("tools", "Functions, at most 512; other kinds are skipped."),
+        honoured("tool_choice", "`auto`, `none`, `required`, or a function by its name."),
+        honoured("parallel_tool_calls", "False: only the first call is returned."),
         refused("previous_response_id", STATELESS),
         refused("conversation", STATELESS),
         refused("background", "responses are not stored; stream the response instead"),
@@ -53,14 +58,13 @@ pub(super) static FIELDS: FieldTable = FieldTable {
         ignored("access_programs", "The API key names the tenant."),
         ignored("background_options", "There are no background responses."),
         ignored("context_management", "The conversation is used as it is."),
-        ignored("max_tool_calls", "There are no tool calls."),
+        ignored("max_tool_calls", "It counts calls of tools that the router would run."),
         ignored("metadata", "Nothing is stored."),
         ignored("moderation", "The output is that of the model."),
-        ignored("parallel_tool_calls", "There are no tool calls."),
         ignored("prompt_cache_key", "The prefix cache needs no key."),
         ignored("prompt_cache_options", "The prefix cache needs no hint."),
         ignored("prompt_cache_retention", "The prefix cache needs no hint."),
-        ignored("reasoning", "The served models have no such setting."),
+        ignored("reasoning", "The served models have no such setting; those that think do."),
         ignored("safety_identifier", "The API key names the tenant."),
         ignored("service_tier", "The tenant's priority counts."),
         ignored("store", "Nothing is stored."),
@@ -70,9 +74,17 @@ pub(super) static FIELDS: FieldTable = FieldTable {
     ]],
 };
 
-/// Item of `input` or of `tools`.
+/// Item of `input`.
 #[derive(Deserialize)]
 struct ItemBody<'a> {
+    #[serde(default)]
+    call_id: Option<String>,
+    #[serde(default)]
+    name: Option<String>,
+    #[serde(borrow, default)]
+    arguments: Option<&'a RawValue>,
+    #[serde(borrow, default)]
+    output: Option<&'a RawValue>,
     #[serde(rename = "type", default)]
     kind: Option<String>,
     #[serde(default)]
@@ -83,35 +95,72 @@ struct ItemBody<'a> {
 
 /// Reads the conversation. An empty one, as clients send to probe a server, is an empty message of the user.
 fn conversation(fields: &Fields<'_>, instructions: Option<&str>) -> Result<Input, Outcome> {
-    let message = |role: &str, content: String| Message { role: role.to_owned(), content };
     let mut messages = Vec::new();
-    messages.extend(instructions.map(|text| message("system", text.to_owned())));
+    messages.extend(instructions.map(|text| Message::new("system", text.to_owned())));
     let expected = "a string or an array of items";
     match fields.raw("input") {
         Some(input) if input.get().starts_with('[') => {
             let items: Vec<&RawValue> = parse("input", input, expected)?;
+            let mut reasoning = String::new();
             for (at, item) in items.into_iter().enumerate() {
-                messages.extend(read_item(&format!("input[{at}]"), item)?);
+                read_item(&format!("input[{at}]"), item, &mut reasoning, &mut messages)?;
             }
         }
-        Some(input) => messages.push(message("user", parse("input", input, expected)?)),
+        Some(input) => messages.push(Message::new("user", parse("input", input, expected)?)),
         None => {}
     }
     if !messages.iter().any(|message| message.role != "system") {
-        messages.push(message("user", String::new()));
+        messages.push(Message::new("user", String::new()));
     }
-    Ok(Input::Chat(messages))
+    Ok(Input::Chat(messages.into()))
 }
 
-/// Returns the message of an item; `None` if it has no effect on the prompt.
-fn read_item(name: &str, item: &RawValue) -> Result<Option<Message>, Outcome> {
+/// Reads an item. `reasoning` is that of the items before it, which belongs to the next message of the assistant.
+fn read_item(
+    name: &str,
+    item: &RawValue,
+    reasoning: &mut String,
+    messages: &mut Vec<Message>,
+) -> Result<(), Outcome> {
     let item: ItemBody<'_> = parse_object(name, item, "an item")?;
     let refused = |what: &str| Err(Outcome::field("input", format!("{name} {what}")));
     match item.kind.as_deref() {
         None | Some("message") => {}
-        Some("reasoning" | "compaction") => return Ok(None),
+        Some("reasoning") => {
+            reasoning.push_str(&reasoning_text(&format!("{name}.content"), item.content)?);
+            return Ok(());
+        }
+        Some("compaction") => return Ok(()),
+        Some("function_call") => {
+            let (Some(id), Some(tool)) = (item.call_id, item.name) else {
+                return refused("is a function_call without call_id or name");
+            };
+            let call = message_call(name, id, tool, item.arguments)?;
+            match messages.last_mut().filter(|last| last.role == "assistant" && reasoning.is_empty()) {
+                Some(last) => last.tool_calls.push(call),
+                None => messages.push(Message {
+                    reasoning: std::mem::take(reasoning),
+                    tool_calls: vec![call],
+                    ..Message::new("assistant", String::new())
+                }),
+            }
+            return Ok(());
+        }
+        Some("function_call_output") => {
+            let id = item.call_id.unwrap_or_default();
+            let Some(tool) = called_tool(&id, messages) else {
+                return refused(&format!("is the output of the call {id:?}, which no item before it has"));
+            };
+            let text = content::text(&format!("{name}.output"), item.output)?;
+            messages.push(Message { name: tool, tool_call_id: id, ..Message::new("tool", text) });
+            return Ok(());
+        }
         Some("item_reference") => return refused(&format!("refers to a stored item: {STATELESS}")),
-        Some(other) => return refused(&format!("is of type {other:?}: {TOOLS}")),
+        Some(other) => {
+            return refused(&format!(
+                "is of type {other:?}; send messages, function calls and their outputs"
+            ));
+        }
     }
     let role = match item.role.as_deref() {
         Some("system" | "developer") => "system",
@@ -125,7 +174,25 @@ fn read_item(name: &str, item: &RawValue) -> Result<Option<Message>, Outcome> {
         None => return refused("has no role"),
     };
     let content = content::text(&format!("{name}.content"), item.content)?;
-    Ok(Some(Message { role: role.to_owned(), content }))
+    let mut message = Message::new(role, content);
+    if role == "assistant" {
+        message.reasoning = std::mem::take(reasoning);
+    }
+    messages.push(message);
+    Ok(())
+}
+
+/// Returns the text of a reasoning item.
+fn reasoning_text(name: &str, content: Option<&RawValue>) -> Result<String, Outcome> {
+    #[derive(Deserialize)]
+    struct Part {
+        #[serde(default)]
+        text: String,
+    }
+    let Some(content) = content.filter(|content| content.get() != "null") else { return Ok(String::new()) };
+    let parts: Vec<&RawValue> = parse(name, content, "an array of parts")?;
+    let text = |part: &RawValue| parse_object::<Part>(name, part, "a part with text").map(|part| part.text);
+    parts.into_iter().map(text).collect()
 }
 
 /// Output options of a call.
@@ -134,6 +201,7 @@ pub(super) struct Output {
     stream: bool,
     instructions: Option<String>,
     max_output_tokens: Option<u32>,
+    tools: ToolEcho,
 }
 
 pub(super) fn read(body: &[u8]) -> Result<(GenerationRequest, Output), Outcome> {
@@ -146,6 +214,8 @@ pub(super) fn read(body: &[u8]) -> Result<(GenerationRequest, Output), Outcome> 
         return Err(Outcome::field("max_output_tokens", reason));
     }
     let mut request = GenerationRequest::new(fields.model()?, input);
+    request.parse_output = true;
+    tools::apply(tools::read(&fields, ToolForm::Flat, &FIELDS)?, &mut request);
     request.sampling.temperature = fields.number("temperature")?;
     request.sampling.top_p = fields.number("top_p")?;
     request.stop = StopConditions { max_tokens: max_output_tokens, ..StopConditions::default() };
@@ -153,43 +223,29 @@ pub(super) fn read(body: &[u8]) -> Result<(GenerationRequest, Output), Outcome> 
     let with_logprobs = included.iter().any(|name| name == "message.output_text.logprobs");
     let top_logprobs = sampling::alternatives(&fields, "top_logprobs")?.filter(|top| *top > 0);
     request.sampling.logprobs = top_logprobs.or(with_logprobs.then_some(0));
-    check_text_only(&fields)?;
-    Ok((request, Output { stream: fields.flag("stream")?, instructions, max_output_tokens }))
+    let format = text_format(&fields)?;
+    if let Some(grammar) = structured::format("text", "text.format", format)? {
+        structured::constrain(&mut request, grammar);
+    }
+    // An event has no line breaks; strings have none either.
+    let raw = |name: &str| {
+        let text = fields.raw(name)?.get().replace(['\n', '\r'], " ");
+        RawValue::from_string(text).ok()
+    };
+    let parallel = fields.get("parallel_tool_calls", "true or false")?.unwrap_or(true);
+    let tools = ToolEcho { tools: raw("tools"), choice: raw("tool_choice"), parallel };
+    Ok((request, Output { stream: fields.flag("stream")?, instructions, max_output_tokens, tools }))
 }
 
-/// Checks the fields that ask for something other than text.
-fn check_text_only(fields: &Fields<'_>) -> Result<(), Outcome> {
+/// Reads the format of the text; `None` for plain text.
+fn text_format<'a>(fields: &Fields<'a>) -> Result<Option<&'a RawValue>, Outcome> {
     #[derive(Deserialize)]
     struct Text<'a> {
         #[serde(borrow, default)]
         format: Option<&'a RawValue>,
     }
-    #[derive(Deserialize)]
-    struct Format {
-        #[serde(rename = "type")]
-        kind: String,
-    }
-    let text: Option<Text<'_>> = fields.object("text", "an object with a format")?;
-    // A borrowed value that is null is a value, too.
-    let format = text.and_then(|text| text.format).filter(|format| format.get() != "null");
-    let format: Option<Format> =
-        format.map(|format| parse_object("text.format", format, "an object with a type")).transpose()?;
-    if let Some(Format { kind }) = format.filter(|format| format.kind != "text") {
-        return Err(Outcome::field("text", format!("text.format is of type {kind:?}: {STRUCTURED}")));
-    }
-    let tools: Vec<&RawValue> = fields.get("tools", "an array of tools")?.unwrap_or_default();
-    for (at, tool) in tools.into_iter().enumerate() {
-        let tool: ItemBody<'_> = parse_object(&format!("tools[{at}]"), tool, "a tool")?;
-        if tool.kind.as_deref() == Some("function") {
-            return Err(Outcome::field("tools", format!("tools[{at}] is a function: {TOOLS}")));
-        }
-        FIELDS.count("tools");
-    }
-    let choice = fields.raw("tool_choice").map(RawValue::get);
-    if choice.is_some_and(|choice| !matches!(choice, "\"none\"" | "\"auto\"")) {
-        return Err(Outcome::field("tool_choice", format!("tool_choice asks for a tool: {TOOLS}")));
-    }
-    Ok(())
+    let text: Option<Text<'a>> = fields.object("text", "an object with a format")?;
+    Ok(text.and_then(|text| text.format))
 }
 
 /// Answers a response.
@@ -198,7 +254,7 @@ pub(super) async fn create(api: Arc<HttpApi>, call: Call, body: Bytes) -> Result
     drop(body);
     let with_logprobs = request.sampling.logprobs.is_some();
     let started = Box::pin(api.start(vec![request], output.stream, call)).await.map_err(rejected)?;
-    let echo = RequestEcho::new(&started, output.instructions, output.max_output_tokens);
+    let echo = RequestEcho::new(&started, output.instructions, output.max_output_tokens, output.tools);
     let bundle = started.bundle().filter(|_| with_logprobs);
     if output.stream {
         let encoder = ResponseEvents::new(echo, bundle, api.http.timings);
@@ -214,8 +270,8 @@ pub(super) async fn create(api: Arc<HttpApi>, call: Call, body: Bytes) -> Result
         }
         _ => Vec::new(),
     };
-    let text = choice.map_or("", |choice| &choice.text);
-    json(&echo.ended(&Ended::of(&prompt, api.http.timings), TextPart::new(text, &logprobs)))
+    let items = choice.map_or_else(Vec::new, OutputItem::of_choice);
+    json(&echo.ended(&Ended::of(&prompt, api.http.timings), &items, &logprobs))
 }
 
 #[cfg(test)]
@@ -223,8 +279,8 @@ mod tests {
     use super::*;
 
     fn messages(body: &str) -> Result<Vec<(String, String)>, Outcome> {
-        let Input::Chat(messages) = read(body.as_bytes())?.0.input else { panic!() };
-        Ok(messages.into_iter().map(|message| (message.role, message.content)).collect())
+        let Input::Chat(chat) = read(body.as_bytes())?.0.input else { panic!() };
+        Ok(chat.messages.into_iter().map(|message| (message.role, message.content)).collect())
     }
 
     #[test]
@@ -248,7 +304,7 @@ mod tests {
             (r#"{"previous_response_id": "resp_1"}"#, "previous_response_id"),
             (r#"{"conversation": {"id": "x"}}"#, "conversation"),
             (r#"{"background": true}"#, "background"),
-            (r#"{"tools": [{"type": "function", "name": "f"}]}"#, "tools"),
+            (r#"{"tools": [{"type": "function", "name": ""}]}"#, "tools"),
             (r#"{"text": {"format": {"type": "json_schema"}}}"#, "text"),
             (r#"{"tool_choice": {"type": "function"}}"#, "tool_choice"),
             (r#"{"input": [{"type": "function_call_output"}]}"#, "input"),

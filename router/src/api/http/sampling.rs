@@ -5,8 +5,8 @@ use std::collections::BTreeMap;
 use inflight_contract::SamplingSpec;
 
 use super::fields::{Field, Fields, honoured, ignored, refused};
-use super::request_id;
 use super::usage::UsageBody;
+use super::{request_id, structured};
 use crate::api::generation::{GenerationRequest, SamplingOverrides, StopConditions};
 use crate::outcome::Outcome;
 
@@ -64,15 +64,7 @@ pub(super) const EXTENSIONS: &[Field] = &[
         "truncate_prompt_tokens",
         "Extension: number of last tokens kept of the prompt, or -1 for what the context leaves beside `max_tokens`.",
     ),
-    refused("guided_json", STRUCTURED),
-    refused("guided_regex", STRUCTURED),
-    refused("guided_choice", STRUCTURED),
-    refused("guided_grammar", STRUCTURED),
-    refused("structured_outputs", STRUCTURED),
 ];
-
-/// Reason for which structured output is refused.
-pub(super) const STRUCTURED: &str = "structured output is not supported; ask for the format in the prompt";
 
 /// Reads the fields of [`SAMPLING`] and [`EXTENSIONS`] into a request.
 pub(super) fn read(fields: &Fields<'_>, request: &mut GenerationRequest) -> Result<(), Outcome> {
@@ -96,6 +88,7 @@ pub(super) fn read(fields: &Fields<'_>, request: &mut GenerationRequest) -> Resu
         prompt_logprobs: prompt_logprobs(fields)?,
         seed: seed(fields)?,
         n: fields.count("n")?,
+        constraint: None,
     };
     request.stop = StopConditions {
         max_tokens: None,
@@ -104,6 +97,7 @@ pub(super) fn read(fields: &Fields<'_>, request: &mut GenerationRequest) -> Resu
         stop_token_ids: token_ids("stop_token_ids")?.unwrap_or_default(),
         ignore_eos: fields.flag("ignore_eos")?,
     };
+    structured::read(fields, request)?;
     request.truncate_prompt_tokens = fields.get("truncate_prompt_tokens", "an integer")?;
     if let Some(id) = fields.text("request_id")? {
         request_id::check(&id)?;

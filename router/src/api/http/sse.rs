@@ -23,6 +23,10 @@ use crate::outcome::Outcome;
 
 /// Converts the events of a call to the server-sent events of an API.
 pub(super) trait Encoder: Send + Unpin + 'static {
+    /// Whether a resumed stream drops as many events as the client has had, if its output is parsed; else it drops those
+    /// of the output that the client has had.
+    const EVENTS_ARE_COUNTED: bool;
+
     /// Appends the events of one output.
     fn event(&mut self, prompt: usize, event: GenerationEvent, out: &mut EventWriter);
 
@@ -48,6 +52,7 @@ pub(super) async fn respond<E: Encoder>(
     encoder: E,
     interval: Duration,
 ) -> Result<Response<Body>, Outcome> {
+    let counted = E::EVENTS_ARE_COUNTED && started.is_parsed();
     let (mut generations, cursor) = started.split();
     let mut early = VecDeque::new();
     let mut ended = false;
@@ -71,7 +76,7 @@ pub(super) async fn respond<E: Encoder>(
         generations: (!ended).then_some(generations),
         early,
         encoder,
-        out: EventWriter::new(cursor),
+        out: EventWriter::new(cursor, counted),
         interval,
         keep_alive: Box::pin(tokio::time::sleep(first_comment)),
         over: false,

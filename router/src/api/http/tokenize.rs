@@ -12,11 +12,12 @@ use tonic::codegen::http::Response;
 use super::completions::PARSE_SPECIAL;
 use super::errors::refuse;
 use super::fields::{FieldTable, honoured, refused};
+use super::tools::{self, ToolForm};
 use super::{AxumResponse, Call, HttpApi, chat, json};
 use crate::api::generation::Input;
 use crate::dispatcher::ServedModel;
 use crate::outcome::Outcome;
-use crate::text::ChatTemplate;
+use crate::text::{ChatTemplate, Conversation};
 
 /// Fields of `/tokenize`.
 pub(super) static FIELDS: FieldTable = FieldTable {
@@ -30,7 +31,7 @@ pub(super) static FIELDS: FieldTable = FieldTable {
         honoured("return_token_strs", "Adds the text of each token."),
         honoured("add_generation_prompt", "Of a conversation; only true, the default."),
         refused("continue_final_message", "a conversation is rendered up to the start of the next message"),
-        refused("tools", "tool calls are not supported"),
+        honoured("tools", "Of a conversation, as in chat completions."),
         refused("chat_template", "the model's own template renders conversations"),
         refused("chat_template_kwargs", "templates take no arguments"),
     ]],
@@ -83,6 +84,8 @@ pub(super) struct Request {
 pub(super) fn read(body: &[u8]) -> Result<Request, Outcome> {
     let fields = FIELDS.read(body)?;
     let model = fields.model()?;
+    let tools = tools::read(&fields, ToolForm::Nested, &FIELDS)?;
+    let tools = tools.map(|tools| tools.definitions()).unwrap_or_default();
     let input = match (fields.text("prompt")?, fields.raw("messages")) {
         (Some(_), Some(_)) => {
             return Err(Outcome::field("messages", "both prompt and messages were given; give one"));
@@ -92,7 +95,7 @@ pub(super) fn read(body: &[u8]) -> Result<Request, Outcome> {
             Some(false) => Input::RawText(text),
             Some(true) | None => Input::Text(text),
         },
-        (None, Some(_)) => Input::Chat(chat::messages(&fields)?),
+        (None, Some(_)) => Input::Chat(Conversation { messages: chat::messages(&fields)?, tools }),
     };
     if fields.get("add_generation_prompt", "true or false")? == Some(false) {
         let reason = "add_generation_prompt is false; a conversation is rendered up to the next message";

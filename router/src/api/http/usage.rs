@@ -38,6 +38,7 @@ impl UsageBody {
         sum(&mut self.completion_tokens, usage.completion_tokens);
         sum(&mut self.total_tokens, usage.prompt_tokens.saturating_add(usage.completion_tokens));
         sum(&mut self.prompt_tokens_details.cached_tokens, usage.cached_prompt_tokens);
+        sum(&mut self.completion_tokens_details.reasoning_tokens, usage.reasoning_tokens);
     }
 }
 

@@ -4,7 +4,9 @@
 mod recordings;
 
 pub use inflight::fuzz::configuration;
+pub use inflight_grammar::fuzz::grammar;
 pub use inflight_models::fuzz::{config, gguf, safetensors};
+pub use inflight_output_parser::fuzz::output_parser;
 pub use inflight_router::fuzz::{http_json, kserve, template, tenants, tokenizer, worker_session};
 pub use inflight_worker::fuzz::router_session;
 pub use recordings::{router_recording, worker_recording};
@@ -25,12 +27,14 @@ macro_rules! targets {
 }
 
 /// All targets, by name.
-pub const TARGETS: [Target; 13] = targets![
+pub const TARGETS: [Target; 15] = targets![
     config,
     configuration,
     gguf,
+    grammar,
     http_json,
     kserve,
+    output_parser,
     router_recording,
     router_session,
     safetensors,

@@ -134,6 +134,7 @@ replays!(
     gguf,
     http_json,
     kserve,
+    output_parser,
     router_recording,
     router_session,
     safetensors,

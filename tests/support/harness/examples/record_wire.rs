@@ -47,7 +47,11 @@ async fn main() -> Result<()> {
     }
 
     let chat = v1::Chat {
-        messages: vec![v1::ChatMessage { role: "user".to_owned(), content: "What is a token?".to_owned() }],
+        messages: vec![v1::ChatMessage {
+            role: "user".to_owned(),
+            content: "What is a token?".to_owned(),
+            ..Default::default()
+        }],
     };
     for input in [
         v1::tokenize_request::Input::Text("Grüße an 🦀".to_owned()),

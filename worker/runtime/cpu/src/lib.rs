@@ -23,7 +23,7 @@ use inflight_runtime::collective::{Collective, host_group};
 use inflight_runtime::sharding::{self, Indivisible, RANKS_MAX, Shard};
 use inflight_runtime::{
     self as runtime, Batch, Capabilities, MemoryLedger, OverLimit, PromptLogprobs, Readable, Runtime,
-    Sampled, Slot, SlotSetup, TransferDone,
+    Sampled, Slot, SlotSetup, TokenMasks, TransferDone,
 };
 use inflight_worker_core::Transfer;
 
@@ -172,6 +172,8 @@ pub struct CpuRuntime {
     scores: Vec<PromptLogprobs>,
     /// Duration of a launched step that is not completed.
     took: Option<Duration>,
+    /// Batch of a launched step that waits for its token masks.
+    unmasked: Option<Batch>,
 }
 
 /// State used by steps; moves to the step thread in [`Overlapped`].
@@ -297,7 +299,7 @@ impl CpuRuntime {
         let copies = CopyThread::start(copiers, blocks, host_blocks)?;
         let slots = SamplingSlots::new(options.slots as usize);
         let compute = Compute { isa, group, slots, sampler: Sampler::default(), capabilities };
-        Ok(Self { compute, copies, last: Vec::new(), scores: Vec::new(), took: None })
+        Ok(Self { compute, copies, last: Vec::new(), scores: Vec::new(), took: None, unmasked: None })
     }
 
     /// Converts to a runtime that runs steps on a dedicated thread, so that the caller can plan the next one
@@ -411,9 +413,9 @@ fn check(options: &CpuOptions, config: &ModelConfig) -> Result<u32, Error> {
 }
 
 impl Compute {
-    /// Runs one step of a checked batch and returns its duration. `last` holds the samples of the previous
-    /// step and is replaced by those of this one, as is `scores`.
-    fn step(
+    /// Runs the forward pass of a checked batch and returns its duration. `last` holds the samples of the previous
+    /// step and is emptied; `scores` is replaced by those of this step.
+    fn forward(
         &mut self,
         batch: &mut Batch,
         last: &mut Vec<Sampled>,
@@ -426,7 +428,19 @@ impl Compute {
         scores.clear();
         self.group.step(batch, &self.capabilities)?;
         self.group.take_scores(scores);
-        self.sampler.run(batch, &mut self.slots, &self.group, self.isa, last);
+        Ok(begun.elapsed())
+    }
+
+    /// Samples from the logits of the forward pass of `batch` and returns the duration.
+    fn sample(
+        &mut self,
+        batch: &Batch,
+        masks: &TokenMasks,
+        last: &mut Vec<Sampled>,
+    ) -> Result<Duration, runtime::Error> {
+        let begun = Instant::now();
+        masks.check(batch, self.capabilities.vocab_size)?;
+        self.sampler.run(batch, masks, &mut self.slots, &self.group, self.isa, last);
         Ok(begun.elapsed())
     }
 }
@@ -446,12 +460,29 @@ impl Runtime for CpuRuntime {
 
     fn launch(&mut self, batch: &mut Batch) -> Result<(), runtime::Error> {
         batch.check(&self.compute.capabilities)?;
-        self.took = Some(self.compute.step(batch, &mut self.last, &mut self.scores)?);
+        let took = self.compute.forward(batch, &mut self.last, &mut self.scores)?;
+        self.took = Some(took);
+        if batch.masked_rows() > 0 {
+            self.unmasked = Some(std::mem::take(batch));
+            return Ok(());
+        }
+        let none = TokenMasks::none(self.compute.capabilities.vocab_size);
+        self.took = Some(took + self.compute.sample(batch, &none, &mut self.last)?);
+        Ok(())
+    }
+
+    fn supply_masks(&mut self, masks: &mut TokenMasks) -> Result<(), runtime::Error> {
+        let batch = self.unmasked.take().ok_or_else(runtime::Error::no_step_lacks_masks)?;
+        let took = self.compute.sample(&batch, masks, &mut self.last)?;
+        self.took = self.took.map(|forward| forward + took);
         Ok(())
     }
 
     fn complete(&mut self, sampled: &mut Vec<Sampled>) -> Result<Duration, runtime::Error> {
         sampled.clear();
+        if self.unmasked.is_some() {
+            return Err(runtime::Error::Malformed("the step lacks its token masks".to_owned()));
+        }
         let took =
             self.took.take().ok_or_else(|| runtime::Error::Malformed("no step was launched".to_owned()))?;
         sampled.append(&mut self.last);

@@ -1,10 +1,12 @@
 //! Asynchronous CPU runtime: steps on a dedicated thread, fed through a command queue.
 
+use std::collections::VecDeque;
+use std::sync::mpsc::{SyncSender, sync_channel};
 use std::time::Duration;
 
 use inflight_runtime::{
     Batch, Capabilities, CommandThread, CommandThreadOptions, Error, OwnedSlotSetup, PromptLogprobs, Runtime,
-    Sampled, Slot, SlotSetup, ThreadEnded, TransferDone,
+    Sampled, Slot, SlotSetup, ThreadEnded, TokenMasks, TransferDone,
 };
 use inflight_worker_core::Transfer;
 use metrics::Gauge;
@@ -35,15 +37,20 @@ struct StepResult {
 /// CPU runtime whose steps run on a dedicated thread.
 ///
 /// Commands are executed in order, so a slot detached after a launch is still attached in that step. A token
-/// that one step samples and the next one needs does not leave the thread.
+/// that one step samples and the next one needs does not leave the thread. Token masks have a channel of their own, as
+/// later commands are queued before them.
 pub struct Overlapped {
     capabilities: Capabilities,
+    /// Before the thread, which may wait for masks until it is closed.
+    masks: SyncSender<TokenMasks>,
     thread: CommandThread<StepCommand, StepResult>,
     copies: CopyThread,
     in_flight: u32,
     spare: Vec<Batch>,
     /// Scores of the step completed last.
     scores: Vec<PromptLogprobs>,
+    /// Number of masked rows of each step in flight that lacks its masks, oldest step first; else `None`.
+    unmasked: VecDeque<Option<usize>>,
 }
 
 impl Overlapped {
@@ -55,8 +62,10 @@ impl Overlapped {
             results_max: DEPTH as usize,
             queued: Gauge::noop(),
         };
+        let (masks, supplied) = sync_channel::<TokenMasks>(DEPTH as usize);
         let thread = CommandThread::start(options, move |commands, results| {
             let mut last = Vec::new();
+            let none = TokenMasks::none(compute.capabilities.vocab_size);
             for command in commands {
                 match command {
                     StepCommand::Attach(slot, setup) => {
@@ -66,7 +75,18 @@ impl Overlapped {
                     StepCommand::Detach(slot) => compute.slots.detach(slot),
                     StepCommand::Step(mut batch) => {
                         let mut scores = Vec::new();
-                        let outcome = compute.step(&mut batch, &mut last, &mut scores);
+                        let forward = compute.forward(&mut batch, &mut last, &mut scores);
+                        let step_masks = if batch.masked_rows() > 0 {
+                            // Also after an error: the masks of this step are not those of the next.
+                            let Ok(masks) = supplied.recv() else { return }; // the runtime was dropped
+                            Some(masks)
+                        } else {
+                            None
+                        };
+                        let outcome = forward.and_then(|forward| {
+                            let masks = step_masks.as_ref().unwrap_or(&none);
+                            Ok(forward + compute.sample(&batch, masks, &mut last)?)
+                        });
                         let done = StepResult { outcome, sampled: last.clone(), scores, batch };
                         if results.send(done).is_err() {
                             return; // the runtime was dropped
@@ -75,7 +95,8 @@ impl Overlapped {
                 }
             }
         })?;
-        Ok(Self { capabilities, thread, copies, in_flight: 0, spare: Vec::new(), scores: Vec::new() })
+        let (spare, scores, unmasked) = (Vec::new(), Vec::new(), VecDeque::new());
+        Ok(Self { capabilities, masks, thread, copies, in_flight: 0, spare, scores, unmasked })
     }
 
     fn send(&self, command: StepCommand) -> Result<(), Error> {
@@ -107,20 +128,37 @@ impl Runtime for Overlapped {
         if self.in_flight == DEPTH {
             return Err(Error::Malformed("as many steps are launched as there may be".to_owned()));
         }
+        let masked = batch.masked_rows();
         let launched = std::mem::replace(batch, self.spare.pop().unwrap_or_default());
         self.send(StepCommand::Step(launched))?;
         self.in_flight += 1;
+        self.unmasked.push_back((masked > 0).then_some(masked));
         Ok(())
+    }
+
+    fn supply_masks(&mut self, masks: &mut TokenMasks) -> Result<(), Error> {
+        let lacking = self.unmasked.iter_mut().find(|rows| rows.is_some());
+        let lacking = lacking.ok_or_else(Error::no_step_lacks_masks)?;
+        if *lacking != Some(masks.rows()) {
+            let reason = format!("{} masks were supplied for {lacking:?} rows", masks.rows());
+            return Err(Error::Malformed(reason));
+        }
+        *lacking = None;
+        self.masks.send(std::mem::take(masks)).map_err(|_| thread_ended())
     }
 
     fn complete(&mut self, sampled: &mut Vec<Sampled>) -> Result<Duration, Error> {
         if self.in_flight == 0 {
             return Err(Error::Malformed("no step was launched".to_owned()));
         }
+        if self.unmasked.front().is_some_and(Option::is_some) {
+            return Err(Error::Malformed("the step lacks its token masks".to_owned()));
+        }
         let done = self.thread.results().recv().map_err(|_| thread_ended())?;
         let StepResult { outcome, sampled: mut got, scores, batch } = done;
         self.scores = scores;
         self.in_flight -= 1;
+        self.unmasked.pop_front();
         self.spare.push(batch);
         sampled.clear();
         sampled.append(&mut got);

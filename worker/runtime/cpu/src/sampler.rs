@@ -7,7 +7,7 @@ use inflight_kernels::RandomKey;
 use inflight_kernels::cpu::{
     Isa, Truncation, Workspace, argmax, log_sum_exp, logprob, mask_nan, sample, top,
 };
-use inflight_runtime::{Batch, PositionLogprobs, SampleRow, Sampled, TokenLogprob};
+use inflight_runtime::{Batch, PositionLogprobs, SampleRow, Sampled, TokenLogprob, TokenMasks};
 
 use super::rank_group::RankGroup;
 use super::sampling_slots::{SamplingSlots, SlotState};
@@ -18,6 +18,8 @@ pub(super) struct Sampler {
     /// Pool of scratch buffers, at most one per thread.
     scratch: Mutex<Vec<Scratch>>,
     outcomes: Vec<Mutex<Option<Sampled>>>,
+    /// Index of the token mask of each sample row; without meaning for rows that have none.
+    mask_of: Vec<usize>,
 }
 
 #[derive(Default)]
@@ -27,10 +29,12 @@ struct Scratch {
 }
 
 impl Sampler {
-    /// Samples a token for each sample row and adds it to its slot's history. All slots must be attached.
+    /// Samples a token for each sample row and adds it to its slot's history. All slots must be attached, and `masks` has a
+    /// row for each masked one.
     pub(super) fn run(
         &mut self,
         batch: &Batch,
+        masks: &TokenMasks,
         slots: &mut SamplingSlots,
         group: &RankGroup,
         isa: Isa,
@@ -42,6 +46,11 @@ impl Sampler {
         }
         let logits = group.logits();
         let vocab = logits.len() / samples.len();
+        self.mask_of.clear();
+        self.mask_of.extend(samples.iter().scan(0, |next, sample| {
+            *next += usize::from(sample.masked);
+            Some(next.saturating_sub(1))
+        }));
         self.outcomes.resize_with(samples.len().max(self.outcomes.len()), Mutex::default);
         // A slot's next row must see the token of its previous one, so a parallel run ends where a slot
         // repeats.
@@ -55,8 +64,9 @@ impl Sampler {
                 let i = first + i;
                 let Some(state) = read.get(samples[i].slot) else { return };
                 let mut scratch = lock(&self.scratch).pop().unwrap_or_default();
-                let token =
-                    choose(state, &samples[i], &logits[i * vocab..(i + 1) * vocab], isa, &mut scratch);
+                let mask = samples[i].masked.then(|| masks.row(self.mask_of[i]));
+                let row = &logits[i * vocab..(i + 1) * vocab];
+                let token = choose(state, &samples[i], row, mask, isa, &mut scratch);
                 lock(&self.scratch).push(scratch);
                 *lock(&self.outcomes[i]) = Some(token);
             });
@@ -75,9 +85,16 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-fn choose(state: &SlotState, row: &SampleRow, logits: &[f32], isa: Isa, scratch: &mut Scratch) -> Sampled {
+fn choose(
+    state: &SlotState,
+    row: &SampleRow,
+    logits: &[f32],
+    mask: Option<&[u32]>,
+    isa: Isa,
+    scratch: &mut Scratch,
+) -> Sampled {
     let sampling = &*state.sampling;
-    if sampling.is_greedy() && sampling.logprobs.is_none() && !state.adjusts() {
+    if sampling.is_greedy() && sampling.logprobs.is_none() && !state.adjusts() && mask.is_none() {
         return Sampled { token: argmax(isa, logits), logprobs: None };
     }
     let Scratch { row: adjusted, workspace } = scratch;
@@ -85,7 +102,10 @@ fn choose(state: &SlotState, row: &SampleRow, logits: &[f32], isa: Isa, scratch:
     adjusted.extend_from_slice(logits);
     mask_nan(adjusted);
     state.adjust(adjusted);
-    let fallback = state.fallback_token(adjusted.len());
+    if let Some(mask) = mask {
+        apply_mask(mask, adjusted);
+    }
+    let fallback = state.fallback_token(adjusted.len(), mask.is_some());
     let fallback = fallback.filter(|_| adjusted.iter().all(|logit| *logit == f32::NEG_INFINITY));
     let token = if let Some(fallback) = fallback {
         fallback
@@ -103,6 +123,23 @@ fn choose(state: &SlotState, row: &SampleRow, logits: &[f32], isa: Isa, scratch:
         Box::new(PositionLogprobs { chosen: entry(token, adjusted[token as usize]), top })
     });
     Sampled { token, logprobs }
+}
+
+/// Masks the tokens whose bits are not set.
+fn apply_mask(mask: &[u32], logits: &mut [f32]) {
+    for (word, logits) in mask.iter().zip(logits.chunks_mut(32)) {
+        match *word {
+            u32::MAX => {}
+            0 => logits.fill(f32::NEG_INFINITY),
+            bits => {
+                for (at, logit) in logits.iter_mut().enumerate() {
+                    if bits >> at & 1 == 0 {
+                        *logit = f32::NEG_INFINITY;
+                    }
+                }
+            }
+        }
+    }
 }
 
 fn truncation(sampling: &SamplingParams) -> Truncation {

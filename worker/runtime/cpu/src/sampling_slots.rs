@@ -117,10 +117,10 @@ impl SlotState {
     }
 
     /// Returns the token that is generated where masks leave no other; `None` if the sequence has no masks
-    /// but that of ending tokens.
-    pub(super) fn fallback_token(&self, vocab_size: usize) -> Option<u32> {
+    /// but that of ending tokens. `masked`: the row has a token mask, too.
+    pub(super) fn fallback_token(&self, vocab_size: usize, masked: bool) -> Option<u32> {
         let sampling = &*self.sampling;
-        if sampling.masks_tokens() { sampling.fallback_token(vocab_size as u32) } else { None }
+        if masked || sampling.masks_tokens() { sampling.fallback_token(vocab_size as u32) } else { None }
     }
 
     /// Applies penalties, then biases, then masks, to the logits of one row; [vocab_size].

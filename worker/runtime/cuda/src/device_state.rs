@@ -4,7 +4,7 @@ use std::rc::Rc;
 use std::sync::Arc;
 
 use inflight_kernels::cuda::{DeviceError, HalfDtype, SamplingResult};
-use inflight_runtime::{self as runtime, Batch};
+use inflight_runtime::{self as runtime, Batch, TokenMasks};
 
 use super::autotune::{GemmBench, GemmTuning};
 use super::device_memory::{DeviceMemory, PinnedMemory};
@@ -136,6 +136,7 @@ impl DeviceState {
             let at = self.metadata.address();
             // Runs once outside capture, so that nothing is loaded or planned while capturing.
             self.runner.forward.run(&self.device, &step, at)?;
+            self.runner.forward.sample(&self.device, &step, at)?;
             self.device.stream.synchronize()?;
             let work = || self.runner.forward.run(&self.device, &step, at);
             let graph = self.device.capture(work)?;
@@ -146,12 +147,14 @@ impl DeviceState {
         Ok(())
     }
 
-    /// Enqueues a step that writes its results to the given result slot.
+    /// Enqueues a step that writes its results to the given result slot. `masks` waits for the token masks of a batch with
+    /// masked rows, while the forward pass runs.
     pub(super) fn step(
         &mut self,
         batch: &Batch,
         result_slot: usize,
         logprobs: &mut Vec<bool>,
+        masks: &mut dyn FnMut() -> Result<Arc<TokenMasks>, runtime::Error>,
     ) -> Result<(), runtime::Error> {
         let step = self.runner.prepare(batch, &mut self.packed)?;
         self.runner.logprobs_requested(logprobs);
@@ -165,7 +168,7 @@ impl DeviceState {
         }
         let stream = &self.device.stream;
         let at = self.metadata.address();
-        let enqueue = || {
+        let forward = || {
             begin.record(stream)?;
             self.device.upload(&self.metadata, 0, &self.packed)?;
             let graph = step.bucket.and_then(|b| self.graphs.iter().find(|(bucket, _)| *bucket == b));
@@ -173,7 +176,15 @@ impl DeviceState {
                 Some((_, graph)) => self.device.replay(graph)?,
                 None => self.runner.forward.run(&self.device, &step, at)?,
             }
+            Ok(())
+        };
+        forward().map_err(device_error)?;
+        if batch.masked_rows() > 0 {
+            self.runner.upload_masks(&self.device, batch, &*masks()?)?;
+        }
+        let sample = || {
             let forward = &self.runner.forward;
+            forward.sample(&self.device, &step, at)?;
             for (host, device, count) in [
                 (results, forward.results(), batch.samples.len()),
                 (scores, forward.scores(), batch.scores.len()),
@@ -188,7 +199,7 @@ impl DeviceState {
             }
             done.record(stream)
         };
-        enqueue().map_err(device_error)?;
+        sample().map_err(device_error)?;
         self.samples = batch.samples.len();
         Ok(())
     }

@@ -4,11 +4,11 @@
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::rc::Rc;
 use std::sync::Arc;
-use std::sync::mpsc::{Sender, SyncSender};
+use std::sync::mpsc::{Receiver, Sender, SyncSender, sync_channel};
 
 use inflight_runtime::{
     self as runtime, Batch, Capabilities, CommandQueue, CommandThread, CommandThreadOptions, DEVICE_COMMANDS,
-    OwnedSlotSetup, Slot,
+    OwnedSlotSetup, Slot, TokenMasks,
 };
 
 use super::Error as LoadError;
@@ -69,8 +69,12 @@ pub(super) type LoadEventSender = Sender<(usize, LoadEvent)>;
 /// Handle to the device thread; its results are the launched steps, in order.
 pub(super) type DeviceThread = CommandThread<DeviceCommand, LaunchedStep>;
 
+/// Sender of the token masks of steps, in order, to a device thread. It is dropped before the thread is joined, which may wait
+/// for masks.
+pub(super) type MaskSender = SyncSender<Arc<TokenMasks>>;
+
 /// Starts the thread, which loads the model and sends its progress to `events`.
-pub(super) fn start(job: LoadJob, events: LoadEventSender) -> Result<DeviceThread, LoadError> {
+pub(super) fn start(job: LoadJob, events: LoadEventSender) -> Result<(DeviceThread, MaskSender), LoadError> {
     let name = if job.shard_plan.world() == 1 { "gpu".to_owned() } else { format!("gpu-{}", job.rank()) };
     let options = CommandThreadOptions {
         name,
@@ -78,9 +82,11 @@ pub(super) fn start(job: LoadJob, events: LoadEventSender) -> Result<DeviceThrea
         results_max: DEPTH as usize,
         queued: metrics::gauge!(DEVICE_COMMANDS),
     };
-    let thread =
-        CommandThread::start(options, move |commands, launched| run(&job, &events, commands, &launched));
-    Ok(thread?)
+    let (masks, supplied) = sync_channel(DEPTH as usize);
+    let thread = CommandThread::start(options, move |commands, launched| {
+        run(&job, &events, commands, &launched, &supplied);
+    });
+    Ok((thread?, masks))
 }
 
 /// Returns the error of calls after the device thread has ended.
@@ -94,6 +100,7 @@ fn run(
     events: &LoadEventSender,
     inbox: CommandQueue<DeviceCommand>,
     outbox: &SyncSender<LaunchedStep>,
+    supplied: &Receiver<Arc<TokenMasks>>,
 ) {
     // Dropped last: a communicator ends after the graphs captured with it.
     let nccl = job.group.as_ref().map(|group| Rc::new(group.rank(job.rank())));
@@ -119,7 +126,7 @@ fn run(
     if !done(Ok(Box::new(loaded))) {
         return;
     }
-    let serving = AssertUnwindSafe(|| serve(job, &mut state, inbox, outbox));
+    let serving = AssertUnwindSafe(|| serve(job, &mut state, inbox, outbox, supplied));
     if catch_unwind(serving).is_err() {
         // Before the device state is dropped, which waits for collectives of other ranks.
         job.fail(panicked);
@@ -132,6 +139,7 @@ fn serve(
     state: &mut DeviceState,
     inbox: CommandQueue<DeviceCommand>,
     outbox: &SyncSender<LaunchedStep>,
+    supplied: &Receiver<Arc<TokenMasks>>,
 ) {
     let mut result_slot = 0;
     for command in inbox {
@@ -147,10 +155,19 @@ fn serve(
             DeviceCommand::Detach(slot) => state.runner.detach(slot),
             DeviceCommand::Step(batch) => {
                 let mut logprobs = Vec::new();
+                let mut lacks_masks = batch.masked_rows() > 0;
+                let mut receive = || {
+                    lacks_masks = false;
+                    supplied.recv().map_err(|_| thread_ended())
+                };
                 let outcome = match job.failure() {
                     Some(failure) => Err(failure),
-                    None => state.step(&batch, result_slot, &mut logprobs),
+                    None => state.step(&batch, result_slot, &mut logprobs, &mut receive),
                 };
+                // After an error, too: the masks of this step are not those of the next.
+                if lacks_masks && supplied.recv().is_err() {
+                    return; // the runtime is gone
+                }
                 if let Err(error @ runtime::Error::Device(_)) = &outcome {
                     job.fail(&error.to_string());
                 }

@@ -263,7 +263,7 @@ impl<G: Gpu> CudaForward<G> {
         unsafe { norm(gpu, self.half, &p) }
     }
 
-    /// Enqueues the kernels of one step, whose metadata lies at device address `metadata`.
+    /// Enqueues the kernels of one step up to the logits; the step's metadata lies at device address `metadata`.
     pub(super) fn run(&self, gpu: &G, step: &StepShape, metadata: u64) -> Result<(), DeviceError> {
         self.copy_blocks(gpu, step, metadata)?;
         self.embed(gpu, step, metadata)?;
@@ -286,8 +286,7 @@ impl<G: Gpu> CudaForward<G> {
         }
         let sampled_rows = metadata + step.layout.sampled_rows as u64;
         self.norm(gpu, &self.weights.norm, step.samples, true, Some(sampled_rows))?;
-        self.head(gpu, step.samples)?;
-        self.sample(gpu, step, metadata)
+        self.head(gpu, step.samples)
     }
 
     /// Copies KV blocks within the pool.
@@ -423,8 +422,11 @@ impl<G: Gpu> CudaForward<G> {
         unsafe { score(gpu, count, &p) }
     }
 
-    /// Samples a token from the logits of each sampled row.
-    fn sample(&self, gpu: &G, step: &StepShape, metadata: u64) -> Result<(), DeviceError> {
+    /// Samples a token from the logits of each sampled row, once the step's token masks are on the device.
+    pub(super) fn sample(&self, gpu: &G, step: &StepShape, metadata: u64) -> Result<(), DeviceError> {
+        if step.samples == 0 {
+            return Ok(());
+        }
         let p = SamplingParams {
             logits: self.logits.address(),
             rows: metadata + step.layout.sampling as u64,

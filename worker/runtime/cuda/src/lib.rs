@@ -58,7 +58,8 @@ use inflight_kernels::cuda::SamplingResult;
 use inflight_models::{self as models, ModelDir};
 use inflight_runtime::sharding::{self, RANKS_MAX};
 use inflight_runtime::{
-    self as runtime, Batch, Capabilities, PromptLogprobs, Runtime, Sampled, Slot, SlotSetup, TransferDone,
+    self as runtime, Batch, Capabilities, PromptLogprobs, Runtime, Sampled, Slot, SlotSetup, TokenMasks,
+    TransferDone,
 };
 use inflight_worker_core::Transfer;
 
@@ -303,6 +304,10 @@ impl Runtime for CudaRuntime {
         self.ranks.launch(batch)?;
         self.in_flight += 1;
         Ok(())
+    }
+
+    fn supply_masks(&mut self, masks: &mut TokenMasks) -> Result<(), runtime::Error> {
+        self.ranks.supply_masks(std::mem::take(masks))
     }
 
     fn complete(&mut self, sampled: &mut Vec<Sampled>) -> Result<Duration, runtime::Error> {

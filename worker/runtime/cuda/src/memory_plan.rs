@@ -126,7 +126,7 @@ impl ModelShapes {
         // Of the padded vocabulary, slightly more than needed.
         let allowed = allowed_bytes(slots, self.logits);
         let sampling =
-            [adjustment_bytes(slots), allowed, words_bytes(slots), recent_bytes(slots), context * 4];
+            [adjustment_bytes(slots), allowed, allowed, words_bytes(slots), recent_bytes(slots), context * 4];
         let attention = [partial.0, partial.1, u64::from(PARTIALS) * self.kv_heads * 4];
         let component = |name, option, allocations: &[u64]| MemoryComponent {
             name,

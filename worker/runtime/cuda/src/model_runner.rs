@@ -6,6 +6,7 @@ use inflight_kernels::cuda::{
 use inflight_models::{self as models, ModelConfig};
 use inflight_runtime::{
     Batch, Capabilities, Error, PositionLogprobs, PromptLogprobs, Sampled, Slot, SlotSetup, TokenLogprob,
+    TokenMasks,
 };
 
 use super::forward::{CudaForward, ForwardCapacity, windows};
@@ -139,6 +140,12 @@ impl<G: Gpu> ModelRunner<G> {
 
     pub(super) fn detach(&mut self, slot: Slot) {
         self.slots.detach(slot);
+    }
+
+    /// Uploads the token masks of the batch just prepared, one for each of its masked sample rows.
+    pub(super) fn upload_masks(&mut self, gpu: &G, batch: &Batch, masks: &TokenMasks) -> Result<(), Error> {
+        masks.check(batch, self.capabilities.vocab_size)?;
+        self.slots.upload_masks(gpu, batch, masks)
     }
 
     /// Number of attention plans: one per distinct sliding window.

@@ -1,15 +1,16 @@
 //! Device threads of a runtime: one, or those of a tensor-parallel group. All receive the same commands in
 //! the same order and run the same steps, so all know the same tokens; rank 0's results are reported.
 
+use std::collections::VecDeque;
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
 use std::time::{Duration, Instant};
 
-use inflight_runtime::{self as runtime, Batch, ThreadEnded};
+use inflight_runtime::{self as runtime, Batch, ThreadEnded, TokenMasks};
 
 use super::Error;
 use super::device_thread::{
-    self, DeviceCommand, DeviceThread, LaunchedStep, LoadEvent, LoadedRank, thread_ended,
+    self, DeviceCommand, DeviceThread, LaunchedStep, LoadEvent, LoadedRank, MaskSender, thread_ended,
 };
 use super::load_job::LoadJob;
 use super::nccl::NcclGroup;
@@ -34,6 +35,10 @@ pub(super) struct CompletedStep {
 /// Handles to the device threads of all ranks.
 pub(super) struct Ranks {
     threads: Vec<DeviceThread>,
+    /// Senders of token masks, by rank.
+    masks: Vec<MaskSender>,
+    /// Number of masked rows of each step in flight that lacks its masks, oldest step first; else `None`.
+    unmasked: VecDeque<Option<usize>>,
     /// Result slots, by rank.
     result_slots: Vec<Arc<Vec<ResultSlot>>>,
     group: Option<Arc<NcclGroup>>,
@@ -69,10 +74,13 @@ impl Ranks {
     ) -> Result<(Self, Vec<LoadedRank>), Error> {
         let group = jobs.first().and_then(|job| job.group.clone());
         let (sender, events) = channel();
-        let mut threads = Vec::new();
+        let (mut threads, mut masks) = (Vec::new(), Vec::new());
         for job in jobs {
             match device_thread::start(job, sender.clone()) {
-                Ok(thread) => threads.push(thread),
+                Ok((thread, sender)) => {
+                    threads.push(thread);
+                    masks.push(sender);
+                }
                 Err(error) => {
                     // Ranks already started wait for it.
                     if let Some(group) = &group {
@@ -85,7 +93,15 @@ impl Ranks {
         drop(sender);
         let loaded = wait_for_load(&events, threads.len(), progress)?;
         let result_slots = loaded.iter().map(|loaded| Arc::clone(&loaded.result_slots)).collect();
-        let ranks = Self { threads, result_slots, group, spare_batches: Vec::new(), outcomes: Vec::new() };
+        let ranks = Self {
+            threads,
+            masks,
+            unmasked: VecDeque::new(),
+            result_slots,
+            group,
+            spare_batches: Vec::new(),
+            outcomes: Vec::new(),
+        };
         Ok((ranks, loaded))
     }
 
@@ -111,11 +127,30 @@ impl Ranks {
             Some(spare) => std::mem::swap(spare, batch),
             None => shared = Arc::new(std::mem::take(batch)),
         }
-        self.send(DeviceCommand::Step(shared))
+        let masked = shared.masked_rows();
+        self.send(DeviceCommand::Step(shared))?;
+        self.unmasked.push_back((masked > 0).then_some(masked));
+        Ok(())
+    }
+
+    /// Sends the token masks of the oldest step that lacks them to every rank.
+    pub(super) fn supply_masks(&mut self, masks: TokenMasks) -> Result<(), runtime::Error> {
+        let lacking = self.unmasked.iter_mut().find(|rows| rows.is_some());
+        let lacking = lacking.ok_or_else(runtime::Error::no_step_lacks_masks)?;
+        if *lacking != Some(masks.rows()) {
+            let reason = format!("{} masks were supplied for {lacking:?} rows", masks.rows());
+            return Err(runtime::Error::Malformed(reason));
+        }
+        *lacking = None;
+        let masks = Arc::new(masks);
+        self.masks.iter().try_for_each(|rank| rank.send(Arc::clone(&masks)).map_err(|_| thread_ended()))
     }
 
     /// Waits until every rank has completed the oldest step.
     pub(super) fn complete(&mut self) -> Result<CompletedStep, runtime::Error> {
+        if self.unmasked.pop_front().is_some_and(|rows| rows.is_some()) {
+            return Err(runtime::Error::Malformed("the step lacks its token masks".to_owned()));
+        }
         let (mut first, mut last) = (None, None);
         self.outcomes.clear();
         for thread in &self.threads {
@@ -160,6 +195,8 @@ impl Ranks {
 
 impl Drop for Ranks {
     fn drop(&mut self) {
+        // A rank may wait for masks.
+        self.masks.clear();
         // All before any is joined: a rank may wait for the others until it ends.
         self.threads.iter_mut().for_each(DeviceThread::close);
     }

@@ -6,7 +6,7 @@ use inflight_contract::{SamplingParams, SamplingSpec};
 use inflight_kernels::cuda::{
     DeviceError, HistoryParams, RECENT_TOKENS, SamplingRow, TOP_MAX, count_history,
 };
-use inflight_runtime::{Batch, Error, RecentTokens, SampleRow, Slot, SlotSetup};
+use inflight_runtime::{Batch, Error, RecentTokens, SampleRow, Slot, SlotSetup, TokenMasks};
 
 use super::gpu::{Gpu, GpuMemory, bytes_of};
 
@@ -65,6 +65,10 @@ pub(super) struct GpuSlots<G: Gpu> {
     /// Occurrences of each token in a slot's sequence, for penalties, [slots, vocabulary].
     histories: G::Memory,
     sampled_slots: Vec<Slot>,
+    /// Token masks of the step's masked rows, [slots, vocabulary / 32].
+    step_masks: G::Memory,
+    /// The same on the host, while they are uploaded.
+    mask_bits: Vec<u32>,
 }
 
 /// Sampling state of an attached sequence.
@@ -97,6 +101,8 @@ impl<G: Gpu> GpuSlots<G> {
             context: context as usize,
             histories: gpu.alloc(history_bytes(slots.into(), vocabulary.into()) as usize)?,
             sampled_slots: Vec::new(),
+            step_masks: gpu.alloc(allowed_bytes(slots.into(), vocabulary.into()) as usize)?,
+            mask_bits: Vec::new(),
         })
     }
 
@@ -155,7 +161,7 @@ impl<G: Gpu> GpuSlots<G> {
         };
         if state.sampling.masks_tokens() {
             state.fallback = state.sampling.fallback_token(self.vocabulary).unwrap_or(NO_FALLBACK);
-            let masks = TokenMasks { allowed: &self.allowed, words: &self.words, recent: &self.recent };
+            let masks = SlotMasks { allowed: &self.allowed, words: &self.words, recent: &self.recent };
             state.allowed = masks.upload(gpu, slot, self.vocabulary, setup).map_err(device_error)?;
         }
         *entry = Some(state);
@@ -187,9 +193,34 @@ impl<G: Gpu> GpuSlots<G> {
     /// checked.
     pub(super) fn sampling_rows(&mut self, batch: &Batch, rows: &mut Vec<SamplingRow>) {
         rows.clear();
+        let mut next_mask = self.step_masks.address();
         for sample in &batch.samples {
-            rows.push(self.row(sample));
+            let mut row = self.row(sample);
+            if sample.masked {
+                // The slot's own mask of allowed tokens is a part of it.
+                row.allowed = next_mask;
+                next_mask += allowed_bytes(1, self.vocabulary.into());
+            }
+            rows.push(row);
         }
+    }
+
+    /// Uploads the token masks of a step, without the tokens that the slots' own masks leave out.
+    pub(super) fn upload_masks(&mut self, gpu: &G, batch: &Batch, masks: &TokenMasks) -> Result<(), Error> {
+        self.mask_bits.clear();
+        let masked = batch.samples.iter().filter(|sample| sample.masked);
+        for (at, sample) in masked.enumerate() {
+            let start = self.mask_bits.len();
+            self.mask_bits.extend_from_slice(masks.row(at));
+            let state = self.slots.get(sample.slot as usize).and_then(Option::as_ref);
+            if let Some(allowed) = state.map(|state| &state.sampling.allowed_token_ids)
+                && !allowed.is_empty()
+            {
+                let own = allowed_bits(allowed, self.vocabulary);
+                self.mask_bits[start..].iter_mut().zip(own).for_each(|(word, own)| *word &= own);
+            }
+        }
+        gpu.upload(&self.step_masks, 0, bytes_of(&self.mask_bits)).map_err(device_error)
     }
 
     fn row(&mut self, sample: &SampleRow) -> SamplingRow {
@@ -226,19 +257,32 @@ impl<G: Gpu> GpuSlots<G> {
             },
             word_count: state.words,
             generated: state.generated - 1,
-            fallback: state.fallback,
+            fallback: match state.fallback {
+                // The token of a row whose masks leave none; the engine ends its sequence.
+                NO_FALLBACK if sample.masked => 0,
+                fallback => fallback,
+            },
         }
     }
 }
 
+/// Returns the bits of the allowed tokens.
+fn allowed_bits(allowed: &[u32], vocabulary: u32) -> Vec<u32> {
+    let mut bits = vec![0u32; vocabulary.div_ceil(32) as usize];
+    for id in allowed.iter().filter(|id| **id < vocabulary) {
+        bits[*id as usize / 32] |= 1 << (id % 32);
+    }
+    bits
+}
+
 /// Device memory of all slots' masks.
-struct TokenMasks<'a, M> {
+struct SlotMasks<'a, M> {
     allowed: &'a M,
     words: &'a M,
     recent: &'a M,
 }
 
-impl<M: GpuMemory> TokenMasks<'_, M> {
+impl<M: GpuMemory> SlotMasks<'_, M> {
     /// Uploads the masks of a slot. Returns the device address of its mask of allowed tokens; 0 if all are.
     fn upload<G: Gpu<Memory = M>>(
         &self,
@@ -264,10 +308,7 @@ impl<M: GpuMemory> TokenMasks<'_, M> {
         if sampling.allowed_token_ids.is_empty() {
             return Ok(0);
         }
-        let mut bits = vec![0u32; vocabulary.div_ceil(32) as usize];
-        for id in sampling.allowed_token_ids.iter().filter(|id| **id < vocabulary) {
-            bits[*id as usize / 32] |= 1 << (id % 32);
-        }
+        let bits = allowed_bits(&sampling.allowed_token_ids, vocabulary);
         let at = allowed_bytes(slot.into(), vocabulary.into());
         gpu.upload(self.allowed, at as usize, bytes_of(&bits))?;
         Ok(self.allowed.address() + at)

@@ -8,7 +8,7 @@ use inflight_fixtures::{Arch, Checkpoint, Dtype, TempDir};
 use inflight_kernels::cuda::{DeviceError, HalfDtype, Harness, HostMemory, KvStore, SamplingResult};
 use inflight_kernels::philox4x32;
 use inflight_models::{ModelDir, ModelSource};
-use inflight_runtime::{Batch, BlockCopy, Capabilities, Feedback, Runtime, Sampled, SlotSetup};
+use inflight_runtime::{Batch, BlockCopy, Capabilities, Feedback, Runtime, Sampled, SlotSetup, TokenMasks};
 use inflight_runtime_cpu::{CpuOptions, CpuRuntime};
 use proptest::prelude::*;
 use serde_json::json;
@@ -269,9 +269,23 @@ impl<G: Gpu<Memory = HostMemory>> HarnessRunner<G> {
     }
 
     fn try_step(&mut self, batch: &Batch) -> Result<(Vec<Sampled>, Vec<f32>), DeviceError> {
+        let none = TokenMasks::none(self.runner.capabilities.vocab_size);
+        self.masked_step(batch, &none)
+    }
+
+    fn masked_step(
+        &mut self,
+        batch: &Batch,
+        masks: &TokenMasks,
+    ) -> Result<(Vec<Sampled>, Vec<f32>), DeviceError> {
         let step = self.runner.prepare(batch, &mut self.packed).unwrap();
         self.harness.upload(&self.metadata, 0, &self.packed)?;
-        self.runner.forward.run(&self.harness, &step, GpuMemory::address(&self.metadata))?;
+        let metadata = GpuMemory::address(&self.metadata);
+        self.runner.forward.run(&self.harness, &step, metadata)?;
+        if batch.masked_rows() > 0 {
+            self.runner.upload_masks(&self.harness, batch, masks).unwrap();
+        }
+        self.runner.forward.sample(&self.harness, &step, metadata)?;
         let mut logprobs = Vec::new();
         self.runner.logprobs_requested(&mut logprobs);
         let results = self.runner.forward.results().read::<SamplingResult>(batch.samples.len());

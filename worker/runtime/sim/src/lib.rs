@@ -9,10 +9,12 @@ mod profile;
 mod tokens;
 
 use std::collections::VecDeque;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use inflight_runtime::{
-    Batch, Capabilities, Error, PromptLogprobs, Runtime, Sampled, ScoreRow, Slot, SlotSetup, TransferDone,
+    Batch, Capabilities, Error, PromptLogprobs, Runtime, Sampled, ScoreRow, Slot, SlotSetup, TokenMasks,
+    TransferDone,
 };
 use inflight_worker_core::{DeviceProfile, StepWork, Transfer, TransferId};
 use sha2::{Digest as _, Sha256};
@@ -39,11 +41,22 @@ pub struct SimOptions {
     pub overlap: bool,
 }
 
+/// Tokens of a sequence, which the steps in flight share with its slot.
+type SharedChain = Arc<Mutex<TokenChain>>;
+
+fn lock(chain: &SharedChain) -> MutexGuard<'_, TokenChain> {
+    chain.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
 /// Launched step: its results and the time at which it completes.
 struct PendingStep {
     took: Duration,
     ends: Instant,
-    sampled: Vec<Sampled>,
+    /// Sequence of each sample row, and whether the row has a token mask.
+    sequences: Vec<(SharedChain, bool)>,
+    masks: TokenMasks,
+    /// Whether the masks were not supplied yet.
+    lacks_masks: bool,
     scores: Vec<PromptLogprobs>,
 }
 
@@ -61,9 +74,8 @@ struct PendingCopy {
 pub struct SimRuntime {
     capabilities: Capabilities,
     profile: DeviceProfile,
-    slots: Vec<Option<TokenChain>>,
+    slots: Vec<Option<SharedChain>>,
     steps: VecDeque<PendingStep>,
-    spare: Vec<Vec<Sampled>>,
     copies: VecDeque<PendingCopy>,
     /// Scores of the step completed last.
     scores: Vec<PromptLogprobs>,
@@ -103,7 +115,6 @@ impl SimRuntime {
             profile,
             slots: (0..options.slots).map(|_| None).collect(),
             steps: VecDeque::new(),
-            spare: Vec::new(),
             copies: VecDeque::new(),
             scores: Vec::new(),
             capabilities,
@@ -122,12 +133,13 @@ impl SimRuntime {
         (prefill, decode)
     }
 
-    /// Samples a token for each sample row, and checks that input tokens match the sequence.
-    fn sample(&mut self, batch: &Batch, sampled: &mut Vec<Sampled>) -> Result<(), Error> {
+    /// Returns the sequence of each sample row, whose input tokens must match it.
+    fn sequences(&self, batch: &Batch) -> Result<Vec<(SharedChain, bool)>, Error> {
+        let mut sequences = Vec::with_capacity(batch.samples.len());
         let mut feedback = batch.feedback.iter().peekable();
         for sample in &batch.samples {
             let slot = sample.slot;
-            let Some(chain) = &mut self.slots[slot as usize] else {
+            let Some(chain) = &self.slots[slot as usize] else {
                 return Err(Error::Malformed(format!("slot {slot} is sampled from but free")));
             };
             while feedback.next_if(|fed| fed.row < sample.row).is_some() {}
@@ -135,15 +147,15 @@ impl SimRuntime {
             // A real device would continue from this token, so an engine that feeds a wrong one must fail
             // here.
             let row = batch.tokens[sample.row as usize];
-            if !fed && row != chain.last() {
-                let last = chain.last();
+            let last = lock(chain).last();
+            if !fed && row != last {
                 return Err(Error::Malformed(format!(
                     "slot {slot} continues from token {row}, but its newest is {last}"
                 )));
             }
-            sampled.push(chain.sample());
+            sequences.push((Arc::clone(chain), sample.masked));
         }
-        Ok(())
+        Ok(sequences)
     }
 }
 
@@ -157,7 +169,7 @@ impl Runtime for SimRuntime {
         let Some(entry) = self.slots.get_mut(slot as usize) else {
             return Err(Error::Malformed(format!("slot {slot} is out of range: there are {slots}")));
         };
-        *entry = Some(TokenChain::new(setup, vocab_size));
+        *entry = Some(Arc::new(Mutex::new(TokenChain::new(setup, vocab_size))));
         Ok(())
     }
 
@@ -176,25 +188,46 @@ impl Runtime for SimRuntime {
         let took = self.profile.step_time(&prefill, &decode);
         let now = Instant::now();
         let begins = self.steps.back().map_or(now, |step| step.ends.max(now));
-        let mut sampled = self.spare.pop().unwrap_or_default();
-        sampled.clear();
-        self.sample(batch, &mut sampled)?;
+        let sequences = self.sequences(batch)?;
+        let lacks_masks = batch.masked_rows() > 0;
         let vocab_size = self.capabilities.vocab_size;
         let score = |row: &ScoreRow| tokens::score(row, batch.positions[row.row as usize], vocab_size);
         let scores = batch.scores.iter().map(score).collect();
-        self.steps.push_back(PendingStep { took, ends: begins + took, sampled, scores });
+        let ends = begins + took;
+        let masks = TokenMasks::none(vocab_size);
+        self.steps.push_back(PendingStep { took, ends, sequences, masks, lacks_masks, scores });
+        Ok(())
+    }
+
+    fn supply_masks(&mut self, masks: &mut TokenMasks) -> Result<(), Error> {
+        let step = self.steps.iter_mut().find(|step| step.lacks_masks);
+        let step = step.ok_or_else(Error::no_step_lacks_masks)?;
+        let rows = step.sequences.iter().filter(|(_, masked)| *masked).count();
+        if masks.rows() != rows {
+            return Err(Error::Malformed(format!("{} masks were supplied for {rows} rows", masks.rows())));
+        }
+        step.masks = std::mem::take(masks);
+        step.lacks_masks = false;
         Ok(())
     }
 
     fn complete(&mut self, sampled: &mut Vec<Sampled>) -> Result<Duration, Error> {
         sampled.clear();
-        let Some(mut step) = self.steps.pop_front() else {
+        if self.steps.front().is_some_and(|step| step.lacks_masks) {
+            return Err(Error::Malformed("the step lacks its token masks".to_owned()));
+        }
+        let Some(step) = self.steps.pop_front() else {
             return Err(Error::Malformed("no step was launched".to_owned()));
         };
         std::thread::sleep(step.ends.saturating_duration_since(Instant::now()));
-        sampled.append(&mut step.sampled);
+        // A step may be launched before the tokens of the previous one are known: they are drawn in the order of the steps.
+        let mut next_mask = 0;
+        for (chain, masked) in &step.sequences {
+            let mask = masked.then(|| step.masks.row(next_mask));
+            next_mask += usize::from(*masked);
+            sampled.push(lock(chain).sample(mask));
+        }
         self.scores = step.scores;
-        self.spare.push(step.sampled);
         Ok(step.took)
     }
 

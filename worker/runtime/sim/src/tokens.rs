@@ -3,7 +3,9 @@
 use std::sync::Arc;
 
 use inflight_contract::SamplingParams;
-use inflight_runtime::{PositionLogprobs, PromptLogprobs, Sampled, ScoreRow, SlotSetup, TokenLogprob};
+use inflight_runtime::{
+    PositionLogprobs, PromptLogprobs, Sampled, ScoreRow, SlotSetup, TokenLogprob, TokenMasks,
+};
 
 /// Generator of a sequence's tokens.
 ///
@@ -35,9 +37,9 @@ impl TokenChain {
         self.last
     }
 
-    /// Generates and appends the next token.
-    pub fn sample(&mut self) -> Sampled {
-        let token = self.token(0);
+    /// Generates and appends the next token, of those that a mask allows.
+    pub fn sample(&mut self, mask: Option<&[u32]>) -> Sampled {
+        let token = mask.map_or_else(|| self.token(0), |mask| self.masked_token(mask));
         let logprobs = self.sampling.logprobs.map(|most| self.logprobs(token, most));
         self.hash = mix(self.hash, u64::from(token));
         self.last = token;
@@ -51,6 +53,15 @@ impl TokenChain {
         let first = (mix(self.hash, nth.wrapping_add(1 << 32)) % u64::from(count)) as u32;
         let candidates = (0..count).map(|step| from + (first + step) % count);
         candidates.into_iter().find(|token| !self.eos_token_ids.contains(token)).unwrap_or(from)
+    }
+
+    /// Returns the next token of those that a mask allows; an EOS token only if there is no other.
+    fn masked_token(&self, mask: &[u32]) -> u32 {
+        let first = (mix(self.hash, 1 << 32) % u64::from(self.vocab_size)) as u32;
+        let candidates = (0..self.vocab_size).map(|step| (first + step) % self.vocab_size);
+        let mut allowed = candidates.filter(|token| TokenMasks::allows(mask, *token));
+        let end = allowed.clone().next();
+        allowed.find(|token| !self.eos_token_ids.contains(token)).or(end).unwrap_or(0)
     }
 
     /// Returns made-up log probabilities with the top `most` candidates.

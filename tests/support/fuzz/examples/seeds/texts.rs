@@ -45,6 +45,39 @@ pub fn configuration() -> Seeds {
     ])
 }
 
+/// Grammars: a byte for the kind, then the text.
+pub fn grammars() -> Seeds {
+    numbered(&[
+        "o",
+        r#"j{"type": "object", "properties": {"a": {"type": "integer", "minimum": 3}, "b": {"enum": ["x", null]}}, "required": ["a"]}"#,
+        r##"j{"$defs": {"n": {"type": "array", "items": {"$ref": "#/$defs/n"}}}, "$ref": "#/$defs/n"}"##,
+        r#"j{"anyOf": [{"type": "string", "pattern": "^a+$", "maxLength": 5}, {"const": {"k": [1.5, true]}}]}"#,
+        r#"j{"type": "string", "format": "date"}"#,
+        "r(ab|c{2,5})+[^x]?\\d",
+        "r\\p{L}+(, \\p{L}+)*",
+        "cyes\nno\nmaybe \"so\"",
+        "lstart: item+\nitem: /[a-z]+/ \"=\" NUMBER \"\\n\"\nNUMBER: /[0-9]+/",
+        "lstart: %json {\"type\": \"boolean\"} | \"(\" start \")\"",
+    ])
+}
+
+/// Outputs of models: a byte for the format, then the text.
+pub fn outputs() -> Seeds {
+    numbered(&[
+        "1<tool_call>\n{\"name\": \"f\", \"arguments\": {\"n\": [1, {\"s\": \"}\"}]}}\n</tool_call>\nDone",
+        r##"1a <tool_call>{"arguments": "{}", "name": "g"}<tool_call>{"name": 3}</tool_call>"##,
+        "5<think>\nhm\n</think>\n\nYes <tool_call>{\"name\": \"f\"}",
+        r##"0{"name": "f", "parameters": {"n": 1}}; {"name": "f"}"##,
+        r##"0<|python_tag|>{"type": "function", "name": "f", "parameters": null}"##,
+        r##"3[TOOL_CALLS][{"name": "f", "arguments": {}}, {"name": "g", "id": 7}]"##,
+        r##"3[TOOL_CALLS]f[CALL_ID]123456789[ARGS]{"n": 1}[TOOL_CALLS]g{"s": "\u00e9"}"##,
+        "2<tool_call>\n<function=f>\n<parameter=n>\n7\n</parameter>\n<parameter=s>\nnull\n</parameter>\n</function>\n</tool_call>",
+        r##"2<tool_call><function=f><parameter=x>a</param</parameter><odd></function>"##,
+        r##"=a</think>[TOOL_CALLS]x"##,
+        r##"plain text {"name": 1}"##,
+    ])
+}
+
 /// Tenants' files in TOML and JSON.
 pub fn tenants() -> Seeds {
     let digest = "9f86d081884c7d659a2feaa0c55ad015a3bf4f1b2b0b822cd15d6c15b0f00a08";

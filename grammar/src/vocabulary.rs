@@ -39,7 +39,7 @@ struct Rules {
 
 /// What decoding strips at the beginning of a text.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Leading {
+pub enum Leading {
     /// Nothing.
     Keep,
     /// Up to this many spaces.
@@ -100,6 +100,30 @@ impl Vocabulary {
         Ok(Self { bytes, ends, special, leading: rules.leading })
     }
 
+    /// Builds the table of given tokens: the bytes of each, and whether it is a control token.
+    pub fn from_tokens<'a>(tokens: impl IntoIterator<Item = (&'a [u8], bool)>) -> Self {
+        let mut table =
+            Self { bytes: Vec::new(), ends: Vec::new(), special: Vec::new(), leading: Leading::Keep };
+        for (bytes, special) in tokens {
+            table.bytes.extend_from_slice(bytes);
+            table.ends.push(table.bytes.len() as u32);
+            table.special.push(special);
+        }
+        table
+    }
+
+    /// Reads the table from a tokenizer.json.
+    ///
+    /// # Errors
+    /// The reason: the file is broken, or its decoder is not supported.
+    pub fn from_json(tokenizer: &[u8]) -> Result<Self, String> {
+        // The library panics on some broken files.
+        let read = || tokenizers::Tokenizer::from_bytes(tokenizer).map_err(|error| error.to_string());
+        let tokenizer = std::panic::catch_unwind(read);
+        let tokenizer = tokenizer.unwrap_or_else(|_| Err("tokenizer.json is broken".to_owned()))?;
+        Self::new(&tokenizer).map_err(|error| error.to_string())
+    }
+
     /// Returns the bytes of a token; empty for an unknown id, as in a padded vocabulary.
     pub fn bytes(&self, id: u32) -> &[u8] {
         let at = id as usize;
@@ -123,7 +147,8 @@ impl Vocabulary {
         self.ends.is_empty()
     }
 
-    pub(super) fn leading(&self) -> Leading {
+    /// What decoding strips at the beginning of a text.
+    pub fn leading(&self) -> Leading {
         self.leading
     }
 }

@@ -1,0 +1,113 @@
+//! Time of token masks with a vocabulary of 128 Ki tokens and 16 streams: `cargo bench -p inflight-grammar --bench masks`.
+//!
+//! Each stream draws its tokens from its masks, with seeded random numbers. Prints the time of compiling each grammar, and of a
+//! step: the masks of all streams and the consumption of their tokens, on one thread.
+
+#![allow(clippy::unwrap_used, reason = "a benchmark fails by panicking")]
+
+use std::time::{Duration, Instant};
+
+use inflight_contract::Grammar;
+use inflight_grammar::{Compiler, MaskOutcome, Matcher, Vocabulary};
+
+const VOCAB_SIZE: u32 = 128 << 10;
+const END: u32 = VOCAB_SIZE - 1;
+const STREAMS: usize = 16;
+const STEPS: usize = 200;
+
+/// Xorshift random numbers.
+struct Random(u64);
+
+impl Random {
+    fn below(&mut self, bound: usize) -> usize {
+        self.0 ^= self.0 << 13;
+        self.0 ^= self.0 >> 7;
+        self.0 ^= self.0 << 17;
+        (self.0 % bound.max(1) as u64) as usize
+    }
+}
+
+/// Returns a vocabulary like those of byte-level BPE: all bytes, then words of 2 to 12 letters, half of them behind a space,
+/// numbers of up to three digits, and runs of punctuation.
+fn vocabulary() -> Vocabulary {
+    const LETTERS: &[u8] = b"etaoinshrdlucmfwypvbgkjqxzETAOINS";
+    const MARKS: &[u8] = b"\"{}[]:,.()<>=/\\\n\t -_#";
+    let mut random = Random(1);
+    let mut words: std::collections::BTreeSet<Vec<u8>> = (0..=u8::MAX).map(|byte| vec![byte]).collect();
+    words.extend((0..1000).map(|number: u32| number.to_string().into_bytes()));
+    while words.len() < VOCAB_SIZE as usize - 1 {
+        let kind = random.below(10);
+        let (letters, most) = if kind == 0 { (MARKS, 3) } else { (LETTERS, 11) };
+        let mut word = if kind > 5 { vec![b' '] } else { Vec::new() };
+        // The first letters of the list are the most frequent ones.
+        word.extend((0..2 + random.below(most)).map(|_| {
+            let first = random.below(letters.len());
+            letters[random.below(first + 1)]
+        }));
+        words.insert(word);
+    }
+    Vocabulary::from_tokens(words.iter().map(|word| (word.as_slice(), false)).chain([(&b"<end>"[..], true)]))
+}
+
+fn grammars() -> Vec<(&'static str, Grammar)> {
+    let tool = r#"{"type": "object", "additionalProperties": false, "required": ["query", "limit", "filters"], "properties": {
+        "query": {"type": "string"}, "limit": {"type": "integer", "minimum": 1, "maximum": 50},
+        "filters": {"type": "array", "items": {"type": "object", "additionalProperties": false, "required": ["field", "value"],
+            "properties": {"field": {"enum": ["author", "year", "title"]}, "value": {"type": ["string", "integer"]}}}}}}"#;
+    vec![
+        ("tool", Grammar::JsonSchema(tool.to_owned())),
+        ("json object", Grammar::JsonObject),
+        ("regex", Grammar::Regex("([A-Z][a-z]+ ){2,400}[0-9]{4}-[0-9]{2}".to_owned())),
+    ]
+}
+
+fn main() {
+    let begun = Instant::now();
+    let compiler = Compiler::new(&vocabulary(), VOCAB_SIZE, &[END]).unwrap();
+    println!("vocabulary of {VOCAB_SIZE} tokens prepared in {:.0?}", begun.elapsed());
+    for (name, grammar) in grammars() {
+        let begun = Instant::now();
+        let compiled = compiler.compile(&grammar).unwrap();
+        let compile = begun.elapsed();
+        let mut streams: Vec<Matcher> = (0..STREAMS).map(|_| compiled.matcher(None)).collect();
+        let (mut random, mut mask) = (Random(7), vec![0u32; Matcher::mask_words(VOCAB_SIZE as usize)]);
+        let (mut steps, mut masks) = (Vec::with_capacity(STEPS), Vec::new());
+        for _ in 0..STEPS {
+            let mut step = Duration::ZERO;
+            for stream in &mut streams {
+                let begun = Instant::now();
+                let outcome = stream.write_mask(&mut mask);
+                let took = begun.elapsed();
+                masks.push(took);
+                step += took;
+                if outcome != Ok(MaskOutcome::Masked) {
+                    *stream = compiled.matcher(None);
+                    continue;
+                }
+                // The drawing is a runtime's work.
+                let allowed: Vec<u32> =
+                    (0..VOCAB_SIZE).filter(|id| mask[*id as usize / 32] >> (id % 32) & 1 == 1).collect();
+                let token = allowed[random.below(allowed.len())];
+                let begun = Instant::now();
+                let consumed = stream.consume(token);
+                step += begun.elapsed();
+                if consumed.is_err() || stream.is_complete() {
+                    *stream = compiled.matcher(None);
+                }
+            }
+            steps.push(step);
+        }
+        steps.sort_unstable();
+        masks.sort_unstable();
+        let mean = steps.iter().sum::<Duration>() / STEPS as u32;
+        let at = |sorted: &[Duration], part: f64| sorted[(part * (sorted.len() - 1) as f64) as usize];
+        println!(
+            "{name}: compiled in {compile:.1?}; a mask {:.0?} median, {:.0?} p99, {:.1?} at most; a step of {STREAMS} streams \
+             {mean:.0?} mean, {:.1?} p99",
+            at(&masks, 0.5),
+            at(&masks, 0.99),
+            at(&masks, 1.0),
+            at(&steps, 0.99),
+        );
+    }
+}

@@ -1,0 +1,208 @@
+//! Compiler: from a grammar to what its matchers start from, with bounded work.
+
+use std::sync::Arc;
+
+use inflight_contract::Grammar;
+use llguidance::api::{GrammarInit, ParserLimits, TopLevelGrammar};
+use llguidance::earley::SlicedBiasComputer;
+use llguidance::{Logger, ParserFactory};
+use toktrie::{ApproximateTokEnv, InferenceCapabilities, TokEnv, TokRxInfo, TokTrie};
+
+use crate::matcher::{MaskOutcome, Matcher};
+use crate::{GrammarError, Vocabulary, json_schema, nesting};
+
+/// Stack of the thread that compiles: grammars nest up to [`nesting::NESTING_MAX`] groups.
+const STACK_BYTES: usize = 16 << 20;
+
+/// Maximum bytes of a reason in an error: the library quotes parts of the grammar.
+const REASON_BYTES_MAX: usize = 500;
+
+/// Bounds on the work and the memory of one grammar, in the library's units of work.
+fn limits() -> ParserLimits {
+    ParserLimits {
+        // About 10 ms.
+        initial_lexer_fuel: 500_000,
+        // About 7 ms for a mask; common ones take some hundreds.
+        step_lexer_fuel: 100_000,
+        // About 1 ms for a mask.
+        step_max_items: 20_000,
+        // About 30 MB for one sequence.
+        max_lexer_states: 20_000,
+        max_grammar_size: 200_000,
+        // Errors reach clients and logs, which hold no outputs.
+        verbose_errors: false,
+        ..ParserLimits::default()
+    }
+}
+
+/// Compiler of grammars for one vocabulary.
+pub struct Compiler {
+    factory: ParserFactory,
+    shape: Arc<MaskShape>,
+}
+
+/// Layout of a vocabulary's masks.
+#[derive(Debug)]
+pub(crate) struct MaskShape {
+    /// Tokens of the model.
+    pub(crate) vocab_size: usize,
+    /// End tokens, allowed where the output matches as a whole.
+    pub(crate) eos_token_ids: Vec<u32>,
+}
+
+/// Grammar compiled for a vocabulary.
+pub struct CompiledGrammar {
+    start: Matcher,
+}
+
+impl Compiler {
+    /// Prepares a vocabulary. `vocab_size` is the model's number of tokens, which may exceed that of the tokenizer;
+    /// `eos_token_ids` are its end tokens.
+    ///
+    /// # Errors
+    /// [`GrammarError::Vocabulary`].
+    pub fn new(
+        vocabulary: &Vocabulary,
+        vocab_size: u32,
+        eos_token_ids: &[u32],
+    ) -> Result<Self, GrammarError> {
+        let broken = |error: String| GrammarError::Vocabulary(error);
+        let mut words: Vec<Vec<u8>> = (0..vocab_size)
+            .map(|id| {
+                let bytes = vocabulary.bytes(id);
+                if vocabulary.is_special(id) || eos_token_ids.contains(&id) {
+                    // Control tokens are no text: their marker is no byte of UTF-8, so that no grammar of text matches it.
+                    return [&[TokTrie::SPECIAL_TOKEN_MARKER], bytes].concat();
+                }
+                bytes.to_vec()
+            })
+            .collect();
+        let mut eos_token_ids: Vec<u32> =
+            eos_token_ids.iter().copied().filter(|id| *id < vocab_size).collect();
+        let shape = Arc::new(MaskShape {
+            vocab_size: vocab_size as usize,
+            eos_token_ids: std::mem::take(&mut eos_token_ids),
+        });
+        // The library needs an end token: one behind the vocabulary, which no mask shows.
+        words.push(b"\xff<end>".to_vec());
+        let mut ends = shape.eos_token_ids.clone();
+        if ends.is_empty() {
+            ends.push(vocab_size);
+        }
+        let factory = guarded(move || {
+            let info = TokRxInfo::new(words.len() as u32, ends[0]);
+            let trie = TokTrie::from(&info, &words).with_eos_tokens(&ends);
+            let environment: TokEnv = Arc::new(ApproximateTokEnv::new(trie));
+            let slices = SlicedBiasComputer::general_slices();
+            let capabilities = InferenceCapabilities::default();
+            ParserFactory::new(&environment, capabilities, &slices).map_err(|error| error.to_string())
+        });
+        let mut factory = factory.map_err(broken)?;
+        factory.quiet();
+        *factory.limits_mut() = limits();
+        Ok(Self { factory, shape })
+    }
+
+    /// Compiles a grammar.
+    ///
+    /// # Errors
+    /// [`GrammarError`]: the grammar is invalid, too large, or matches no text that the vocabulary can write.
+    pub fn compile(&self, grammar: &Grammar) -> Result<CompiledGrammar, GrammarError> {
+        let grammar = top_level(grammar)?;
+        let parser = guarded(|| {
+            let init = GrammarInit::Serialized(grammar);
+            let (logger, limits) = (Logger::new(0, 0), self.factory.limits().clone());
+            let capabilities = InferenceCapabilities::default();
+            let parser = self.factory.create_parser_from_init_ext(init, logger, capabilities, limits);
+            let mut matcher = Matcher::new(llguidance::Matcher::new(parser), self.shape.clone());
+            if let Some(error) = matcher.error() {
+                return Err(GrammarError::Refused(shorten(&error)));
+            }
+            let first = matcher.first_mask();
+            first
+                .map(|outcome| (matcher, outcome))
+                .map_err(|error| GrammarError::Unsatisfiable(error.to_string()))
+        });
+        let (start, outcome) = parser?;
+        match outcome {
+            MaskOutcome::Masked => Ok(CompiledGrammar { start }),
+            MaskOutcome::Complete => Err(GrammarError::Empty),
+        }
+    }
+}
+
+impl CompiledGrammar {
+    /// Returns a matcher at the beginning of an output. With `begins_after`, the output is unconstrained until this token.
+    pub fn matcher(&self, begins_after: Option<u32>) -> Matcher {
+        self.start.fork(begins_after)
+    }
+}
+
+/// Returns a grammar in the library's terms.
+fn top_level(grammar: &Grammar) -> Result<TopLevelGrammar, GrammarError> {
+    Ok(match grammar {
+        Grammar::JsonObject => TopLevelGrammar::from_json_schema(json_schema::any_object()),
+        Grammar::JsonSchema(schema) => TopLevelGrammar::from_json_schema(json_schema::prepare(schema)?),
+        Grammar::Regex(regex) => {
+            nesting::check(regex)?;
+            TopLevelGrammar::from_regex(regex)
+        }
+        Grammar::Choice(choices) => TopLevelGrammar::from_lark(choice_grammar(choices)),
+        Grammar::Lark(text) => {
+            nesting::check(text)?;
+            TopLevelGrammar::from_lark(text.clone())
+        }
+    })
+}
+
+/// Returns the Lark grammar of a choice between texts.
+fn choice_grammar(choices: &[String]) -> String {
+    // JSON's strings are Lark's, with the same escapes.
+    let texts = choices.iter().map(|choice| serde_json::Value::from(choice.as_str()).to_string());
+    format!("start: {}", texts.collect::<Vec<_>>().join(" | "))
+}
+
+/// Runs `work` on a thread with a large stack, and turns its panics into errors.
+fn guarded<T: Send, E: From<Panicked> + Send>(work: impl FnOnce() -> Result<T, E> + Send) -> Result<T, E> {
+    std::thread::scope(|scope| {
+        let thread = std::thread::Builder::new().name("grammar".to_owned()).stack_size(STACK_BYTES);
+        match thread.spawn_scoped(scope, work) {
+            Ok(thread) => thread.join().unwrap_or_else(|panic| Err(E::from(Panicked::new(&*panic)))),
+            Err(error) => Err(E::from(Panicked(format!("cannot start a thread: {error}")))),
+        }
+    })
+}
+
+/// Failure of the library beside its errors.
+struct Panicked(String);
+
+impl Panicked {
+    fn new(panic: &(dyn std::any::Any + Send)) -> Self {
+        let text = panic.downcast_ref::<&str>().map(|text| (*text).to_owned());
+        let text = text.or_else(|| panic.downcast_ref::<String>().cloned());
+        Self(format!("the grammar compiler failed: {}", text.unwrap_or_default()))
+    }
+}
+
+impl From<Panicked> for String {
+    fn from(Panicked(reason): Panicked) -> Self {
+        reason
+    }
+}
+
+impl From<Panicked> for GrammarError {
+    fn from(Panicked(reason): Panicked) -> Self {
+        Self::Refused(shorten(&reason))
+    }
+}
+
+/// Returns the part of a library's error that is for clients.
+pub(crate) fn shorten(reason: &str) -> String {
+    let reason = reason.split("<non-verbose/>").next().unwrap_or_default();
+    let reason = reason.split("<backtrace>").next().unwrap_or_default().trim();
+    let mut end = reason.len().min(REASON_BYTES_MAX);
+    while !reason.is_char_boundary(end) {
+        end -= 1;
+    }
+    reason[..end].to_owned()
+}

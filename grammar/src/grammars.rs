@@ -1,0 +1,126 @@
+//! Compiled grammars of one model: a compiler that starts at first use, and a bounded cache.
+
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, OnceLock};
+
+use inflight_contract::Grammar;
+
+use crate::cache::DigestCache;
+use crate::{CompiledGrammar, Compiler, GrammarError, Vocabulary};
+
+/// Source of a model's vocabulary, read at first use.
+type VocabularySource = Box<dyn Fn() -> Result<Arc<Vocabulary>, GrammarError> + Send + Sync>;
+
+/// Compiled grammars of one model.
+pub struct Grammars {
+    source: VocabularySource,
+    vocab_size: u32,
+    eos_token_ids: Vec<u32>,
+    compiler: OnceLock<Result<Compiler, GrammarError>>,
+    compiled: DigestCache<Result<Arc<CompiledGrammar>, GrammarError>>,
+    /// Outcome of each grammar checked; without what was compiled, so that many fit.
+    checked: DigestCache<Result<(), GrammarError>>,
+    hits: AtomicU64,
+    misses: AtomicU64,
+}
+
+/// Counters of a model's grammars.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct GrammarCounters {
+    /// Grammars found in the cache.
+    pub hits: u64,
+    /// Grammars compiled.
+    pub misses: u64,
+    /// Entries of the cache.
+    pub entries: usize,
+}
+
+impl Grammars {
+    /// Maximum compiled grammars in the cache.
+    const COMPILED_MAX: usize = 64;
+    /// Maximum outcomes of checks in the cache.
+    const CHECKED_MAX: usize = 4096;
+
+    /// Creates the grammars of a model of `vocab_size` tokens. `source` gives its vocabulary, at first use.
+    pub fn new(
+        vocab_size: u32,
+        eos_token_ids: &[u32],
+        source: impl Fn() -> Result<Arc<Vocabulary>, GrammarError> + Send + Sync + 'static,
+    ) -> Self {
+        Self {
+            source: Box::new(source),
+            vocab_size,
+            eos_token_ids: eos_token_ids.to_vec(),
+            compiler: OnceLock::new(),
+            compiled: DigestCache::new(Self::COMPILED_MAX),
+            checked: DigestCache::new(Self::CHECKED_MAX),
+            hits: AtomicU64::new(0),
+            misses: AtomicU64::new(0),
+        }
+    }
+
+    /// Returns a compiled grammar, from the cache or compiled now. The first call also reads the vocabulary.
+    ///
+    /// # Errors
+    /// [`GrammarError`].
+    pub fn compile(&self, grammar: &Grammar) -> Result<Arc<CompiledGrammar>, GrammarError> {
+        let digest = grammar.digest();
+        if let Some(known) = self.compiled.get(&digest) {
+            self.hits.fetch_add(1, Ordering::Relaxed);
+            return known;
+        }
+        self.misses.fetch_add(1, Ordering::Relaxed);
+        let compiled = self.compiler().and_then(|compiler| compiler.compile(grammar)).map(Arc::new);
+        self.compiled.insert(digest, compiled.clone());
+        compiled
+    }
+
+    /// Whether [`Grammars::compile`] answers from the cache.
+    pub fn is_compiled(&self, grammar: &Grammar) -> bool {
+        self.compiled.get(&grammar.digest()).is_some()
+    }
+
+    /// Whether [`Grammars::check`] answers from the cache.
+    pub fn is_checked(&self, grammar: &Grammar) -> bool {
+        self.checked.get(&grammar.digest()).is_some()
+    }
+
+    /// Checks that a grammar compiles.
+    ///
+    /// # Errors
+    /// [`GrammarError`].
+    pub fn check(&self, grammar: &Grammar) -> Result<(), GrammarError> {
+        let digest = grammar.digest();
+        if let Some(known) = self.checked.get(&digest) {
+            self.hits.fetch_add(1, Ordering::Relaxed);
+            return known;
+        }
+        self.misses.fetch_add(1, Ordering::Relaxed);
+        let outcome = self.compiler().and_then(|compiler| compiler.compile(grammar)).map(|_| ());
+        self.checked.insert(digest, outcome.clone());
+        outcome
+    }
+
+    /// Returns the counters since the start.
+    pub fn counters(&self) -> GrammarCounters {
+        GrammarCounters {
+            hits: self.hits.load(Ordering::Relaxed),
+            misses: self.misses.load(Ordering::Relaxed),
+            entries: self.compiled.len() + self.checked.len(),
+        }
+    }
+
+    fn compiler(&self) -> Result<&Compiler, GrammarError> {
+        let compiler = self.compiler.get_or_init(|| {
+            let vocabulary = (self.source)()?;
+            Compiler::new(&vocabulary, self.vocab_size, &self.eos_token_ids)
+        });
+        compiler.as_ref().map_err(Clone::clone)
+    }
+}
+
+impl std::fmt::Debug for Grammars {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Grammars").field("counters", &self.counters()).finish_non_exhaustive()
+    }
+}

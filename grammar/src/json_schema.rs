@@ -1,0 +1,139 @@
+//! Checks of JSON schemas that the grammar compiler would pass or refuse without a clear reason.
+
+use serde_json::{Map, Value};
+
+use crate::GrammarError;
+use crate::nesting::{self, NESTING_MAX};
+
+/// Dialects that the compiler knows, without scheme and trailing `#`.
+const DIALECTS: [&str; 5] = [
+    "json-schema.org/draft/2020-12/schema",
+    "json-schema.org/draft/2019-09/schema",
+    "json-schema.org/draft-07/schema",
+    "json-schema.org/draft-06/schema",
+    "json-schema.org/draft-04/schema",
+];
+
+/// Keywords whose values are data, not schemas.
+const DATA: [&str; 5] = ["const", "enum", "default", "examples", "example"];
+
+/// Keywords whose values are expressions of regular languages.
+const PATTERN: &str = "pattern";
+
+/// Options of the compiler, under the key that it reads them from.
+const OPTIONS: &str = "x-guidance";
+
+/// Whitespace between the parts of a JSON text: a space, or a line break with its indentation. Unbounded whitespace would let
+/// a model write it to the end of its output.
+const WHITESPACE: &str = r" |\r?\n[ \t]{0,40}";
+
+/// Parses and checks a schema, and sets the options of its compilation.
+///
+/// # Errors
+/// [`GrammarError`] of the first violation.
+pub(crate) fn prepare(text: &str) -> Result<Value, GrammarError> {
+    let mut schema: Value =
+        serde_json::from_str(text).map_err(|error| GrammarError::NotJson(error.to_string()))?;
+    match &mut schema {
+        Value::Object(object) => {
+            check(object, 0)?;
+            set_options(object);
+        }
+        // Schema of any value: an object, so that it can carry the options.
+        Value::Bool(true) => {
+            let mut object = Map::new();
+            set_options(&mut object);
+            schema = Value::Object(object);
+        }
+        Value::Bool(false) => {
+            return Err(GrammarError::Refused("the schema `false` allows no value".to_owned()));
+        }
+        _ => return Err(GrammarError::NotASchema),
+    }
+    Ok(schema)
+}
+
+/// Returns the schema of any JSON object.
+pub(crate) fn any_object() -> Value {
+    let mut schema = Map::new();
+    schema.insert("type".to_owned(), "object".into());
+    set_options(&mut schema);
+    Value::Object(schema)
+}
+
+fn set_options(schema: &mut Map<String, Value>) {
+    // Only the dialect of JSON Schema is an input: options of the compiler are ours.
+    let mut options = Map::new();
+    options.insert("whitespace_pattern".to_owned(), WHITESPACE.into());
+    schema.insert(OPTIONS.to_owned(), Value::Object(options));
+}
+
+/// Checks an object of a schema and all in it.
+fn check(object: &Map<String, Value>, depth: usize) -> Result<(), GrammarError> {
+    if depth > NESTING_MAX {
+        return Err(GrammarError::Nesting { depth, most: NESTING_MAX });
+    }
+    if let Some(Value::String(dialect)) = object.get("$schema") {
+        let name = dialect.trim_start_matches("https://").trim_start_matches("http://");
+        let name = name.trim_end_matches('#');
+        if !DIALECTS.contains(&name) {
+            return Err(GrammarError::Dialect(dialect.clone()));
+        }
+    }
+    for keyword in ["$ref", "$dynamicRef", "$recursiveRef"] {
+        if let Some(Value::String(reference)) = object.get(keyword)
+            && !reference.starts_with('#')
+        {
+            return Err(GrammarError::RemoteReference(reference.clone()));
+        }
+    }
+    if let Some(Value::String(pattern)) = object.get(PATTERN) {
+        nesting::check(pattern)?;
+    }
+    for (keyword, value) in object {
+        if !DATA.contains(&keyword.as_str()) {
+            check_value(value, depth + 1)?;
+        }
+    }
+    Ok(())
+}
+
+fn check_value(value: &Value, depth: usize) -> Result<(), GrammarError> {
+    match value {
+        Value::Object(object) => check(object, depth),
+        Value::Array(values) => values.iter().try_for_each(|value| check_value(value, depth + 1)),
+        _ => Ok(()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn references_out_of_the_schema_other_dialects_and_non_schemas_are_refused_by_name() {
+        let refused = |text: &str| prepare(text).map(|_| ()).map_err(|error| error.to_string());
+        let remote = r#"{"properties": {"a": {"$ref": "https://example.com/a.json"}}}"#;
+        assert!(refused(remote).unwrap_err().contains("$ref https://example.com/a.json leads out"));
+        let relative = r##"{"items": [{"$ref": "other.json#/a"}]}"##;
+        assert!(refused(relative).unwrap_err().contains("leads out"));
+        let dialect = r#"{"$schema": "http://json-schema.org/draft-03/schema#"}"#;
+        assert!(refused(dialect).unwrap_err().contains("draft-03"));
+        assert!(refused("[1]").is_err() && refused("{").is_err() && refused("false").is_err());
+        for fine in [
+            "true",
+            "{}",
+            r##"{"$schema": "http://json-schema.org/draft-07/schema#", "$ref": "#/definitions/a", "definitions": {"a": {}}}"##,
+            r#"{"properties": {"$ref": {"type": "string"}, "$schema": {"const": "x"}}}"#,
+            r#"{"const": {"$ref": "data"}}"#,
+        ] {
+            assert_eq!(refused(fine), Ok(()), "{fine}");
+        }
+    }
+
+    #[test]
+    fn options_of_the_compiler_are_not_taken_from_clients() {
+        let schema = prepare(r#"{"type": "string", "x-guidance": {"lenient": true}}"#).unwrap();
+        assert!(schema[OPTIONS].get("lenient").is_none());
+    }
+}

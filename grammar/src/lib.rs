@@ -1,0 +1,24 @@
+//! Structured output: grammars, compiled for the vocabulary of a model, and the tokens that may follow an
+//! output so far.
+//!
+//! A [`Compiler`] turns a grammar into a [`CompiledGrammar`], with bounded work; each sequence then has a [`Matcher`],
+//! whose state is a pure function of the grammar and of the tokens consumed. Limits are counted work, never time, so that a
+//! grammar is refused on every machine or on none.
+
+mod cache;
+mod compiler;
+mod error;
+#[cfg(feature = "fuzz")]
+pub mod fuzz;
+mod grammars;
+mod json_schema;
+mod matcher;
+mod nesting;
+mod vocabulary;
+
+pub use cache::DigestCache;
+pub use compiler::{CompiledGrammar, Compiler};
+pub use error::{GrammarError, MatchError};
+pub use grammars::{GrammarCounters, Grammars};
+pub use matcher::{MaskOutcome, Matcher};
+pub use vocabulary::{Leading, Vocabulary, VocabularyError};

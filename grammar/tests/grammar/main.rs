@@ -1,0 +1,5 @@
+//! Grammars over a small vocabulary: what compiles, what is refused, and what matchers allow.
+
+mod matching;
+mod refusals;
+mod vocabulary;

@@ -1,0 +1,63 @@
+//! Events of parsed output.
+
+/// Part of a choice's output.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum OutputEvent {
+    /// Text for the user.
+    Content(String),
+    /// Text of the model's reasoning.
+    Reasoning(String),
+    /// Begin of a tool call.
+    CallBegin {
+        /// Position among the calls of the choice, from 0.
+        index: u32,
+        /// Id that the result of the call refers to.
+        id: String,
+        /// Name of the tool.
+        name: String,
+    },
+    /// Fragment of a call's arguments; all of them together are the text of a JSON object.
+    CallArguments {
+        /// Position of the call.
+        index: u32,
+        /// Text of the fragment.
+        fragment: String,
+    },
+    /// End of a tool call.
+    CallEnd {
+        /// Position of the call.
+        index: u32,
+    },
+}
+
+/// Collects events; text of one kind is merged.
+#[derive(Debug, Default)]
+pub(crate) struct Events(pub(crate) Vec<OutputEvent>);
+
+impl Events {
+    pub(crate) fn content(&mut self, text: &str) {
+        match self.0.last_mut() {
+            _ if text.is_empty() => {}
+            Some(OutputEvent::Content(last)) => last.push_str(text),
+            _ => self.0.push(OutputEvent::Content(text.to_owned())),
+        }
+    }
+
+    pub(crate) fn reasoning(&mut self, text: &str) {
+        match self.0.last_mut() {
+            _ if text.is_empty() => {}
+            Some(OutputEvent::Reasoning(last)) => last.push_str(text),
+            _ => self.0.push(OutputEvent::Reasoning(text.to_owned())),
+        }
+    }
+
+    pub(crate) fn arguments(&mut self, index: u32, text: &str) {
+        match self.0.last_mut() {
+            _ if text.is_empty() => {}
+            Some(OutputEvent::CallArguments { index: last, fragment }) if *last == index => {
+                fragment.push_str(text);
+            }
+            _ => self.0.push(OutputEvent::CallArguments { index, fragment: text.to_owned() }),
+        }
+    }
+}

@@ -1,0 +1,28 @@
+//! Parsers of model output: reasoning, content and tool calls, from token ids and text.
+//!
+//! Pure and incremental: no I/O, no clock, no randomness. What has been emitted after some output depends on that output
+//! alone, not on how it was divided into pieces, so a stream that is generated again yields the same events.
+
+mod call_ids;
+mod call_machine;
+mod call_object;
+mod event;
+mod format;
+#[cfg(feature = "fuzz")]
+#[doc(hidden)]
+pub mod fuzz;
+mod grammar;
+mod json_scanner;
+mod marker;
+mod mistral;
+mod parser;
+mod qwen_xml;
+mod tool_types;
+
+pub use call_ids::{CallIdStyle, CallIds};
+pub use event::OutputEvent;
+pub use format::{FormatError, ReasoningFormat, ToolCallFormat};
+pub use grammar::{CallGrammar, GrammarTool};
+pub use marker::Marker;
+pub use parser::{MarkerToken, OutputFormat, OutputParser};
+pub use tool_types::{ParameterKind, ToolTypes};

@@ -1,0 +1,305 @@
+//! The parser of a choice's output.
+
+use std::sync::Arc;
+
+use crate::call_ids::CallIds;
+use crate::call_machine::{CallMachine, CallPart, Progress};
+use crate::call_object::CallObject;
+use crate::event::Events;
+use crate::marker::{MarkerScanner, Symbol};
+use crate::{Marker, OutputEvent, ReasoningFormat, ToolCallFormat, ToolTypes};
+
+/// Token that is a marker.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct MarkerToken {
+    /// Token id.
+    pub id: u32,
+    /// Marker that it is.
+    pub marker: Marker,
+    /// Text that it leaves in a malformed call; empty for a special token.
+    pub text: &'static str,
+}
+
+/// How a request's output is parsed.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct OutputFormat {
+    /// Format of tool calls; `None`: there are none.
+    pub calls: Option<ToolCallFormat>,
+    /// Format of reasoning; `None`: there is none.
+    pub reasoning: Option<ReasoningFormat>,
+    /// Markers that are single tokens, and recognised as such only.
+    pub tokens: Vec<MarkerToken>,
+    /// Markers that are recognised in the text.
+    pub texts: Vec<(Marker, &'static str)>,
+    /// Whether the prompt opens the reasoning.
+    pub begins_in_reasoning: bool,
+    /// Whether calls after the first are dropped.
+    pub single_call: bool,
+    /// Tools of the request.
+    pub tools: Arc<ToolTypes>,
+}
+
+impl OutputFormat {
+    /// Returns the marker that a token is.
+    pub fn marker(&self, token: u32) -> Option<&MarkerToken> {
+        self.tokens.iter().find(|marker| marker.id == token)
+    }
+}
+
+/// Position in the output.
+#[derive(Debug, Clone)]
+enum State {
+    /// Before the first text, and after reasoning.
+    Start,
+    Content,
+    Reasoning {
+        begun: bool,
+    },
+    /// `bare` if no marker announced it.
+    Call {
+        machine: CallMachine,
+        bare: bool,
+    },
+    AfterCall,
+}
+
+/// Parser of a choice's output.
+///
+/// Malformed calls are content. If a call turns out to be malformed after its name and some arguments were emitted, it
+/// ends there, and what follows is content.
+#[derive(Debug, Clone)]
+pub struct OutputParser {
+    format: Arc<OutputFormat>,
+    ids: CallIds,
+    scanner: MarkerScanner,
+    state: State,
+    /// Whitespace whose meaning depends on what follows: it is dropped around calls and reasoning.
+    spaces: String,
+    /// Text since the beginning of a call, or since its last part.
+    held: String,
+    calls: u32,
+    /// Whether the last call has not ended.
+    open: bool,
+}
+
+impl OutputParser {
+    /// Maximum calls of a choice; further ones are content.
+    pub const CALLS_MAX: u32 = 128;
+    /// Maximum bytes of whitespace that is held back.
+    const SPACES_MAX: usize = 256;
+    /// Maximum bytes of a call before its name is known.
+    const HEAD_BYTES_MAX: usize = 128 << 10;
+
+    /// Creates a parser of one choice.
+    pub fn new(format: Arc<OutputFormat>, ids: CallIds) -> Self {
+        let state = if format.begins_in_reasoning { State::Reasoning { begun: false } } else { State::Start };
+        let scanner = MarkerScanner::new(format.texts.clone());
+        let (spaces, held) = (String::new(), String::new());
+        Self { format, ids, scanner, state, spaces, held, calls: 0, open: false }
+    }
+
+    /// Whether the output so far ends in reasoning.
+    pub fn in_reasoning(&self) -> bool {
+        matches!(self.state, State::Reasoning { .. })
+    }
+
+    /// Returns the number of calls so far.
+    pub fn calls(&self) -> u32 {
+        self.calls
+    }
+
+    /// Takes text.
+    pub fn push_text(&mut self, text: &str) -> Vec<OutputEvent> {
+        let mut events = Events::default();
+        let mut symbols = Vec::new();
+        for c in text.chars() {
+            self.scanner.push(c, &mut symbols);
+            symbols.drain(..).for_each(|symbol| self.symbol(symbol, false, &mut events));
+        }
+        events.0
+    }
+
+    /// Takes a token that is a marker.
+    pub fn push_marker(&mut self, token: &MarkerToken) -> Vec<OutputEvent> {
+        let mut events = Events::default();
+        let mut symbols = Vec::new();
+        self.scanner.finish(&mut symbols);
+        symbols.into_iter().for_each(|symbol| self.symbol(symbol, false, &mut events));
+        self.symbol(Symbol::Marker(token.marker, token.text), true, &mut events);
+        events.0
+    }
+
+    /// Ends the output.
+    pub fn finish(&mut self) -> Vec<OutputEvent> {
+        let mut events = Events::default();
+        let mut symbols = Vec::new();
+        self.scanner.finish(&mut symbols);
+        symbols.into_iter().for_each(|symbol| self.symbol(symbol, false, &mut events));
+        let spaces = std::mem::take(&mut self.spaces);
+        match std::mem::replace(&mut self.state, State::Content) {
+            State::Start | State::Content => events.content(&spaces),
+            State::Reasoning { .. } => events.reasoning(&spaces),
+            State::AfterCall => {}
+            State::Call { mut machine, .. } if self.open => {
+                let mut parts = Vec::new();
+                machine.finish(&mut parts);
+                parts.push(CallPart::End);
+                self.emit(parts, &mut events);
+            }
+            State::Call { .. } => {
+                events.content(&spaces);
+                events.content(&std::mem::take(&mut self.held));
+            }
+        }
+        events.0
+    }
+
+    /// Takes a symbol; `exact` if it is a token of its own.
+    fn symbol(&mut self, symbol: Symbol, exact: bool, events: &mut Events) {
+        match (&mut self.state, symbol) {
+            (State::Call { .. }, _) => self.call_symbol(symbol, events),
+            (State::Reasoning { .. }, Symbol::Marker(Marker::ReasoningEnd, _)) => {
+                self.spaces.clear();
+                self.state = State::Start;
+            }
+            (State::Reasoning { begun }, Symbol::Char(c)) => {
+                if c == '\n' && self.spaces.len() < Self::SPACES_MAX {
+                    if *begun {
+                        self.spaces.push(c);
+                    }
+                    return;
+                }
+                *begun = true;
+                events.reasoning(&std::mem::take(&mut self.spaces));
+                events.reasoning(c.encode_utf8(&mut [0; 4]));
+            }
+            (_, Symbol::Char(c)) => self.plain(c, events),
+            (State::Reasoning { .. }, Symbol::Marker(_, text)) => self.literal(text, events),
+            (State::Start, Symbol::Marker(Marker::ReasoningBegin, _)) => self.begin_reasoning(events),
+            (_, Symbol::Marker(Marker::ReasoningBegin, _)) if exact => self.begin_reasoning(events),
+            (_, Symbol::Marker(Marker::CallBegin, text))
+                if self.format.calls.is_some() && self.calls < Self::CALLS_MAX =>
+            {
+                text.clone_into(&mut self.held);
+                self.state = self.call(false);
+            }
+            (State::AfterCall, Symbol::Marker(Marker::CallEnd, _)) => self.spaces.clear(),
+            (_, Symbol::Marker(_, text)) => self.literal(text, events),
+        }
+    }
+
+    fn call(&self, bare: bool) -> State {
+        let format = self.format.calls.unwrap_or(ToolCallFormat::Hermes);
+        let machine =
+            if bare { CallMachine::Object(CallObject::new(true)) } else { CallMachine::new(format) };
+        State::Call { machine, bare }
+    }
+
+    fn begin_reasoning(&mut self, events: &mut Events) {
+        match self.state {
+            State::Content => events.content(&std::mem::take(&mut self.spaces)),
+            _ => self.spaces.clear(),
+        }
+        self.state = State::Reasoning { begun: false };
+    }
+
+    /// Takes the text of a marker that has no meaning where it is.
+    fn literal(&mut self, text: &str, events: &mut Events) {
+        text.chars().for_each(|c| self.symbol(Symbol::Char(c), false, events));
+    }
+
+    /// Takes a character outside of reasoning and calls.
+    fn plain(&mut self, c: char, events: &mut Events) {
+        let llama = self.format.calls == Some(ToolCallFormat::Llama3);
+        let at_start = !matches!(self.state, State::Content);
+        if llama && at_start && c == '{' && self.calls < Self::CALLS_MAX {
+            self.state = self.call(true);
+            self.call_symbol(Symbol::Char(c), events);
+            return;
+        }
+        let separator = llama && matches!(self.state, State::AfterCall) && c == ';';
+        let held = c.is_whitespace() && (self.format.calls.is_some() || at_start);
+        if (held || separator) && self.spaces.len() < Self::SPACES_MAX {
+            self.spaces.push(c);
+            return;
+        }
+        let spaces = std::mem::take(&mut self.spaces);
+        // Line breaks between the reasoning and the answer are part of neither.
+        let skipped = matches!(self.state, State::Start) && self.format.reasoning.is_some();
+        events.content(if skipped { spaces.trim_start_matches('\n') } else { &spaces });
+        events.content(c.encode_utf8(&mut [0; 4]));
+        self.state = State::Content;
+    }
+
+    fn call_symbol(&mut self, symbol: Symbol, events: &mut Events) {
+        let State::Call { machine, bare } = &mut self.state else { return };
+        match symbol {
+            Symbol::Char(c) => self.held.push(c),
+            Symbol::Marker(_, text) => self.held.push_str(text),
+        }
+        let mut parts = Vec::new();
+        let mut progress = machine.push(symbol, &self.format.tools, &mut parts);
+        if let Some(CallPart::Begin(name)) = parts.first() {
+            let unknown = *bare && !self.format.tools.has(name);
+            if unknown || self.calls >= Self::CALLS_MAX {
+                parts.clear();
+                progress = Progress::Invalid;
+            }
+        } else if !self.open && self.held.len() > Self::HEAD_BYTES_MAX {
+            progress = Progress::Invalid;
+        }
+        // The last character of a malformed call is no part of it.
+        if !parts.is_empty() && progress != Progress::Invalid {
+            self.held.clear();
+        }
+        self.emit(parts, events);
+        match progress {
+            Progress::More => {}
+            Progress::Done => {
+                self.held.clear();
+                self.state = State::AfterCall;
+            }
+            Progress::Invalid => self.malformed(symbol, events),
+        }
+    }
+
+    /// Continues after a call that is malformed.
+    fn malformed(&mut self, symbol: Symbol, events: &mut Events) {
+        let held = std::mem::take(&mut self.held);
+        if self.open {
+            self.emit(vec![CallPart::End], events);
+        }
+        events.content(&std::mem::take(&mut self.spaces));
+        self.state = State::Content;
+        match symbol {
+            // It begins another call.
+            Symbol::Marker(Marker::CallBegin, text) => {
+                events.content(held.strip_suffix(text).unwrap_or(&held));
+                self.symbol(symbol, true, events);
+            }
+            _ => events.content(&held),
+        }
+    }
+
+    /// Emits parts of calls.
+    fn emit(&mut self, parts: Vec<CallPart>, events: &mut Events) {
+        for part in parts {
+            if let CallPart::Begin(_) = part {
+                self.spaces.clear();
+                self.calls += 1;
+            }
+            self.open = part != CallPart::End;
+            let dropped = self.format.single_call && self.calls > 1;
+            let index = self.calls.saturating_sub(1);
+            match part {
+                _ if dropped => {}
+                CallPart::Begin(name) => {
+                    let id = self.ids.id(index);
+                    events.0.push(OutputEvent::CallBegin { index, id, name });
+                }
+                CallPart::Arguments(fragment) => events.arguments(index, &fragment),
+                CallPart::End => events.0.push(OutputEvent::CallEnd { index }),
+            }
+        }
+    }
+}

@@ -1,0 +1,256 @@
+//! Grammars of tool calls: random outputs that they allow are read back as calls, with arguments of the right types.
+
+use std::sync::Arc;
+
+use inflight_contract::Grammar;
+use inflight_grammar::{Compiler, MaskOutcome, Matcher, Vocabulary};
+use inflight_output_parser::{
+    CallGrammar, CallIdStyle, CallIds, GrammarTool, MarkerToken, OutputEvent, OutputFormat, OutputParser,
+    ReasoningFormat, ToolCallFormat, ToolTypes,
+};
+use serde_json::{Value, json};
+
+/// Special tokens behind the bytes.
+const SPECIAL: [&str; 4] = ["<|end|>", "[TOOL_CALLS]", "[ARGS]", "<|python_tag|>"];
+const END: u32 = 256;
+
+fn compiler() -> Compiler {
+    let bytes: Vec<[u8; 1]> = (0..=255).map(|byte| [byte]).collect();
+    let tokens = bytes.iter().map(|byte| (&byte[..], false));
+    let special = SPECIAL.iter().map(|text| (text.as_bytes(), true));
+    let vocabulary = Vocabulary::from_tokens(tokens.chain(special));
+    Compiler::new(&vocabulary, 256 + SPECIAL.len() as u32, &[END]).unwrap()
+}
+
+/// SplitMix64.
+struct Random(u64);
+
+impl Random {
+    fn below(&mut self, most: usize) -> usize {
+        self.0 = self.0.wrapping_add(0x9E37_79B9_7F4A_7C15);
+        let mut z = self.0;
+        z = (z ^ (z >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
+        z = (z ^ (z >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
+        ((z ^ (z >> 31)) % most.max(1) as u64) as usize
+    }
+}
+
+fn allowed(matcher: &mut Matcher) -> Vec<u32> {
+    let size = 256 + SPECIAL.len();
+    let mut mask = vec![0; Matcher::mask_words(size)];
+    if matcher.write_mask(&mut mask).unwrap() == MaskOutcome::Complete {
+        return Vec::new();
+    }
+    (0..size as u32).filter(|id| mask[*id as usize / 32] >> (id % 32) & 1 == 1).collect()
+}
+
+/// Chooses tokens at random, printable ones rather than others, until the output ends.
+fn generate(compiler: &Compiler, lark: &str, random: &mut Random) -> Option<Vec<u32>> {
+    let grammar = compiler.compile(&Grammar::Lark(lark.to_owned()));
+    let mut matcher = grammar.unwrap_or_else(|error| panic!("{error}\n{lark}")).matcher(None);
+    let mut output = Vec::new();
+    for _ in 0..3000 {
+        let tokens = allowed(&mut matcher);
+        if tokens.is_empty() || tokens.contains(&END) {
+            return Some(output);
+        }
+        // Closing characters end strings and texts soon.
+        let closing: Vec<u32> =
+            tokens.iter().copied().filter(|id| b"\"}]<\n".contains(&(*id as u8)) || *id > 255).collect();
+        let pool = if !closing.is_empty() && random.below(2) == 0 { &closing } else { &tokens };
+        let printable: Vec<u32> =
+            pool.iter().copied().filter(|id| *id > 255 || *id == 10 || (32..127).contains(id)).collect();
+        let pool = if printable.is_empty() { pool } else { &printable };
+        let token = pool[random.below(pool.len())];
+        matcher.consume(token).unwrap();
+        output.push(token);
+    }
+    None
+}
+
+fn schemas() -> [(&'static str, Value); 3] {
+    [
+        (
+            "weather",
+            json!({"type": "object", "properties": {"city": {"enum": ["Oslo", "Rome"]}, "days": {"type": "integer",
+            "minimum": 1, "maximum": 7}}, "required": ["city", "days"], "additionalProperties": false}),
+        ),
+        ("now", json!({"type": "object", "properties": {}, "additionalProperties": false})),
+        (
+            "note",
+            json!({"type": "object", "properties": {"flag": {"type": "boolean"}, "at": {"$ref": "#/$defs/p"}},
+            "required": ["flag"], "additionalProperties": false, "$defs": {"p": {"type": "object", "properties": {"x":
+            {"type": "boolean"}}, "required": ["x"], "additionalProperties": false}}}),
+        ),
+    ]
+}
+
+/// Calls of an output, and its content. `spelt`: no marker is a token.
+fn parsed(format: ToolCallFormat, output: &[u32], spelt: bool) -> (String, Vec<(String, Value)>) {
+    let mut types = ToolTypes::default();
+    schemas().iter().for_each(|(name, schema)| types.add(name, schema));
+    let reasoning = ReasoningFormat::Think;
+    let (mut tokens, mut texts) = (Vec::new(), reasoning.markers().to_vec());
+    for (marker, text) in format.markers().iter().copied() {
+        match SPECIAL.iter().position(|special| *special == text && !spelt) {
+            Some(at) => tokens.push(MarkerToken { id: 256 + at as u32, marker, text: "" }),
+            None => texts.push((marker, text)),
+        }
+    }
+    let tools = Arc::new(types);
+    let format = OutputFormat {
+        calls: Some(format),
+        reasoning: Some(reasoning),
+        tokens,
+        texts,
+        tools,
+        ..OutputFormat::default()
+    };
+    let format = Arc::new(format);
+    let mut parser = OutputParser::new(format.clone(), CallIds::new(1, 0, CallIdStyle::Prefixed));
+    let (mut events, mut bytes) = (Vec::new(), Vec::new());
+    for token in output {
+        match format.marker(*token) {
+            Some(marker) => {
+                events.extend(parser.push_text(&String::from_utf8_lossy(&std::mem::take(&mut bytes))));
+                events.extend(parser.push_marker(marker));
+            }
+            None => bytes.push(*token as u8),
+        }
+    }
+    events.extend(parser.push_text(&String::from_utf8_lossy(&bytes)));
+    events.extend(parser.finish());
+    let (mut content, mut calls) = (String::new(), Vec::<(String, String)>::new());
+    for event in events {
+        match event {
+            OutputEvent::Content(text) => content.push_str(&text),
+            OutputEvent::CallBegin { name, .. } => calls.push((name, String::new())),
+            OutputEvent::CallArguments { fragment, .. } => calls.last_mut().unwrap().1.push_str(&fragment),
+            OutputEvent::Reasoning(_) | OutputEvent::CallEnd { .. } => {}
+        }
+    }
+    let json = |text: &str| serde_json::from_str(text).unwrap_or_else(|error| panic!("{error}: {text}"));
+    (content, calls.into_iter().map(|(name, text)| (name, json(&text))).collect())
+}
+
+fn text(output: &[u32]) -> String {
+    let piece = |id: &u32| match SPECIAL.get((*id as usize).wrapping_sub(256)) {
+        Some(special) => special.as_bytes().to_vec(),
+        None => vec![*id as u8],
+    };
+    String::from_utf8_lossy(&output.iter().flat_map(piece).collect::<Vec<u8>>()).into_owned()
+}
+
+#[test]
+fn required_outputs_are_calls_of_the_tools_with_arguments_of_their_schemas() {
+    let compiler = compiler();
+    let schemas = schemas();
+    let tools: Vec<_> =
+        schemas.iter().map(|(name, parameters)| GrammarTool { name, parameters, strict: true }).collect();
+    let special = |text: &str| SPECIAL.iter().position(|special| *special == text).map(|at| 256 + at as u32);
+    let none = |_: &str| None;
+    for format in ToolCallFormat::ALL {
+        for several in [false, true] {
+            for (special, spelt) in [(&special as &dyn Fn(&str) -> Option<u32>, false), (&none, true)] {
+                let reasoning = None;
+                let grammar = CallGrammar {
+                    format,
+                    tools: &tools,
+                    required: true,
+                    several,
+                    reasoning,
+                    begins_in_reasoning: false,
+                    special,
+                };
+                let lark = grammar.lark();
+                let mut whole = 0;
+                for seed in 0..12 {
+                    let Some(output) = generate(&compiler, &lark, &mut Random(seed)) else { continue };
+                    whole += 1;
+                    let written = text(&output);
+                    let (content, calls) = parsed(format, &output, spelt);
+                    assert_eq!(content, "", "seed {seed}: {written}\n{lark}");
+                    assert!(!calls.is_empty() && (several || calls.len() == 1), "seed {seed}: {written}");
+                    for (name, arguments) in calls {
+                        let valid = match name.as_str() {
+                            "weather" => {
+                                (1..=7).contains(&arguments["days"].as_i64().unwrap())
+                                    && ["Oslo", "Rome"].contains(&arguments["city"].as_str().unwrap())
+                            }
+                            "now" => arguments == json!({}),
+                            "note" => arguments["flag"].is_boolean(),
+                            _ => false,
+                        };
+                        assert!(valid, "seed {seed}: {name} {arguments}");
+                    }
+                }
+                assert!(whole > 6, "{format}: only {whole} outputs ended\n{lark}");
+            }
+        }
+    }
+}
+
+#[test]
+fn grammars_of_free_text_with_strict_calls_and_of_reasoning_compile_and_allow_both() {
+    let compiler = compiler();
+    let schemas = schemas();
+    let tools: Vec<_> = schemas
+        .iter()
+        .map(|(name, parameters)| GrammarTool { name, parameters, strict: *name != "now" })
+        .collect();
+    let special = |text: &str| SPECIAL.iter().position(|special| *special == text).map(|at| 256 + at as u32);
+    let accepts = |lark: &str, output: &str| {
+        let mut matcher = compiler
+            .compile(&Grammar::Lark(lark.to_owned()))
+            .unwrap_or_else(|error| panic!("{error}\n{lark}"))
+            .matcher(None);
+        let mut rest = output;
+        while !rest.is_empty() {
+            let found = SPECIAL.iter().position(|special| rest.starts_with(special));
+            let (token, length) =
+                found.map_or((u32::from(rest.as_bytes()[0]), 1), |at| (256 + at as u32, SPECIAL[at].len()));
+            if matcher.consume(token).is_err() {
+                return false;
+            }
+            rest = &rest[length..];
+        }
+        matcher.is_accepting().unwrap()
+    };
+    let call = |format| match format {
+        ToolCallFormat::Llama3 => r#"{"name": "weather", "parameters": {"city": "Oslo", "days": 3}}"#,
+        ToolCallFormat::Hermes => {
+            "<tool_call>\n{\"name\": \"weather\", \"arguments\": {\"city\": \"Oslo\", \"days\": 3}}\n</tool_call>"
+        }
+        ToolCallFormat::QwenXml => {
+            "<tool_call>\n<function=weather>\n<parameter=city>\nOslo\n</parameter>\n<parameter=days>\n3\n</parameter>\n</function>\n</tool_call>"
+        }
+        ToolCallFormat::Mistral => "[TOOL_CALLS]weather[ARGS]{\"city\": \"Oslo\", \"days\": 3}",
+    };
+    for format in ToolCallFormat::ALL {
+        let grammar = |required, reasoning| {
+            let tools = &tools;
+            CallGrammar {
+                format,
+                tools,
+                required,
+                several: true,
+                reasoning,
+                begins_in_reasoning: false,
+                special: &special,
+            }
+            .lark()
+        };
+        let call = call(format);
+        let free = grammar(false, None);
+        assert!(accepts(&free, "Just text, 1 < 2."), "{free}");
+        assert!(accepts(&free, call), "{free}");
+        assert!(!accepts(&free, &call.replace("Oslo", "Paris")), "{free}");
+        if format != ToolCallFormat::Llama3 {
+            assert!(accepts(&free, &format!("Let me see.{call}{call}And so.")), "{free}");
+        }
+        let thinking = grammar(true, Some(ReasoningFormat::Think));
+        assert!(accepts(&thinking, call), "{thinking}");
+        assert!(accepts(&thinking, &format!("<think>\nhm\n</think>\n\n{call}")), "{thinking}");
+        assert!(!accepts(&thinking, "text"), "{thinking}");
+    }
+}

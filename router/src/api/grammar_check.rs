@@ -1,0 +1,88 @@
+//! Grammars of requests: compiled at admission, so that a worker gets none that it would refuse.
+
+use std::sync::Arc;
+
+use inflight_contract::{Constraint, Grammar};
+use inflight_router_core::TokenizePiece;
+
+use crate::dispatcher::ServedModel;
+use crate::metrics as names;
+use crate::outcome::Outcome;
+
+/// Cost of compiling a byte of a grammar, in bytes of text to tokenize.
+const BYTE_COST: usize = 16;
+/// Cost of compiling any grammar, in the same unit.
+const GRAMMAR_COST: usize = 16 << 10;
+
+/// Text of the token that ends reasoning, and of the one that begins it.
+const REASONING_END: &str = "</think>";
+const REASONING_BEGIN: &str = "<think>";
+
+/// Grammar to be compiled.
+pub(crate) struct GrammarCheck {
+    served: ServedModel,
+    constraint: Arc<Constraint>,
+    /// Client's field that gives the grammar.
+    field: &'static str,
+}
+
+impl GrammarCheck {
+    /// Creates the work of a request.
+    ///
+    /// # Errors
+    /// The grammar is too large.
+    pub(crate) fn new(
+        served: ServedModel,
+        constraint: Arc<Constraint>,
+        field: &'static str,
+    ) -> Result<Self, Outcome> {
+        constraint.grammar.check().map_err(|error| Outcome::field(field, error))?;
+        Ok(Self { served, constraint, field })
+    }
+
+    /// Whether the outcome is known without compiling.
+    pub(crate) fn is_known(&self) -> bool {
+        self.served.model.grammars().is_checked(self.grammar())
+    }
+
+    /// Returns the only piece of the work.
+    pub(crate) fn piece(&self) -> TokenizePiece {
+        let bytes: usize = self.grammar().texts().iter().map(String::len).sum();
+        TokenizePiece { bytes: (GRAMMAR_COST + BYTE_COST * bytes) as u64, last: true }
+    }
+
+    /// Compiles the grammar, or takes the outcome from the cache.
+    ///
+    /// # Errors
+    /// The grammar is refused, with the reason.
+    pub(crate) fn run(&mut self) -> Result<Option<TokenizePiece>, Outcome> {
+        let (grammars, known) = (self.served.model.grammars(), self.is_known());
+        let begun = std::time::Instant::now();
+        let outcome = grammars.check(self.grammar());
+        if !known {
+            metrics::histogram!(names::GRAMMAR_SECONDS).record(begun.elapsed().as_secs_f64());
+        }
+        let label = if known { "hit" } else { "miss" };
+        metrics::counter!(names::GRAMMAR_LOOKUPS, "outcome" => label).increment(1);
+        metrics::gauge!(names::GRAMMARS).set(grammars.counters().entries as f64);
+        match outcome {
+            Ok(()) => Ok(None),
+            Err(error) => {
+                metrics::counter!(names::GRAMMARS_REFUSED).increment(1);
+                Err(Outcome::field(self.field, error))
+            }
+        }
+    }
+
+    fn grammar(&self) -> &Grammar {
+        &self.constraint.grammar
+    }
+}
+
+/// Returns the token that ends the reasoning which a prompt has opened; `None` if the output begins with the answer.
+pub(crate) fn reasoning_end(served: &ServedModel, prompt: &[u32]) -> Option<u32> {
+    let tokenizer = &served.model.tokenizer;
+    let (begin, end) = (tokenizer.token_id(REASONING_BEGIN)?, tokenizer.token_id(REASONING_END)?);
+    let last = prompt.iter().rev().find(|token| **token == begin || **token == end)?;
+    (*last == begin).then_some(end)
+}

@@ -1,0 +1,248 @@
+//! Outputs of a model with random weights under JSON schemas, at temperature 1: each that ends is valid under its schema, as
+//! an independent validator says. The schemas are tool definitions and, where it is at hand, those of the JSON Schema Test
+//! Suite; a schema that cannot be enforced is refused before it runs.
+
+#![allow(clippy::unwrap_used, reason = "helpers of tests fail like tests")]
+#![allow(clippy::disallowed_methods, reason = "the suite's place comes from the environment")]
+
+use std::collections::BTreeMap;
+use std::path::Path;
+use std::sync::Arc;
+
+use inflight_contract::{Constraint, FinishReason, Grammar, SamplingSpec, Weight};
+use inflight_fixtures::{Arch, Checkpoint, Dtype, Family, skipped};
+use inflight_grammar::{Grammars, Vocabulary};
+use inflight_models::{ModelDir, ModelSource};
+use inflight_runtime_cpu::{CpuOptions, CpuRuntime};
+use inflight_worker::engine::{
+    Command, Engine, EngineOptions, Failure, Finish, Request, RequestKey, ResumedChoice, SessionId,
+};
+use inflight_worker_core::Time;
+use serde_json::{Value, json};
+
+/// Outputs to validate.
+const OUTPUTS: usize = 1000;
+/// Sequences in a batch.
+const SLOTS: u32 = 16;
+const CONTEXT: u32 = 512;
+const MAX_TOKENS: u32 = 400;
+/// Drafts of the suite's schemas.
+const DRAFTS: [&str; 3] = ["draft7", "draft2019-09", "draft2020-12"];
+/// End tokens of the model's tokenizer.
+const EOS: [u32; 2] = [281, 284];
+
+/// Parameters of tools as agents define them.
+fn tools() -> Vec<Value> {
+    let object = |properties: Value, required: Value| {
+        json!({
+            "type": "object", "properties": properties, "required": required, "additionalProperties": false,
+        })
+    };
+    let point = object(json!({"lat": {"type": "number"}, "lon": {"type": "number"}}), json!(["lat", "lon"]));
+    vec![
+        object(
+            json!({
+                "location": {"type": "string", "description": "City and country"},
+                "unit": {"type": "string", "enum": ["celsius", "fahrenheit"]},
+            }),
+            json!(["location", "unit"]),
+        ),
+        object(
+            json!({
+                "query": {"type": "string", "minLength": 1, "maxLength": 40},
+                "limit": {"type": "integer", "minimum": 1, "maximum": 50},
+                "filters": {"type": "array", "maxItems": 3, "items": object(
+                    json!({"field": {"enum": ["author", "year"]}, "value": {"type": ["string", "integer"]}}),
+                    json!(["field", "value"]),
+                )},
+            }),
+            json!(["query", "limit"]),
+        ),
+        object(
+            json!({
+                "path": {"type": "string", "pattern": "^/[a-z]{1,8}(/[a-z]{1,8}){0,3}$"},
+                "edits": {"type": "array", "minItems": 1, "maxItems": 2, "items": object(
+                    json!({"old": {"type": "string", "maxLength": 20}, "new": {"type": "string", "maxLength": 20}}),
+                    json!(["old", "new"]),
+                )},
+                "dry_run": {"type": "boolean"},
+            }),
+            json!(["path", "edits", "dry_run"]),
+        ),
+        json!({"$defs": {"point": point}, "type": "object", "properties": {
+            "from": {"$ref": "#/$defs/point"}, "to": {"$ref": "#/$defs/point"},
+            "mode": {"anyOf": [{"const": "car"}, {"const": "train"}, {"type": "null"}]},
+        }, "required": ["from", "to", "mode"], "additionalProperties": false}),
+        object(
+            json!({
+                "date": {"type": "string", "format": "date"},
+                "guests": {"type": "integer", "exclusiveMinimum": 0, "maximum": 20},
+                "notes": {"anyOf": [{"type": "string", "maxLength": 30}, {"type": "null"}]},
+            }),
+            json!(["date", "guests", "notes"]),
+        ),
+    ]
+}
+
+/// Returns the schemas of the JSON Schema Test Suite, whose folder of tests `INFLIGHT_JSON_SCHEMA_SUITE` names.
+fn suite() -> Vec<Value> {
+    let Ok(folder) = std::env::var("INFLIGHT_JSON_SCHEMA_SUITE") else {
+        skipped("schemas of the JSON Schema Test Suite", "INFLIGHT_JSON_SCHEMA_SUITE names no folder");
+        return Vec::new();
+    };
+    let mut schemas = BTreeMap::new();
+    for draft in DRAFTS {
+        for file in std::fs::read_dir(Path::new(&folder).join(draft)).unwrap() {
+            let path = file.unwrap().path();
+            if path.extension().is_none_or(|extension| extension != "json") {
+                continue;
+            }
+            let groups: Vec<Value> = serde_json::from_slice(&std::fs::read(path).unwrap()).unwrap();
+            schemas.extend(
+                groups.into_iter().map(|group| (group["schema"].to_string(), group["schema"].clone())),
+            );
+        }
+    }
+    schemas.into_values().collect()
+}
+
+fn engine() -> (Engine, Arc<Vocabulary>, Arc<Grammars>) {
+    let folder = Checkpoint::new(Arch::Llama31, Dtype::F32).write_temp().unwrap();
+    let path = folder.path().join("config.json");
+    let mut config: Value = serde_json::from_slice(&std::fs::read(&path).unwrap()).unwrap();
+    config["max_position_embeddings"] = CONTEXT.into();
+    std::fs::write(&path, config.to_string()).unwrap();
+    let model = ModelDir::open(&ModelSource::Directory(folder.path().to_owned())).unwrap();
+    let options = CpuOptions {
+        threads: Some(2),
+        kv_bytes: 64 << 20,
+        host_bytes: 0,
+        block_tokens: 16,
+        slots: SLOTS,
+        batch_tokens: 256,
+        context_tokens: None,
+        isa: None,
+        quantize: None,
+        kv_dtype: None,
+        tensor_parallel: 1,
+    };
+    let runtime = CpuRuntime::load(&model, &options, &|_, _| {}).unwrap().overlapped().unwrap();
+    let mut engine = Engine::new(Box::new(runtime), &EOS, EngineOptions::default()).unwrap();
+    let vocabulary = Arc::new(Vocabulary::from_json(Family::Llama3.tokenizer_json().as_bytes()).unwrap());
+    let source = Arc::clone(&vocabulary);
+    let grammars = Grammars::new(engine.model_limits().vocab_size, &EOS, move || Ok(Arc::clone(&source)));
+    let grammars = Arc::new(grammars);
+    engine.set_grammars(Arc::clone(&grammars));
+    (engine, vocabulary, grammars)
+}
+
+/// Returns biases that let random texts end: for what closes strings, arrays and objects.
+fn biases(vocabulary: &Vocabulary) -> Vec<(u32, f32)> {
+    let ends = |id: &u32| matches!(vocabulary.bytes(*id), b"\"" | b"}" | b"]");
+    (0..vocabulary.len() as u32).filter(ends).map(|id| (id, 3.0)).collect()
+}
+
+fn request(schema: &Value, id: u64, biases: &[(u32, f32)]) -> Request {
+    let grammar = Grammar::JsonSchema(schema.to_string());
+    let sampling = SamplingSpec {
+        temperature: 1.0,
+        seed: id,
+        logit_bias: biases.to_vec(),
+        constraint: Some(Arc::new(Constraint { grammar, begins_after: None })),
+        ..SamplingSpec::default()
+    };
+    Request {
+        key: RequestKey { session: SessionId(0), request: id },
+        attempt: 1,
+        prompt: (0..5).map(|at| 40 + at + (id % 100) as u32).collect(),
+        max_tokens: MAX_TOKENS,
+        sampling: Arc::new(sampling.validate().unwrap()),
+        choices: vec![ResumedChoice::default()],
+        prompt_logprobs_received: 0,
+        tenant: "a".into(),
+        weight: Weight::default(),
+        virtual_start_time: None,
+        priority: 0,
+        deadline: None,
+        span: tracing::Span::none(),
+    }
+}
+
+/// Runs requests for the given schemas, by index, and returns the output and the end of each.
+fn generate(
+    engine: &mut Engine,
+    vocabulary: &Vocabulary,
+    schemas: &[Value],
+    work: &[usize],
+) -> Vec<(Vec<u8>, Finish)> {
+    let (mut events, biases) = (Vec::new(), biases(vocabulary));
+    let mut outputs: Vec<(Vec<u8>, Option<Finish>)> = vec![(Vec::new(), None); work.len()];
+    let (mut submitted, mut ended) = (0, 0);
+    while ended < work.len() {
+        while submitted < work.len() && submitted - ended < 2 * SLOTS as usize {
+            let request = request(&schemas[work[submitted]], submitted as u64, &biases);
+            engine.command(Command::Submit(Box::new(request)), Time::ZERO, &mut events);
+            submitted += 1;
+        }
+        engine.step(Time::ZERO, &mut events).unwrap();
+        for event in events.drain(..) {
+            let (text, end) = &mut outputs[event.key.request as usize];
+            let token = event.token.filter(|token| !vocabulary.is_special(*token));
+            text.extend(token.iter().flat_map(|token| vocabulary.bytes(*token)));
+            ended += usize::from(event.finish.is_some());
+            *end = event.finish.or(end.take());
+        }
+    }
+    outputs.into_iter().map(|(text, end)| (text, end.unwrap())).collect()
+}
+
+#[test]
+fn outputs_under_a_schema_are_valid_and_what_cannot_be_enforced_is_refused_before_it_runs() {
+    let (mut engine, vocabulary, grammars) = engine();
+    engine.command(Command::Open(SessionId(0)), Time::ZERO, &mut Vec::new());
+    let tools = tools();
+    let all: Vec<Value> = tools.iter().cloned().chain(suite()).collect();
+    let mut refusals: BTreeMap<String, usize> = BTreeMap::new();
+    let mut accepted = Vec::new();
+    for (at, schema) in all.iter().enumerate() {
+        match grammars.check(&Grammar::JsonSchema(schema.to_string())) {
+            Ok(()) => accepted.push(at),
+            Err(error) => {
+                assert!(at >= tools.len(), "a tool was refused: {schema}: {error}");
+                let reason: String = error.to_string().chars().take(40).collect();
+                *refusals.entry(reason).or_default() += 1;
+            }
+        }
+    }
+    let refused: usize = refusals.values().sum();
+    let share = 100.0 * refused as f64 / all.len() as f64;
+    println!("{} schemas, {refused} of them refused ({share:.1} %): {refusals:#?}", all.len());
+    // Half as many again, as random texts may reach `max_tokens`.
+    let work: Vec<usize> = (0..OUTPUTS * 3 / 2).map(|nth| accepted[nth % accepted.len()]).collect();
+    let outputs = generate(&mut engine, &vocabulary, &all, &work);
+    let (mut valid, mut unfinished, mut stuck) = (0, 0, BTreeMap::new());
+    for ((text, end), at) in outputs.iter().zip(&work) {
+        let schema = &all[*at];
+        match end {
+            Finish::Ended(FinishReason::Stop) => {}
+            Finish::Ended(_) => {
+                unfinished += 1;
+                continue;
+            }
+            Finish::Failed(Failure::Constraint(reason)) => {
+                *stuck.entry((schema.to_string(), reason.clone())).or_insert(0) += 1;
+                continue;
+            }
+            other => panic!("{schema}: {other:?}"),
+        }
+        let text = String::from_utf8_lossy(text);
+        let value: Value =
+            serde_json::from_str(&text).unwrap_or_else(|error| panic!("{schema}: {error}: {text}"));
+        let validator = jsonschema::validator_for(schema).unwrap_or_else(|error| panic!("{schema}: {error}"));
+        assert!(validator.is_valid(&value), "{schema} does not allow {text}");
+        valid += 1;
+    }
+    println!("{valid} outputs are valid, {unfinished} reached max_tokens, stuck: {stuck:#?}");
+    assert!(stuck.is_empty(), "{stuck:#?}");
+    assert!(valid >= OUTPUTS, "only {valid} outputs ended; {unfinished} reached max_tokens");
+}
