@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 use anyhow::{Context, Result, ensure};
 
 /// Folders with production code, relative to the repository.
-const SOURCES: [&str; 23] = [
+const SOURCES: [&str; 24] = [
     "bench/src",
     "bench/traces/src",
     "cli/src",
@@ -19,6 +19,7 @@ const SOURCES: [&str; 23] = [
     "router/core/src",
     "router/src",
     "simulator/src",
+    "tests/loom/src",
     "tests/support/cuda/src",
     "tests/support/fixtures/src",
     "tests/support/fuzz/src",
