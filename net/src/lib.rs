@@ -16,6 +16,7 @@ mod receive;
 mod registry;
 mod response_streams;
 mod secret_file;
+mod sync;
 mod tls;
 mod wakeups;
 mod write_timeout;

@@ -4,10 +4,11 @@
 use std::future::Future;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::pin::Pin;
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::atomic::Ordering;
+use std::sync::{Arc, PoisonError};
 use std::task::{Context, Wake, Waker};
 
+use crate::sync::{AtomicBool, Mutex, MutexGuard};
 use crate::wakeups;
 
 /// Future that writes one response to its HTTP/2 stream.

@@ -3,6 +3,8 @@
 use std::cell::RefCell;
 use std::task::Waker;
 
+use crate::sync::thread_local;
+
 thread_local! {
     /// Wakers deferred by the innermost active batch on this thread; `None` outside a batch.
     static DEFERRED: RefCell<Option<Vec<Waker>>> = const { RefCell::new(None) };
@@ -12,7 +14,7 @@ thread_local! {
 /// connections until it returns. Otherwise a connection could start on another thread at the first stream and
 /// write a few frames.
 pub fn batch_wakeups<T>(work: impl FnOnce() -> T) -> T {
-    let outer = DEFERRED.replace(Some(Vec::new()));
+    let outer = DEFERRED.with(|deferred| deferred.replace(Some(Vec::new())));
     let batch = WakeupBatch { outer };
     let output = work();
     drop(batch);
@@ -27,14 +29,14 @@ struct WakeupBatch {
 
 impl Drop for WakeupBatch {
     fn drop(&mut self) {
-        let deferred = DEFERRED.replace(self.outer.take());
+        let deferred = DEFERRED.with(|deferred| deferred.replace(self.outer.take()));
         deferred.into_iter().flatten().for_each(Waker::wake);
     }
 }
 
 /// Wakes a task at once, or at the end of the enclosing [`batch_wakeups`].
 pub(crate) fn wake(task: Waker) {
-    let immediate = DEFERRED.with_borrow_mut(|deferred| match deferred {
+    let immediate = DEFERRED.with(|deferred| match &mut *deferred.borrow_mut() {
         Some(deferred) => {
             deferred.push(task);
             None

@@ -20,6 +20,7 @@ mod outcome;
 mod restart;
 mod router;
 mod stats;
+mod sync;
 mod tenants;
 pub mod text;
 mod trace;

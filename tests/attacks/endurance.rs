@@ -1,5 +1,5 @@
-//! Random faults of every kind under a load of resuming streams: processes killed and suspended, a lying worker, a
-//! lying router, clients that never read, recordings on a full disk.
+//! Random faults of every kind under a load of resuming streams: processes killed and suspended, wall clocks set,
+//! a lying worker, a lying router, clients that never read, recordings on a full disk.
 //!
 //! Every stream must be whole and byte-identical, or fail with a sentence; none may hang.
 
@@ -25,6 +25,7 @@ use tonic::{Code, Status};
 use crate::lying_worker::{LyingWorker, lie_as_router};
 use crate::program;
 use crate::secrets::{OLD, Secrets};
+use crate::wall_clock::{ClockLibrary, FakeClock, JUMPS};
 
 const STREAMS: usize = 48;
 const REQUESTS: usize = 12;
@@ -94,6 +95,8 @@ pub async fn connected(router: &RoleProcess, least: f64) -> Result<()> {
 struct Cluster {
     workers: Vec<RoleProcess>,
     routers: Vec<RoleProcess>,
+    /// Wall clocks of the workers and routers.
+    clocks: Vec<FakeClock>,
     _liar: LyingWorker,
 }
 
@@ -101,6 +104,11 @@ impl Cluster {
     async fn start(folder: &Path, secrets: &Secrets, seed: u64) -> Result<Self> {
         let key = folder.join("key");
         std::fs::write(&key, "a key of the cluster that all of its routers share\n")?;
+        let library = ClockLibrary::build(folder)?;
+        let mut clocks = Vec::new();
+        for number in 0..5 {
+            clocks.push(FakeClock::new(&library, folder, &format!("clock-{number}"))?);
+        }
         let mut workers = Vec::new();
         for number in 0..3 {
             let mut flags = vec![secrets.flag("secret-file"), "--threads=1".to_owned()];
@@ -108,7 +116,8 @@ impl Cluster {
             if number == 0 {
                 flags.push("--record=/dev/full".to_owned());
             }
-            workers.push(RoleProcess::start(program().to_owned(), "worker", &flags).await?);
+            let clock = clocks[number].variables();
+            workers.push(RoleProcess::start_with_env(program().to_owned(), "worker", &flags, &clock).await?);
         }
         let liar = LyingWorker::start(&workers[0], OLD.as_bytes().to_vec(), false, seed).await?;
         let mut addresses: Vec<String> = workers.iter().map(|worker| worker.address.to_string()).collect();
@@ -126,19 +135,20 @@ impl Cluster {
             if number == 0 {
                 flags.push("--record=/dev/full".to_owned());
             }
-            routers.push(RoleProcess::start(program().to_owned(), "router", &flags).await?);
+            let clock = clocks[workers.len() + number].variables();
+            routers.push(RoleProcess::start_with_env(program().to_owned(), "router", &flags, &clock).await?);
         }
         for router in &routers {
             connected(router, 3.0).await?;
         }
-        Ok(Self { workers, routers, _liar: liar })
+        Ok(Self { workers, routers, clocks, _liar: liar })
     }
 
-    /// Kills or suspends a random process, or lies to a random worker.
-    async fn fault(&mut self, random: &mut StdRng, counts: &mut [u32; 3]) -> Result<()> {
+    /// Kills or suspends a random process, sets its clock, or lies to a random worker.
+    async fn fault(&mut self, random: &mut StdRng, counts: &mut [u32; 4]) -> Result<()> {
         let processes = self.workers.len() + self.routers.len();
         let index = random.random_range(0..processes);
-        let kind = random.random_range(0..3);
+        let kind = random.random_range(0..4);
         counts[kind] += 1;
         let worker = self.workers[index % self.workers.len()].address;
         let victim = self.workers.iter_mut().chain(&mut self.routers).nth(index).context("in range")?;
@@ -154,6 +164,7 @@ impl Cluster {
                 sleep(Duration::from_millis(random.random_range(800..1500))).await;
                 victim.signal(libc::SIGCONT)
             }
+            2 => self.clocks[index].jump(JUMPS[random.random_range(0..JUMPS.len())]),
             // A worker that restarts or is suspended does not answer; that is no finding.
             _ => {
                 let _ = timeout(Duration::from_secs(2), lie_as_router(worker, OLD.as_bytes(), random)).await;
@@ -168,6 +179,8 @@ impl Cluster {
 struct Tally {
     whole: u32,
     failed: u32,
+    /// Failed streams that could not be resumed because a clock had jumped ahead.
+    stale: u32,
 }
 
 /// Repeats requests until `done`, and compares each output with the undisturbed one.
@@ -191,8 +204,14 @@ async fn stream(
             }
             Err(status) => {
                 let sentence = status.message().contains(' ');
-                ensure!(sentence && FAILURES.contains(&status.code()), "request {index}: {status:?}");
+                let stale = status.code() == Code::FailedPrecondition
+                    && status.message().starts_with("the cursor was issued");
+                ensure!(
+                    sentence && (stale || FAILURES.contains(&status.code())),
+                    "request {index}: {status:?}"
+                );
                 tally.failed += 1;
+                tally.stale += u32::from(stale);
                 sleep(Duration::from_millis(100)).await;
             }
         }
@@ -232,7 +251,7 @@ async fn endure(seed: u64) -> Result<()> {
         streams.spawn(stream(number, channels.clone(), requests.clone(), expected.clone(), done.clone()));
     }
     let end = Instant::now() + seconds();
-    let (mut counts, mut unread) = ([0; 3], Vec::new());
+    let (mut counts, mut unread) = ([0; 4], Vec::new());
     while Instant::now() < end {
         let next = Instant::now() + Duration::from_secs(1);
         cluster.fault(&mut random, &mut counts).await?;
@@ -254,12 +273,15 @@ async fn endure(seed: u64) -> Result<()> {
         let tally = tally??;
         total.whole += tally.whole;
         total.failed += tally.failed;
+        total.stale += tally.stale;
     }
-    let [kills, suspensions, lies] = counts;
+    let [kills, suspensions, jumps, lies] = counts;
     println!(
-        "{} whole streams, {} failed with a sentence; {kills} kills, {suspensions} suspensions, {lies} lying routers, {} unread",
+        "{} whole streams, {} failed with a sentence, {} of them with a stale cursor; {kills} kills, {suspensions} suspensions, \
+         {jumps} clock jumps, {lies} lying routers, {} unread",
         total.whole,
         total.failed,
+        total.stale,
         unread.len()
     );
     ensure!(total.whole > total.failed, "more streams failed than ended");
@@ -267,8 +289,11 @@ async fn endure(seed: u64) -> Result<()> {
     // The processes live, and serve as before.
     let after = generate(&channels, requests[0].clone()).await?;
     ensure!(after == expected[0]);
+    let months = cluster.clocks[0].months()?;
     for role in cluster.workers.iter().chain(&cluster.routers) {
         ensure!(!role.log().contains("panicked"), "a panic: {}", role.log());
+        let faked = months.iter().any(|month| role.log().contains(month));
+        ensure!(faked, "its clock is not in {months:?}: {}", role.log());
     }
     Ok(())
 }

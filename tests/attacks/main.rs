@@ -7,6 +7,7 @@ mod exhaustion;
 mod lying_worker;
 mod model_files;
 mod secrets;
+mod wall_clock;
 mod worker_port;
 
 use std::path::Path;

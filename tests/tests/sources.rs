@@ -20,6 +20,7 @@ const SOURCES: [&str; 24] = [
     "router/output-parser/src",
     "router/src",
     "simulator/src",
+    "tests/loom/src",
     "tests/support/cuda/src",
     "tests/support/fixtures/src",
     "tests/support/fuzz/src",

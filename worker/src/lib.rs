@@ -13,6 +13,7 @@ pub mod fuzz;
 pub mod metrics;
 mod options;
 mod session;
+mod sync;
 mod worker;
 
 pub use inflight_models::ModelSource;

@@ -2,6 +2,7 @@
 
 mod attention;
 mod buffer;
+mod cpu_claim;
 mod gemm;
 mod isa;
 mod kv;
@@ -12,6 +13,7 @@ mod rope;
 mod rows;
 mod sampling;
 mod simd;
+mod sync;
 
 pub use attention::{HEAD_DIM_MAX, Ragged, attention};
 pub use gemm::{AccumulatorInit, Activations, gemm, gemm_swiglu};

@@ -1,21 +1,16 @@
 //! Thread pool for kernels: fork-join jobs with static shares and work stealing.
 
 use std::any::Any;
-use std::cell::UnsafeCell;
 use std::ops::Range;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError};
-use std::thread::{self, JoinHandle, Thread};
+use std::sync::atomic::Ordering;
+use std::sync::{Arc, PoisonError, TryLockError};
 
-mod cpus;
+use super::cpu_claim::CpuClaim;
+use super::sync::{
+    AtomicBool, AtomicUsize, JoinHandle, Mutex, MutexGuard, SPINS, Thread, UnsafeCell, YIELDS, thread,
+};
 
-use cpus::CpuClaim;
-
-/// Rounds of `spin_loop` before the first yield: some 50 us, more than the gaps between most steps.
-const SPINS: u32 = 1 << 12;
-/// Yields before a thread sleeps. Workers may share cores, so waiting must let others run.
-const YIELDS: u32 = 64;
 /// Units per thread that [`Pool::split`] aims for: enough to steal the share of a late thread.
 const UNITS_PER_THREAD: usize = 4;
 
@@ -144,7 +139,7 @@ impl Pool {
             std::mem::transmute::<*const (dyn Fn(usize) + Sync + '_), *const (dyn Fn(usize) + Sync)>(unit)
         };
         // SAFETY: `running` is held and every unit of earlier jobs is finished, so no thread reads `job`.
-        unsafe { *shared.job.get() = Some(PoolJob { unit, units }) };
+        shared.job.with_mut(|job| unsafe { *job = Some(PoolJob { unit, units }) });
         shared.unfinished.store(units, Ordering::SeqCst);
         for thread in 0..self.threads() {
             shared.unclaimed[thread].0.store(shared.share(thread, units).len(), Ordering::SeqCst);
@@ -211,7 +206,7 @@ impl PoolState {
             let owner = (thread + i) % threads;
             while let Some(left) = claim(&self.unclaimed[owner].0) {
                 // SAFETY: this thread has a claimed, unfinished unit, so `job` is set and not written.
-                let job = unsafe { *self.job.get() };
+                let job = self.job.with(|job| unsafe { *job });
                 if let Some(PoolJob { unit, units }) = job {
                     // In ascending order, so that memory is read in one direction.
                     let index = self.share(owner, units).end - left;

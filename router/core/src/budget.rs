@@ -46,11 +46,15 @@ pub struct DailyBudget {
 }
 
 impl DailyBudget {
-    /// Starts a new day. A clock that is set back starts none.
+    /// Starts a new day. A clock that is set back starts none: one that wavers around midnight must not renew the budget
+    /// again and again. If it is set back by more than a day, it was far ahead, and its days to come would renew nothing;
+    /// then the usage counts for the day that it shows now.
     fn advance(&mut self, now: Duration) {
         let day = now.as_secs() / DAY_SECONDS;
         if day > self.day {
             (self.day, self.used) = (day, 0);
+        } else if day + 1 < self.day {
+            self.day = day;
         }
     }
 
@@ -113,6 +117,23 @@ mod tests {
         assert_eq!(budget.reserve(LIMIT, 20, midnight).unwrap_err().used, 40, "yesterday's request");
         // A clock that is set back renews nothing.
         assert_eq!(budget.reserve(LIMIT, 20, NOON).unwrap_err().used, 40);
+    }
+
+    #[test]
+    fn a_clock_that_was_years_ahead_does_not_withhold_the_next_days_budget() {
+        const DAY: Duration = Duration::from_secs(DAY_SECONDS);
+        let mut budget = DailyBudget::default();
+        budget.count(100, NOON);
+        let ahead = NOON + 3000 * DAY;
+        budget.reserve(LIMIT, 100, ahead).unwrap();
+        budget.settle(100, 100, ahead);
+        assert_eq!(budget.reserve(LIMIT, 1, NOON).unwrap_err().used, 100, "setting it right renews nothing");
+        budget.reserve(LIMIT, 100, NOON + DAY).unwrap();
+        budget.settle(100, 100, NOON + DAY);
+        // Back and forth over one midnight renews it once.
+        for now in [NOON, NOON + DAY, NOON, NOON + DAY] {
+            assert_eq!(budget.reserve(LIMIT, 1, now).unwrap_err().used, 100);
+        }
     }
 
     #[test]

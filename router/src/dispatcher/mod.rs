@@ -1,6 +1,7 @@
 //! The dispatcher's shell: feeds events to the pure [`Dispatcher`] under one lock and carries out its commands.
 
 mod execute;
+mod handoff;
 mod notices;
 mod recorder;
 pub(crate) mod request;

@@ -1,7 +1,7 @@
 //! An admitted request: the validated call, and the hand-off between the dispatcher and its client's stream.
 
 use std::collections::VecDeque;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 use std::task::{Context, Poll, Waker};
 use std::time::{Duration, Instant};
 
@@ -10,6 +10,7 @@ use inflight_router_core::{
     BlockHashChain, ChoiceOutput, LaneId, QueueLimits, RequestId, RequestPlaced, RequestSpec,
 };
 
+use super::handoff::Handoff;
 use crate::api::cursor::Cursor;
 use crate::api::output_plan::OutputPlan;
 use crate::call_guard::CallGuard;
@@ -146,7 +147,7 @@ pub(crate) struct StreamRead {
 pub(crate) struct ActiveRequest {
     id: RequestId,
     pub(crate) call: AdmittedCall,
-    state: Mutex<StreamState>,
+    state: Handoff<StreamState>,
     /// Resources held against the router's limits.
     pub(crate) guard: CallGuard,
 }
@@ -172,32 +173,67 @@ struct StreamState {
     /// Span of the first wait in the queue; closed at the dispatch.
     queue_span: Option<tracing::Span>,
     stalled: bool,
-    /// Whether the stream has something to read.
-    has_unread: bool,
-    /// Waker of the stream, while it waits.
-    reader: Option<Waker>,
     /// Time since which the stream has something unread. A transport whose client does not read does not
     /// poll.
     unread_since: Option<Instant>,
 }
 
 impl StreamState {
+    /// Unread tokens above which a stream counts as stalled.
+    const STALLED_TOKENS: usize = 256;
+
     /// Returns how long output has been unread.
     fn unread_for(&self, now: Instant) -> Duration {
         self.unread_since.map_or(Duration::ZERO, |since| now.saturating_duration_since(since))
     }
 
-    /// Marks something as unread. A waiting stream is added to `readers`, to be woken after all commands of
-    /// the event, so that streams of one connection write all their tokens at once.
-    fn mark_unread(&mut self, readers: &mut Vec<Waker>) {
-        self.has_unread = true;
-        readers.extend(self.reader.take());
+    /// Adds output.
+    fn push(&mut self, output: ChoiceOutput, now: Instant) {
+        let ChoiceOutput { choice, mut tokens, mut logprobs, prompt_logprobs, finish, computed_prompt } =
+            output;
+        if !tokens.is_empty() {
+            self.times.first_token.get_or_insert(now);
+            self.times.last_token = Some(now);
+        }
+        self.computed_prompt = self.computed_prompt.or(computed_prompt);
+        self.unread_since.get_or_insert(now);
+        self.unread_tokens += tokens.len() + prompt_logprobs.len();
+        self.prompt_logprobs.extend(prompt_logprobs);
+        let Some(unread) = self.unread.get_mut(choice as usize) else { return };
+        if unread.tokens.is_empty() {
+            (unread.tokens, unread.logprobs) = (tokens, logprobs);
+        } else {
+            unread.tokens.append(&mut tokens);
+            unread.logprobs.append(&mut logprobs);
+        }
+        unread.end = unread.end.or(finish);
+        if !self.stalled && self.unread_tokens > Self::STALLED_TOKENS {
+            self.stalled = true;
+            metrics::counter!(names::STALLED_STREAMS).increment(1);
+        }
+    }
+
+    /// Takes all that is unread.
+    fn take(&mut self) -> StreamRead {
+        self.stalled = false;
+        self.unread_since = None;
+        self.unread_tokens = 0;
+        let unread = self.unread.iter_mut().zip(0..);
+        let unread = unread.filter(|(unread, _)| !unread.tokens.is_empty() || unread.end.is_some());
+        let fresh = unread.map(|(unread, choice)| (choice, std::mem::take(unread))).collect();
+        StreamRead {
+            placed: self.times.placed.is_some(),
+            paused: std::mem::take(&mut self.paused),
+            fingerprint: self.fingerprint.clone(),
+            changes: self.changes.drain(..).collect(),
+            prompt_logprobs: std::mem::take(&mut self.prompt_logprobs),
+            fresh,
+            failure: self.failure.clone(),
+        }
     }
 }
 
 impl ActiveRequest {
-    /// Unread tokens above which a stream counts as stalled.
-    const STALLED_TOKENS: usize = 256;
     /// Unread time after which the transport is assumed not to poll.
     const UNPOLLED_MIN: Duration = Duration::from_millis(50);
 
@@ -220,11 +256,9 @@ impl ActiveRequest {
             computed_prompt: None,
             queue_span: Some(queue_span),
             stalled: false,
-            has_unread: true,
-            reader: None,
             unread_since: None,
         };
-        Self { id, call, state: Mutex::new(state), guard }
+        Self { id, call, state: Handoff::new(state), guard }
     }
 
     /// Returns its id in the dispatcher.
@@ -232,39 +266,36 @@ impl ActiveRequest {
         self.id
     }
 
-    fn lock(&self) -> MutexGuard<'_, StreamState> {
-        // The state is consistent at every call that could panic.
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     /// Records that it was not admitted.
     pub(super) fn reject(&self, outcome: Outcome) {
-        self.lock().rejection = Some(outcome);
+        self.state.access(|state| state.rejection = Some(outcome));
     }
 
     /// Returns why it was not admitted.
     pub(super) fn rejection(&self) -> Option<Outcome> {
-        self.lock().rejection.clone()
+        self.state.access(|state| state.rejection.clone())
     }
 
     /// Records a dispatch to a worker.
     pub(super) fn place(&self, placed: RequestPlaced, now: Instant, readers: &mut Vec<Waker>) {
-        let mut state = self.lock();
-        state.queue_span = None;
-        state.paused = false;
-        if state.times.placed.is_none() {
-            state.times.placed = Some(now);
-            let waited = now.saturating_duration_since(self.call.arrived);
-            let model = self.call.model.clone();
-            metrics::histogram!(names::QUEUE_SECONDS, "model" => model.clone()).record(waited);
-            metrics::counter!(names::PROMPT_TOKENS, "model" => model)
-                .increment(self.call.prompt.len() as u64);
-        }
-        if let Some(tokens) = placed.changed_after {
-            state.changes.push_back(FingerprintChange { fingerprint: placed.fingerprint.clone(), tokens });
-        }
-        state.fingerprint = Some(placed.fingerprint);
-        state.mark_unread(readers);
+        self.state.change(readers, |state| {
+            state.queue_span = None;
+            state.paused = false;
+            if state.times.placed.is_none() {
+                state.times.placed = Some(now);
+                let waited = now.saturating_duration_since(self.call.arrived);
+                let model = self.call.model.clone();
+                metrics::histogram!(names::QUEUE_SECONDS, "model" => model.clone()).record(waited);
+                metrics::counter!(names::PROMPT_TOKENS, "model" => model)
+                    .increment(self.call.prompt.len() as u64);
+            }
+            if let Some(tokens) = placed.changed_after {
+                state
+                    .changes
+                    .push_back(FingerprintChange { fingerprint: placed.fingerprint.clone(), tokens });
+            }
+            state.fingerprint = Some(placed.fingerprint);
+        });
     }
 
     /// Delivers output to the stream.
@@ -275,95 +306,51 @@ impl ActiveRequest {
         now: Instant,
         readers: &mut Vec<Waker>,
     ) -> DeliveryEffect {
-        let ChoiceOutput { choice, mut tokens, mut logprobs, prompt_logprobs, finish, computed_prompt } =
-            output;
-        let mut state = self.lock();
-        if !tokens.is_empty() {
-            state.times.first_token.get_or_insert(now);
-            state.times.last_token = Some(now);
-        }
-        state.computed_prompt = state.computed_prompt.or(computed_prompt);
-        state.unread_since.get_or_insert(now);
-        state.unread_tokens += tokens.len() + prompt_logprobs.len();
-        state.prompt_logprobs.extend(prompt_logprobs);
-        let Some(unread) = state.unread.get_mut(choice as usize) else { return DeliveryEffect::Taken };
-        if unread.tokens.is_empty() {
-            (unread.tokens, unread.logprobs) = (tokens, logprobs);
-        } else {
-            unread.tokens.append(&mut tokens);
-            unread.logprobs.append(&mut logprobs);
-        }
-        unread.end = unread.end.or(finish);
-        if !state.stalled && state.unread_tokens > Self::STALLED_TOKENS {
-            state.stalled = true;
-            metrics::counter!(names::STALLED_STREAMS).increment(1);
-        }
-        state.mark_unread(readers);
-        // If it was polled just now, the stream is behind, not its client.
-        let overfull = state.unread_tokens > unread_max && state.unread_for(now) > Self::UNPOLLED_MIN;
-        if overfull { DeliveryEffect::Overfull } else { DeliveryEffect::Taken }
+        self.state.change(readers, |state| {
+            state.push(output, now);
+            // If it was polled just now, the stream is behind, not its client.
+            let overfull = state.unread_tokens > unread_max && state.unread_for(now) > Self::UNPOLLED_MIN;
+            if overfull { DeliveryEffect::Overfull } else { DeliveryEffect::Taken }
+        })
     }
 
     /// Records that it runs on no worker until its stream is read.
     pub(super) fn pause(&self, readers: &mut Vec<Waker>) {
         metrics::counter!(names::PAUSED_STREAMS).increment(1);
-        let mut state = self.lock();
-        state.paused = true;
-        state.mark_unread(readers);
+        self.state.change(readers, |state| state.paused = true);
     }
 
     /// Ends it with an error; the first one counts.
     pub(super) fn fail(&self, outcome: Outcome, readers: &mut Vec<Waker>) {
-        let mut state = self.lock();
-        state.failure.get_or_insert(outcome);
-        state.queue_span = None;
-        state.mark_unread(readers);
+        self.state.change(readers, |state| {
+            state.failure.get_or_insert(outcome);
+            state.queue_span = None;
+        });
     }
 
     /// Returns how long output has been unread.
     pub(super) fn unread_for(&self, now: Instant) -> Duration {
-        self.lock().unread_for(now)
+        self.state.access(|state| state.unread_for(now))
     }
 
     /// Reads all unread output; registers the waker if there is none.
     pub(crate) fn poll_read(&self, context: &Context<'_>) -> Poll<StreamRead> {
-        let mut state = self.lock();
-        if !std::mem::take(&mut state.has_unread) {
-            match &mut state.reader {
-                Some(reader) => reader.clone_from(context.waker()),
-                none => *none = Some(context.waker().clone()),
-            }
-            return Poll::Pending;
-        }
-        state.stalled = false;
-        state.unread_since = None;
-        state.unread_tokens = 0;
-        let unread = state.unread.iter_mut().zip(0..);
-        let unread = unread.filter(|(unread, _)| !unread.tokens.is_empty() || unread.end.is_some());
-        let fresh = unread.map(|(unread, choice)| (choice, std::mem::take(unread))).collect();
-        Poll::Ready(StreamRead {
-            placed: state.times.placed.is_some(),
-            paused: std::mem::take(&mut state.paused),
-            fingerprint: state.fingerprint.clone(),
-            changes: state.changes.drain(..).collect(),
-            prompt_logprobs: std::mem::take(&mut state.prompt_logprobs),
-            fresh,
-            failure: state.failure.clone(),
-        })
+        self.state.poll_read(context, StreamState::take)
     }
 
     pub(crate) fn times(&self) -> RequestTimes {
-        self.lock().times
+        self.state.access(|state| state.times)
     }
 
     /// Returns the prompt tokens found in a worker's prefix cache and the fingerprint of the last worker.
     pub(crate) fn served(&self) -> (u32, Option<Arc<str>>) {
-        let state = self.lock();
+        let (computed, fingerprint) =
+            self.state.access(|state| (state.computed_prompt, state.fingerprint.clone()));
         let prompt = self.call.prompt.len() as u32;
         // The first choice to report has computed its resumed tokens, too.
         let resumed = self.call.resumed.iter().map(Vec::len).max().unwrap_or(0) as u32;
         let cached = |computed: u32| (prompt + resumed).saturating_sub(computed).min(prompt);
-        (state.computed_prompt.map_or(0, cached), state.fingerprint.clone())
+        (computed.map_or(0, cached), fingerprint)
     }
 
     pub(crate) fn count_unbilled(&self, tokens: usize) {

@@ -15,6 +15,18 @@ pub enum TemplateError {
     /// Syntax error in the template.
     #[error("the chat template does not parse: {0}")]
     Syntax(String),
+    /// The messages are too many for their size.
+    #[error(
+        "there are {count} messages of {bytes} bytes in all; the product of the two may be at most {most}, so send fewer or shorter messages"
+    )]
+    TooLarge {
+        /// Number of messages and tools.
+        count: usize,
+        /// Bytes of their texts.
+        bytes: usize,
+        /// Maximum product.
+        most: usize,
+    },
     /// Rendering failed: the template raised an error or took too many steps.
     #[error("the chat template refused the messages: {0}")]
     Render(String),
@@ -38,6 +50,9 @@ impl ChatTemplate {
     const OUTPUT_BYTES: usize = 1 << 20;
     /// Bytes that a byte of a message may become: escapes in JSON take up to six, and templates may repeat a message.
     const OUTPUT_FACTOR: usize = 16;
+    /// Maximum product of the number of messages and tools and their bytes. A template that collects messages in one string, such
+    /// as all system messages, copies the string at each of them: half of this product for each `+`.
+    const MESSAGES_TIMES_BYTES: usize = 1 << 31;
     const NAME: &'static str = "chat";
 
     /// Parses a template.
@@ -84,7 +99,7 @@ impl ChatTemplate {
     /// message are replaced; the template then does not see that token.
     ///
     /// # Errors
-    /// [`TemplateError::Render`] with the template's own message.
+    /// [`TemplateError::TooLarge`]; [`TemplateError::Render`] with the template's own message.
     pub fn render_prompt(
         &self,
         messages: &[Message],
@@ -131,8 +146,13 @@ impl ChatTemplate {
     /// of tools as in OpenAI's API.
     ///
     /// # Errors
-    /// [`TemplateError::Render`] with the template's own message.
+    /// [`TemplateError::TooLarge`]; [`TemplateError::Render`] with the template's own message.
     pub fn render(&self, messages: &[Message], tools: &[Value]) -> Result<String, TemplateError> {
+        let count = messages.len() + tools.len();
+        let given = conversation::bytes(messages, tools);
+        if given.saturating_mul(count) > Self::MESSAGES_TIMES_BYTES {
+            return Err(TemplateError::TooLarge { count, bytes: given, most: Self::MESSAGES_TIMES_BYTES });
+        }
         let context = minijinja::context! {
             messages => messages.iter().map(Message::to_value).collect::<Value>(),
             // Templates tell none from an empty list.
@@ -141,7 +161,6 @@ impl ChatTemplate {
             bos_token => &self.bos_token,
             eos_token => &self.eos_token,
         };
-        let given = conversation::bytes(messages, tools);
         let most = Self::OUTPUT_BYTES.saturating_add(given.saturating_mul(Self::OUTPUT_FACTOR));
         let mut output = BoundedOutput { bytes: Vec::new(), most, exceeded: false };
         let rendered = self
@@ -270,6 +289,23 @@ mod tests {
         let long = "{% for i in range(100) %}{{ 'x' * 100000 }}{% endfor %}";
         let refused = ChatTemplate::new(long, "", "").unwrap().render(&[], &[]).unwrap_err();
         assert!(refused.to_string().contains("its output exceeds 1048576 bytes"), "{refused}");
+    }
+
+    /// Templates of this kind exist; what they copy grows with the square of the conversation.
+    #[test]
+    fn a_template_that_collects_messages_copies_a_bounded_number_of_bytes() {
+        let source = "{% set ns = namespace(system='') %}{% for message in messages %}{% set ns.system = ns.system + \
+                      '\n' + message['content'] %}{% endfor %}{{ ns.system }}";
+        let template = ChatTemplate::new(source, "", "").unwrap();
+        let conversation = |count: usize, bytes: usize| {
+            template.render(&vec![message("system", &"x".repeat(bytes / count - "system".len())); count])
+        };
+        assert!(conversation(1 << 10, 1 << 18).is_ok());
+        let refused = conversation(1 << 14, 1 << 18).unwrap_err().to_string();
+        assert!(
+            refused.starts_with("there are 16384 messages of 262144 bytes in all; the product"),
+            "{refused}"
+        );
     }
 
     #[test]

@@ -1,11 +1,13 @@
 //! Watchdog of the engine: detects a device that does not respond.
 
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use inflight_worker_core::Time;
 
-/// Start time and time limit of the engine's current step. Sessions run on their own tasks, so without it a
+use crate::sync::AtomicU64;
+
+/// Deadline of the engine's current step. Sessions run on their own tasks, so without it a
 /// hung device would go unnoticed: heartbeats would continue, and streams would wait forever.
 ///
 /// A step may take [`Watchdog::MARGIN`] times the predicted duration of the largest step, but at least three
@@ -13,10 +15,9 @@ use inflight_worker_core::Time;
 /// requests.
 #[derive(Debug)]
 pub(crate) struct Watchdog {
-    /// Start of the current step in nanoseconds; 0 between steps.
-    began: AtomicU64,
-    /// Time limit of the current step in nanoseconds.
-    limit: AtomicU64,
+    /// End of the current step's time limit in nanoseconds; [`Self::IDLE`] between steps. One number: of start and limit in
+    /// two, a session could read those of different steps.
+    deadline: AtomicU64,
     limit_min: Duration,
 }
 
@@ -26,31 +27,29 @@ impl Watchdog {
     /// Lower bound of `limit_min`: a device may stall briefly, as when memory is touched for the first time.
     const LIMIT_MIN: Duration = Duration::from_secs(3);
     const LIMIT_MAX: Duration = Duration::from_secs(60);
+    const IDLE: u64 = u64::MAX;
 
     /// Creates an idle watchdog for a worker with this heartbeat interval.
     pub fn new(heartbeat: Duration) -> Self {
         let limit_min = (3 * heartbeat).clamp(Self::LIMIT_MIN, Self::LIMIT_MAX);
-        Self { began: AtomicU64::new(0), limit: AtomicU64::new(u64::MAX), limit_min }
+        Self { deadline: AtomicU64::new(Self::IDLE), limit_min }
     }
 
     /// Marks the start of a step; `step_max` is the predicted duration of the largest step.
     pub fn begin(&self, now: Time, step_max: Duration) {
         let limit = step_max.saturating_mul(Self::MARGIN).clamp(self.limit_min, Self::LIMIT_MAX);
-        self.limit.store(limit.as_nanos() as u64, Ordering::Relaxed);
-        self.began.store(now.as_nanos().max(1), Ordering::Relaxed);
+        let deadline = now.as_nanos().saturating_add(limit.as_nanos() as u64);
+        self.deadline.store(deadline, Ordering::Relaxed);
     }
 
     /// Marks the end of the step.
     pub fn end(&self) {
-        self.began.store(0, Ordering::Relaxed);
+        self.deadline.store(Self::IDLE, Ordering::Relaxed);
     }
 
     /// Returns whether the current step has exceeded its time limit.
     pub fn is_stuck(&self, now: Time) -> bool {
-        match self.began.load(Ordering::Relaxed) {
-            0 => false,
-            began => now.as_nanos().saturating_sub(began) > self.limit.load(Ordering::Relaxed),
-        }
+        now.as_nanos() > self.deadline.load(Ordering::Relaxed)
     }
 }
 

@@ -20,6 +20,7 @@ use crate::process::{HOST_CACHE_BYTES, ProcessTag, kill};
 pub struct RoleProcess {
     program: PathBuf,
     arguments: Vec<String>,
+    variables: Vec<(String, String)>,
     /// gRPC address; the same after a restart.
     pub address: SocketAddr,
     /// Address of the metrics endpoint; the same after a restart.
@@ -36,10 +37,23 @@ impl RoleProcess {
     /// # Errors
     /// The process does not get ready; the error contains its standard error.
     pub async fn start(program: PathBuf, role: &str, flags: &[String]) -> Result<Self> {
+        Self::start_with_env(program, role, flags, &[]).await
+    }
+
+    /// [`RoleProcess::start`] with environment variables, which the process has after a restart, too.
+    ///
+    /// # Errors
+    /// The process does not get ready; the error contains its standard error.
+    pub async fn start_with_env(
+        program: PathBuf,
+        role: &str,
+        flags: &[String],
+        variables: &[(String, String)],
+    ) -> Result<Self> {
         let mut arguments = vec![role.to_owned()];
         arguments.extend_from_slice(flags);
         let any = SocketAddr::from(([127, 0, 0, 1], 0));
-        Self::spawn(program, arguments, any, any).await
+        Self::spawn(program, arguments, variables.to_vec(), any, any).await
     }
 
     /// Starts the process again on its previous addresses; it must have exited.
@@ -49,7 +63,7 @@ impl RoleProcess {
     pub async fn restart(&mut self) -> Result<()> {
         let (program, arguments) = (self.program.clone(), self.arguments.clone());
         let log = self.log();
-        let next = Self::spawn(program, arguments, self.address, self.metrics).await;
+        let next = Self::spawn(program, arguments, self.variables.clone(), self.address, self.metrics).await;
         *self = next.with_context(|| format!("before, it wrote:\n{log}"))?;
         Ok(())
     }
@@ -57,6 +71,7 @@ impl RoleProcess {
     async fn spawn(
         program: PathBuf,
         arguments: Vec<String>,
+        variables: Vec<(String, String)>,
         listen: SocketAddr,
         metrics: SocketAddr,
     ) -> Result<Self> {
@@ -67,6 +82,7 @@ impl RoleProcess {
             .arg(format!("--listen={listen}"))
             .arg(format!("--metrics-listen={metrics}"))
             .env(name, value)
+            .envs(variables.iter().cloned())
             .env(HOST_CACHE_BYTES.0, HOST_CACHE_BYTES.1)
             .stdin(Stdio::null())
             .stdout(Stdio::piped())
@@ -108,7 +124,7 @@ impl RoleProcess {
         };
         // Drains the pipe: the process would block once it is full.
         tokio::spawn(async move { while let Ok(Some(_)) = events.next_line().await {} });
-        Ok(Self { program, arguments, address, metrics, pid, child, log })
+        Ok(Self { program, arguments, variables, address, metrics, pid, child, log })
     }
 
     /// Sends a signal to the process.
