@@ -154,6 +154,10 @@ struct StreamState {
     unread: Vec<UnreadOutput>,
     /// Unread log probabilities of prompt tokens; bounded by the prompt.
     prompt_logprobs: Vec<PromptLogprobs>,
+    /// Time of the last tokens by choice.
+    last_tokens: Vec<Option<Instant>>,
+    /// Gaps between tokens of the model, looked up once.
+    gaps: metrics::Histogram,
     /// Number of unread tokens, and of log probabilities of prompt tokens.
     unread_tokens: usize,
     times: RequestTimes,
@@ -207,6 +211,8 @@ impl ActiveRequest {
         let state = StreamState {
             unread: (0..call.sampling.n).map(|_| UnreadOutput::default()).collect(),
             prompt_logprobs: Vec::new(),
+            last_tokens: vec![None; call.sampling.n as usize],
+            gaps: metrics::histogram!(names::INTER_TOKEN_SECONDS, "model" => call.model.clone()),
             unread_tokens: 0,
             times: RequestTimes::default(),
             rejection: None,
@@ -278,6 +284,11 @@ impl ActiveRequest {
         if !tokens.is_empty() {
             state.times.first_token.get_or_insert(now);
             state.times.last_token = Some(now);
+            if let Some(last) = state.last_tokens.get_mut(choice as usize)
+                && let Some(before) = last.replace(now)
+            {
+                state.gaps.record(now.saturating_duration_since(before));
+            }
         }
         state.computed_prompt = state.computed_prompt.or(computed_prompt);
         state.unread_since.get_or_insert(now);
