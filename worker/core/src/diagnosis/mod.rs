@@ -232,7 +232,7 @@ mod tests {
 
     #[test]
     fn a_failed_recording_is_found_with_and_without_iterations() {
-        let failed = Conditions { recording_failed: true };
+        let failed = Conditions { recording_failed: true, ..Conditions::default() };
         for steps in [Vec::new(), vec![step(0), step(1)]] {
             let findings = diagnose(steps.iter(), &LIMITS(), &Objectives::default(), failed);
             let found: Vec<_> = findings.iter().map(|finding| finding.limit).collect();
