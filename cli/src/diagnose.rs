@@ -6,9 +6,11 @@ use inflight_net::SecretFile;
 use inflight_proto::prove;
 use inflight_proto::v1::worker_client::WorkerClient;
 use inflight_proto::v1::{DiagnoseRequest, DiagnoseResponse, IterationSummary, Load};
+use serde_json::json;
 
 use crate::exit::{self, CommandError, Exit};
 use crate::generate::connect;
+use crate::units::Span;
 use crate::worker_secret::WorkerSecretArgs;
 
 /// Path of the method that reports bottlenecks.
@@ -23,6 +25,12 @@ pub struct Args {
     /// Also print this many of the last iterations
     #[arg(long, value_name = "N", default_value_t = 0, value_parser = clap::value_parser!(u32).range(0..=1024))]
     pub iterations: u32,
+    /// Queueing time in a worker beyond which a request counts as late
+    #[arg(long, value_name = "DURATION", default_value = "1s")]
+    pub slo_queue: Span,
+    /// Print one JSON object per worker and line
+    #[arg(long)]
+    pub json: bool,
     #[command(flatten)]
     pub secret: WorkerSecretArgs,
 }
@@ -35,10 +43,12 @@ pub async fn run(args: Args) -> Result<(), CommandError> {
     let secret = args.secret.open()?;
     let secrets = secret.as_ref().map(SecretFile::secrets).unwrap_or_default();
     let mut outcome = Ok(());
+    let objective = u64::try_from(args.slo_queue.0.as_micros()).unwrap_or(u64::MAX);
+    let request = DiagnoseRequest { iterations: args.iterations, queue_objective_us: objective };
     for worker in &args.workers {
-        match diagnose(worker, args.iterations, &secrets).await {
+        match diagnose(worker, request, &secrets).await {
             Ok(answer) => {
-                let text = render(worker, &answer);
+                let text = if args.json { json_line(worker, &answer) } else { render(worker, &answer) };
                 if std::io::stdout().lock().write_all(text.as_bytes()).is_err() {
                     return Ok(()); // the pipe is closed
                 }
@@ -54,12 +64,12 @@ pub async fn run(args: Args) -> Result<(), CommandError> {
 
 async fn diagnose(
     worker: &str,
-    iterations: u32,
+    request: DiagnoseRequest,
     secrets: &[Vec<u8>],
 ) -> Result<DiagnoseResponse, CommandError> {
     let url = if worker.contains("://") { worker.to_owned() } else { format!("http://{worker}") };
     let mut client = WorkerClient::new(connect(&url).await?);
-    let request = prove(&mut client, secrets, DIAGNOSE_PATH, DiagnoseRequest { iterations }).await;
+    let request = prove(&mut client, secrets, DIAGNOSE_PATH, request).await;
     let (request, _) = request.map_err(|error| CommandError::new(Exit::Unavailable, error.to_string()))?;
     let answer = client.diagnose(request).await;
     answer.map(tonic::Response::into_inner).map_err(|status| {
@@ -101,6 +111,53 @@ fn render(worker: &str, answer: &DiagnoseResponse) -> String {
     text
 }
 
+/// Returns a diagnosis as a JSON object and a newline.
+fn json_line(worker: &str, answer: &DiagnoseResponse) -> String {
+    let load = |load: Option<Load>| {
+        let load = load.unwrap_or_default();
+        json!({
+            "running_sequences": load.running_sequences,
+            "waiting_sequences": load.waiting_sequences,
+            "swapped_sequences": load.swapped_sequences,
+            "kv_blocks_used": load.kv_blocks_used,
+            "host_kv_blocks_used": load.host_kv_blocks_used,
+            "preemptions": load.preemptions,
+        })
+    };
+    let findings = answer.findings.iter().map(|finding| {
+        json!({
+            "bottleneck": finding.bottleneck,
+            "window_share": finding.window_share,
+            "evidence": finding.evidence,
+            "advice": finding.advice,
+        })
+    });
+    let iterations = answer.iterations.iter().map(|step| {
+        json!({
+            "iteration": step.iteration,
+            "duration_us": step.duration_us,
+            "predicted_us": step.predicted_us,
+            "decodes": step.decodes,
+            "prefills": step.prefills,
+            "prefill_tokens": step.prefill_tokens,
+            "max_queue_wait_us": step.max_queue_wait_us,
+            "preempted_sequences": step.preempted_sequences,
+            "stalled_decodes": step.stalled_decodes,
+            "blocked_by": step.blocked_by,
+            "load": load(step.load),
+        })
+    });
+    let object = json!({
+        "worker": worker,
+        "window_iterations": answer.window_iterations,
+        "window_seconds": answer.window_seconds,
+        "load": load(answer.load),
+        "findings": findings.collect::<Vec<_>>(),
+        "iterations": iterations.collect::<Vec<_>>(),
+    });
+    format!("{object}\n")
+}
+
 fn iteration_line(step: &IterationSummary) -> String {
     let Load { running_sequences, waiting_sequences, kv_blocks_used, .. } = step.load.unwrap_or_default();
     let mut text = format!(
@@ -140,6 +197,9 @@ mod tests {
             text.contains("42 %  queue time: the longest wait was 3.0 s\n         → add workers\n"),
             "{text}"
         );
+        let parsed: serde_json::Value = serde_json::from_str(&json_line("w", &answer)).unwrap();
+        assert_eq!(parsed["findings"][0]["advice"], "add workers");
+        assert_eq!((&parsed["worker"], &parsed["window_iterations"]), (&json!("w"), &json!(10)));
         assert!(render("w", &DiagnoseResponse::default()).contains("no iterations yet"));
     }
 }

@@ -111,6 +111,9 @@ pub struct EngineArgs {
     /// Token budget of an iteration, over all sequences
     #[arg(long, value_name = "N", default_value_t = Options::default().max_batch_tokens, env = "INFLIGHT_WORKER_MAX_BATCH_TOKENS")]
     pub max_batch_tokens: u32,
+    /// Output tokens for which a sequence reserves KV blocks at admission [default: one block]
+    #[arg(long, value_name = "N", env = "INFLIGHT_WORKER_DECODE_RESERVE_TOKENS")]
+    pub decode_reserve_tokens: Option<u32>,
     /// Maximum sequence length, prompt and output together [default: the model's context length]
     #[arg(long, value_name = "N", env = "INFLIGHT_WORKER_MAX_CONTEXT_TOKENS")]
     pub max_context_tokens: Option<u32>,
@@ -216,6 +219,7 @@ impl Args {
             block_tokens: engine.block_tokens,
             max_sequences: engine.max_sequences,
             max_batch_tokens: engine.max_batch_tokens,
+            decode_reserve_tokens: engine.decode_reserve_tokens,
             max_context_tokens: engine.max_context_tokens,
             max_waiting: engine.max_waiting,
             max_sessions: self.max_sessions,

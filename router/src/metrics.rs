@@ -38,6 +38,12 @@ pub const FIRST_TOKEN_BUCKETS: &[f64] =
 pub const PER_TOKEN_BUCKETS: &[f64] =
     &[0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5];
 
+/// Buckets of gaps between tokens, in seconds: from a fraction of a decode step to a stall.
+pub const GAP_BUCKETS: &[f64] = &[
+    0.001, 0.0025, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1.0, 2.0,
+    5.0, 10.0,
+];
+
 macro_rules! metrics_table {
     ($($id:ident = $name:literal, $kind:expr, $unit:expr, [$($label:literal),*], $help:literal;)*) => {
         $(pub(crate) const $id: &str = $name;)*
@@ -172,6 +178,9 @@ metrics_table! {
     FIRST_TOKEN_SECONDS = "gen_ai_server_time_to_first_token_seconds", MetricKind::Histogram(FIRST_TOKEN_BUCKETS),
         Unit::Seconds, ["gen_ai_request_model", "gen_ai_operation_name"],
         "Time to first token, from arrival";
+    INTER_TOKEN_SECONDS = "inflight_router_inter_token_seconds", MetricKind::Histogram(GAP_BUCKETS), Unit::Seconds,
+        ["model"],
+        "Every gap between tokens of a choice, as they come from the worker; tokens that come together are one";
     PER_TOKEN_SECONDS = "gen_ai_server_time_per_output_token_seconds", MetricKind::Histogram(PER_TOKEN_BUCKETS),
         Unit::Seconds, ["gen_ai_request_model", "gen_ai_operation_name"],
         "Mean time between the tokens of a request after its first";

@@ -52,6 +52,7 @@ impl ContextHashRuntime {
             vocab_size: VOCAB,
             context_tokens: CONTEXT_TOKENS,
             block_tokens: BLOCK_TOKENS,
+            block_bytes: 0,
             blocks: BLOCKS,
             host_blocks: 0,
             slots: SLOTS,

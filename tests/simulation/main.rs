@@ -239,7 +239,7 @@ async fn wait_until_idle(shared: &SimulationState) {
         let channel = network::channel(&format!("worker-{index}:{PORT}")).unwrap();
         let mut client = WorkerClient::new(channel);
         loop {
-            let answer = client.diagnose(v1::DiagnoseRequest { iterations: 0 }).await;
+            let answer = client.diagnose(v1::DiagnoseRequest::default()).await;
             if let Ok(answer) = answer {
                 let answer = answer.into_inner();
                 let load = answer.load.unwrap();

@@ -159,6 +159,8 @@ pub struct Options {
     pub max_sequences: u32,
     /// Token budget of an iteration.
     pub max_batch_tokens: u32,
+    /// Output tokens for which a sequence reserves KV blocks at admission; `None`: one block.
+    pub decode_reserve_tokens: Option<u32>,
     /// Maximum tokens per sequence; by default, and at most, the model's context length.
     pub max_context_tokens: Option<u32>,
     /// Maximum waiting sequences.
@@ -205,6 +207,7 @@ impl Default for Options {
             block_tokens: 16,
             max_sequences: 256,
             max_batch_tokens: 512,
+            decode_reserve_tokens: None,
             max_context_tokens: None,
             max_waiting: 1024,
             max_sessions: 64,

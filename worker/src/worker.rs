@@ -245,6 +245,7 @@ impl Core {
             policy: options.policy,
             prefix_cache: options.prefix_cache,
             step_target: options.step_target,
+            decode_reserve_tokens: options.decode_reserve_tokens,
             prior: prior.unwrap_or_default(),
             record: options.record.is_some(),
         };

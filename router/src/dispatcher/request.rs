@@ -158,6 +158,10 @@ struct StreamState {
     unread: Vec<UnreadOutput>,
     /// Unread log probabilities of prompt tokens; bounded by the prompt.
     prompt_logprobs: Vec<PromptLogprobs>,
+    /// Time of the last tokens by choice.
+    last_tokens: Vec<Option<Instant>>,
+    /// Gaps between tokens of the model, looked up once.
+    gaps: metrics::Histogram,
     /// Number of unread tokens, and of log probabilities of prompt tokens.
     unread_tokens: usize,
     times: RequestTimes,
@@ -194,6 +198,11 @@ impl StreamState {
         if !tokens.is_empty() {
             self.times.first_token.get_or_insert(now);
             self.times.last_token = Some(now);
+            if let Some(last) = self.last_tokens.get_mut(choice as usize)
+                && let Some(before) = last.replace(now)
+            {
+                self.gaps.record(now.saturating_duration_since(before));
+            }
         }
         self.computed_prompt = self.computed_prompt.or(computed_prompt);
         self.unread_since.get_or_insert(now);
@@ -246,6 +255,8 @@ impl ActiveRequest {
         let state = StreamState {
             unread: (0..call.sampling.n).map(|_| UnreadOutput::default()).collect(),
             prompt_logprobs: Vec::new(),
+            last_tokens: vec![None; call.sampling.n as usize],
+            gaps: metrics::histogram!(names::INTER_TOKEN_SECONDS, "model" => call.model.clone()),
             unread_tokens: 0,
             times: RequestTimes::default(),
             rejection: None,

@@ -2,6 +2,7 @@
 
 use inflight_contract::BlockHash;
 
+use crate::evicted_hashes::EvictedHashes;
 use crate::hash_index::HashIndex;
 
 /// Index of a KV block in its pool.
@@ -70,6 +71,8 @@ pub struct BlockPool {
     frees: u64,
     index: HashIndex,
     events: Vec<CacheEvent>,
+    /// Hashes evicted last; `None`: not kept.
+    evicted: Option<EvictedHashes>,
 }
 
 impl BlockPool {
@@ -84,10 +87,23 @@ impl BlockPool {
             frees: 0,
             index: HashIndex::new(total),
             events: Vec::new(),
+            evicted: None,
         };
         // Low indices first, so that a lightly used pool touches little memory.
         (0..total).rev().for_each(|block| pool.link(block, NONE));
         pool
+    }
+
+    /// Returns the pool with a memory of the evicted hashes, as many as it has blocks.
+    #[must_use]
+    pub fn with_evicted_hashes(mut self) -> Self {
+        self.evicted = Some(EvictedHashes::new(self.total()));
+        self
+    }
+
+    /// Returns true if a block with this hash was among the last evicted ones.
+    pub fn was_evicted(&self, hash: BlockHash) -> bool {
+        self.evicted.as_ref().is_some_and(|evicted| evicted.contains(hash))
     }
 
     /// Returns the number of blocks in the pool.
@@ -127,6 +143,9 @@ impl BlockPool {
             return None;
         }
         self.unlink(block);
+        if let (Some(evicted), Some(hash)) = (&mut self.evicted, self.meta[block as usize].hash) {
+            evicted.push(hash);
+        }
         self.uncache(block);
         self.meta[block as usize].refs = 1;
         Some(block)

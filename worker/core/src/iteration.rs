@@ -153,7 +153,7 @@ pub enum BlockedBy {
 
 impl BlockedBy {
     /// Returns the label used in metrics; stable.
-    pub fn label(self) -> &'static str {
+    pub const fn label(self) -> &'static str {
         match self {
             Self::Blocks { .. } => "blocks",
             Self::Slots => "slots",

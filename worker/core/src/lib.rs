@@ -9,6 +9,7 @@ mod block_pool;
 mod cost;
 mod diagnosis;
 mod dispatch_ahead;
+mod evicted_hashes;
 mod first_token;
 mod grants;
 mod hash_index;

@@ -45,6 +45,8 @@ pub struct Capabilities {
     pub context_tokens: u32,
     /// Tokens per KV block.
     pub block_tokens: u32,
+    /// Bytes of a KV block in all layers, over all ranks; 0 for simulated devices.
+    pub block_bytes: u64,
     /// Blocks in the KV block pool.
     pub blocks: u32,
     /// Blocks in the host pool; 0 if there is none.

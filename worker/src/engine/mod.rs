@@ -48,6 +48,8 @@ pub struct EngineOptions {
     pub prefix_cache: bool,
     /// Bound of the duration of an iteration with decodes.
     pub step_target: StepTarget,
+    /// Output tokens for which a sequence reserves KV blocks at admission; `None`: one block.
+    pub decode_reserve_tokens: Option<u32>,
     /// Prior of the cost model.
     pub prior: CostPrior,
     /// Records all scheduler inputs for replay.
@@ -62,6 +64,7 @@ impl Default for EngineOptions {
             policy: PolicyKind::default(),
             prefix_cache: true,
             step_target: StepTarget::Unbounded,
+            decode_reserve_tokens: None,
             prior: CostPrior::default(),
             record: false,
         }
@@ -77,6 +80,10 @@ pub struct StepReport {
     pub sampled: u32,
     /// Duration of the completed iteration.
     pub took: Duration,
+    /// Its predicted duration.
+    pub predicted: Duration,
+    /// Its decodes.
+    pub decodes: u32,
     /// Sequences that the completed iteration has ended.
     pub ended: u32,
     /// No work is left until the next command.
@@ -127,6 +134,8 @@ pub struct Engine {
     verdicts: Vec<TokenVerdict>,
     ended: Vec<Ended>,
     transfers_done: Vec<TransferDone>,
+    /// Queueing times of the sequences that were admitted since they were last taken.
+    queueing_times: Vec<Duration>,
     transfers: usize,
     cache_events: Vec<(CacheTier, CacheEvent)>,
     /// Groups of choices that share a prefill, numbered from 1.
@@ -135,6 +144,9 @@ pub struct Engine {
 }
 
 impl Engine {
+    /// Maximum queueing times kept for [`Engine::drain_queueing_times`]; further ones are dropped.
+    const QUEUEING_TIMES_MAX: usize = 4096;
+
     /// Creates an idle engine.
     ///
     /// # Errors
@@ -153,6 +165,7 @@ impl Engine {
             prefix_cache: options.prefix_cache,
             step_target: options.step_target,
             iteration_scores: SCORES_MAX,
+            min_decode_tokens: options.decode_reserve_tokens.unwrap_or(capabilities.block_tokens),
             ..SchedulerLimits::new(
                 capabilities.block_tokens,
                 capabilities.blocks,
@@ -198,6 +211,7 @@ impl Engine {
             verdicts: Vec::new(),
             ended: Vec::new(),
             transfers_done: Vec::new(),
+            queueing_times: Vec::new(),
             transfers: 0,
             cache_events: Vec::new(),
             groups: 0,
@@ -213,6 +227,11 @@ impl Engine {
     /// Limits of the scheduler.
     pub fn limits(&self) -> &SchedulerLimits {
         self.scheduler.limits()
+    }
+
+    /// Bytes of a KV block; 0 for simulated devices.
+    pub fn block_bytes(&self) -> u64 {
+        self.runtime.capabilities().block_bytes
     }
 
     /// Load of the scheduler.
@@ -283,6 +302,12 @@ impl Engine {
     /// Blocks in the prefix cache, including changes whose events were not taken yet.
     pub fn cache_contents(&self) -> impl Iterator<Item = (CacheTier, BlockHash)> + '_ {
         self.scheduler.cache_contents()
+    }
+
+    /// Takes the queueing times of the sequences that were admitted for the first time since the last call. The driver
+    /// takes them after every step.
+    pub fn drain_queueing_times(&mut self) -> impl Iterator<Item = Duration> + '_ {
+        self.queueing_times.drain(..)
     }
 
     /// Coefficients of the cost model.
@@ -377,6 +402,8 @@ impl Engine {
         // `plan` ends sequences past their deadline: detach their slots before they are attached again.
         self.settle(events);
         let plan = self.scheduler.iteration();
+        let room = Self::QUEUEING_TIMES_MAX.saturating_sub(self.queueing_times.len());
+        self.queueing_times.extend(self.scheduler.queueing_times().iter().take(room));
         for preempted in &plan.preempted {
             live_mut(&mut self.live, preempted.id).requeue(preempted.kind);
         }
@@ -470,6 +497,9 @@ impl Engine {
         self.runtime.take_scores(&mut self.scores);
         let sampled = self.sampled.len() as u32;
         let tokens = launched.chunks.iter().map(|chunk| chunk.len).sum();
+        let summary = self.scheduler.history().iter().rev().find(|step| step.number == launched.number);
+        let (predicted, decodes) =
+            summary.map_or_else(Default::default, |step| (step.predicted, step.decodes));
         self.take_samples(&launched, events);
         let outcome = IterationOutcome { verdicts: &self.verdicts, took };
         self.scheduler.commit(launched.number, outcome).map_err(|error| EngineFailed(error.to_string()))?;
@@ -481,7 +511,7 @@ impl Engine {
         self.queue_ahead.learn(took, std::mem::take(&mut self.ended_since_completion));
         self.grants.set_sequences(self.scheduler.limits().running_max + self.queue_ahead.depth());
         // Whether the engine is idle is known after the next plan, which may still offload cold blocks.
-        Ok(StepReport { tokens, sampled, took, ended, idle: false })
+        Ok(StepReport { tokens, sampled, took, predicted, decodes, ended, idle: false })
     }
 
     /// Reports finished transfers to the scheduler.

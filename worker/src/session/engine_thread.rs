@@ -53,8 +53,8 @@ pub(crate) enum Message {
     Resync(SessionId),
     /// Diagnose the worker's bottlenecks.
     Diagnose {
-        /// Number of recent iterations to summarize.
-        iterations: u32,
+        /// Objectives, and the number of recent iterations to summarize.
+        request: v1::DiagnoseRequest,
         /// Channel for the response.
         reply: oneshot::Sender<v1::DiagnoseResponse>,
     },
@@ -113,7 +113,7 @@ impl EngineThread {
         recording: Option<File>,
         watchdog: Arc<Watchdog>,
     ) -> Self {
-        let metrics = StepMetrics::new(engine.limits().blocks);
+        let metrics = StepMetrics::new(engine.limits(), engine.block_bytes());
         crate::metrics::recording_failed(false);
         Self {
             engine,
@@ -265,14 +265,17 @@ impl EngineThread {
                     command => self.engine.command(command, self.clock.now(), &mut self.events),
                 }
             }
-            Message::Diagnose { iterations, reply } => {
+            Message::Diagnose { request, reply } => {
                 let (history, load, limits) =
                     (self.engine.history(), self.engine.load(), self.engine.limits());
                 let Grant { sequences, blocks } = self.engine.granted_in_use();
                 let in_use = v1::Grant { sequences, kv_blocks: blocks, priority_sequences: 0 };
-                let conditions = Conditions { recording_failed: self.recording_failed };
+                let conditions = Conditions {
+                    recording_failed: self.recording_failed,
+                    block_bytes: self.engine.block_bytes(),
+                };
                 let diagnosis =
-                    load_report::diagnosis(history, &load, limits, self.step_us, iterations, conditions);
+                    load_report::diagnosis(history, &load, limits, self.step_us, &request, conditions);
                 // The caller may have disconnected.
                 let _ = reply.send(v1::DiagnoseResponse { granted_in_use: Some(in_use), ..diagnosis });
             }
@@ -361,6 +364,9 @@ impl EngineThread {
         drop(events);
         warn_of_unmet_objectives(&self.recorded_load, &load);
         self.metrics.record(&self.recorded_load, &load);
+        for waited in self.engine.drain_queueing_times() {
+            self.metrics.queueing_time(waited);
+        }
         self.metrics.commands.set(self.messages.len() as f64);
         self.recorded_load = load;
     }
@@ -397,11 +403,7 @@ impl EngineThread {
         let micros = u64::try_from(elapsed.as_micros()).unwrap_or(u64::MAX);
         // Exponential moving average with a window of about eight steps.
         self.step_us = if self.step_us == 0 { micros } else { (self.step_us * 7 + micros) / 8 };
-        self.metrics.iterations.increment(1);
-        self.metrics.step_seconds.record(elapsed.as_secs_f64());
-        self.metrics.step_tokens.record(step.tokens);
-        self.metrics.tokens.increment(step.tokens.into());
-        self.metrics.sampled.increment(step.sampled.into());
+        self.metrics.step(step);
         self.anticipation.observe_step(elapsed);
         if let Some(blocked) = self.engine.last_plan().blocked {
             crate::metrics::blocked(blocked.by.label());

@@ -24,19 +24,23 @@ pub(super) fn load(load: &Load, step_us: u64) -> v1::Load {
     }
 }
 
-/// Diagnoses the worker's bottlenecks and summarises its last `iterations` iterations.
+/// Diagnoses the worker's bottlenecks and summarises its last iterations.
 pub(super) fn diagnosis(
     history: &History,
     now: &Load,
     limits: &SchedulerLimits,
     step_us: u64,
-    iterations: u32,
+    request: &v1::DiagnoseRequest,
     conditions: Conditions,
 ) -> v1::DiagnoseResponse {
-    let findings = diagnose(history.iter(), limits, &Objectives::default(), conditions);
+    let mut objectives = Objectives::default();
+    if request.queue_objective_us > 0 {
+        objectives.queue = Duration::from_micros(request.queue_objective_us);
+    }
+    let findings = diagnose(history.iter(), limits, &objectives, conditions);
     let (first, last) = (history.iter().next(), history.iter().next_back());
     let window = first.zip(last).map_or(Duration::ZERO, |(first, last)| last.planned.since(first.planned));
-    let recent = history.len().saturating_sub(iterations as usize);
+    let recent = history.len().saturating_sub(request.iterations as usize);
     v1::DiagnoseResponse {
         findings: findings
             .into_iter()
@@ -44,7 +48,7 @@ pub(super) fn diagnosis(
                 bottleneck: finding.limit.label().to_owned(),
                 window_share: finding.weight,
                 evidence: finding.figure,
-                advice: finding.limit.action().to_owned(),
+                advice: finding.action,
             })
             .collect(),
         window_iterations: history.len() as u32,

@@ -146,7 +146,7 @@ impl worker_server::Worker for WorkerService {
     ) -> Result<Response<v1::DiagnoseResponse>, Status> {
         let stopping = || Status::unavailable("the worker is stopping");
         let (reply, answer) = oneshot::channel();
-        let message = Message::Diagnose { iterations: request.into_inner().iterations, reply };
+        let message = Message::Diagnose { request: request.into_inner(), reply };
         self.0.engine.send(message).await.map_err(|_| stopping())?;
         answer.await.map(Response::new).map_err(|_| stopping())
     }

@@ -84,6 +84,7 @@ impl RecordingRuntime {
             vocab_size: VOCAB,
             context_tokens: 120,
             block_tokens: 4,
+            block_bytes: 0,
             blocks,
             host_blocks,
             slots,
@@ -332,7 +333,7 @@ proptest! {
         let policy = if fcfs { PolicyKind::Fcfs } else { PolicyKind::Fair };
         let prior = CostPrior { trust: 1e-3, ..CostPrior::default().with_copies(0.0, 1e-9) };
         let engine_options = EngineOptions {
-            waiting_max: 64, queue_ahead: 4, policy, prefix_cache, prior, step_target: StepTarget::Unbounded, record: true,
+            waiting_max: 64, queue_ahead: 4, policy, prefix_cache, prior, step_target: StepTarget::Unbounded, record: true, decode_reserve_tokens: None,
         };
         let mut engine = Engine::new(Box::new(runtime), &[EOS], engine_options).unwrap();
         let mut events = Vec::new();

@@ -219,7 +219,12 @@ impl Scheduler {
         let (id, known) = (sequence.id, sequence.known_tokens);
         self.totals.admitted_tokens += u64::from(known);
         self.totals.cached_tokens += u64::from(prefix.tokens);
+        self.totals.evicted_hit_tokens += u64::from(self.evicted_hits(index, prefix.blocks + prefix.host));
         self.resumption.record_found(prefix.blocks, dropped);
+        let sequence = self.sequence(index);
+        if sequence.preempted_at.is_none() {
+            self.queueing_times.push(now.since(sequence.queued));
+        }
         self.resume(index, now);
         self.iteration.admitted.push((id, slot));
         if prefix.host > 0 {
@@ -239,6 +244,18 @@ impl Scheduler {
         self.take_budget(index, len, draft);
         self.prefills.push((index, self.sequence(index).uncomputed()));
         Ok(())
+    }
+
+    /// Returns the tokens behind the first `found` blocks of a new sequence whose blocks were evicted from the
+    /// prefix cache. A preempted sequence has none: its own blocks are no hits of others.
+    fn evicted_hits(&self, index: u32, found: u32) -> u32 {
+        let sequence = self.sequence(index);
+        if sequence.preempted_at.is_some() {
+            return 0;
+        }
+        let max = sequence.reusable_tokens() / self.limits.block_tokens;
+        let hashes = sequence.hashes.iter().take(max as usize).skip(found as usize);
+        hashes.take_while(|hash| self.device.was_evicted(**hash)).count() as u32 * self.limits.block_tokens
     }
 
     /// Returns true if the step may have another prefill chunk.

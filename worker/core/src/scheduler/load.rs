@@ -15,6 +15,8 @@ pub struct Load {
     pub blocks_used: u32,
     /// Device blocks in total.
     pub blocks: u32,
+    /// Positions of the running sequences' blocks that hold no token: the ends of their last blocks.
+    pub unfilled_tokens: u32,
     /// Host blocks owned by sequences and transfers.
     pub host_blocks_used: u32,
     /// Total preemptions by recompute.
@@ -29,6 +31,15 @@ pub struct Load {
     pub cached_tokens: u64,
     /// Subset of `cached_tokens` found in the host pool.
     pub host_cached_tokens: u64,
+    /// Total known tokens of admitted sequences that were in the prefix cache and had been evicted, among the last
+    /// evictions, as many as the pool has blocks: hits of a pool twice as large.
+    pub evicted_hit_tokens: u64,
+    /// Total predicted cost of the preemptions, by the mode that was chosen, in microseconds.
+    pub preemption_cost_us: u64,
+    /// Total predicted cost if all preemptions were by recompute, in microseconds.
+    pub preemption_recompute_us: u64,
+    /// Total predicted cost if all preemptions were by swap, in microseconds.
+    pub preemption_swap_us: u64,
     /// Total cold prefix-cache blocks copied to the host.
     pub blocks_offloaded: u64,
     /// Total blocks swapped out.

@@ -129,6 +129,8 @@ pub struct Scheduler {
     ended: Vec<Ended>,
     freed_slots: Vec<Slot>,
     totals: Load,
+    /// Queueing times of the sequences that the last plan has admitted for the first time.
+    queueing_times: Vec<Duration>,
     history: History,
     resumption: ResumptionEstimator,
     prefill_load: PrefillLoad,
@@ -168,7 +170,7 @@ impl Scheduler {
             policy,
             cost,
             tenants,
-            device: BlockPool::new(limits.blocks),
+            device: BlockPool::new(limits.blocks).with_evicted_hashes(),
             host: BlockPool::new(limits.host_blocks),
             sequences: Vec::new(),
             generations: Vec::new(),
@@ -190,6 +192,7 @@ impl Scheduler {
             ended: Vec::new(),
             freed_slots: Vec::new(),
             totals: Load::default(),
+            queueing_times: Vec::new(),
             history: History::new(Self::HISTORY),
             resumption: ResumptionEstimator::default(),
             prefill_load: PrefillLoad::default(),
@@ -257,7 +260,12 @@ impl Scheduler {
     pub fn load(&self) -> Load {
         let swapping_out =
             |transfer: &&TransferInFlight| transfer.direction == Direction::Out && transfer.owner().is_some();
+        let unfilled = |index: &u32| {
+            let sequence = self.sequence(*index);
+            (sequence.table.len() as u32 * self.limits.block_tokens).saturating_sub(sequence.computed_tokens)
+        };
         Load {
+            unfilled_tokens: self.running.iter().map(unfilled).sum(),
             running: (self.limits.running_max as usize - self.free_slots.len()) as u32,
             waiting: self.waiting,
             swapped: (self.swapped.len() + self.transfers.values().filter(swapping_out).count()) as u32,
@@ -266,6 +274,11 @@ impl Scheduler {
             host_blocks_used: self.host.used(),
             ..self.totals
         }
+    }
+
+    /// Returns the queueing times of the sequences that the last plan has admitted for the first time.
+    pub fn queueing_times(&self) -> &[Duration] {
+        &self.queueing_times
     }
 
     /// Returns the recent iterations.

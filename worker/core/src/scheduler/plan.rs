@@ -51,6 +51,7 @@ impl Scheduler {
     pub fn plan(&mut self, now: Time) -> &Iteration {
         assert!(self.launched.len() < self.limits.depth as usize, "plan was called while a commit was due");
         self.iteration.clear();
+        self.queueing_times.clear();
         self.expire(now);
         let (budget, scores) = (self.limits.iteration_tokens, self.limits.iteration_scores);
         let mut draft = PlanDraft { budget, scores, ..PlanDraft::default() };

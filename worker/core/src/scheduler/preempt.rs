@@ -14,6 +14,26 @@ const OFFLOAD_MAX: usize = 16;
 /// Maximum number of cold blocks examined to find them.
 const OFFLOAD_EXAMINED_MAX: usize = 256;
 
+/// Predicted costs of preempting a sequence, in seconds.
+#[derive(Debug, Clone, Copy)]
+struct PreemptionCost {
+    recompute: f64,
+    swap: f64,
+    /// Whether the host pool has room.
+    can_swap: bool,
+}
+
+impl PreemptionCost {
+    /// Returns the cost of the cheaper mode that is possible, and the mode.
+    fn cheaper(self) -> (f64, Preemption) {
+        if self.can_swap && self.swap < self.recompute {
+            (self.swap, Preemption::Swap)
+        } else {
+            (self.recompute, Preemption::Recompute)
+        }
+    }
+}
+
 impl Scheduler {
     /// Extends a sequence's block table to `tokens` tokens, preempting sequences that go after it. Returns
     /// false if the sequence cannot run in this step: it waits for a fence, or was preempted itself.
@@ -85,27 +105,25 @@ impl Scheduler {
 
     /// Returns the preemption cost of a sequence in seconds per freed block.
     fn cost_per_block(&self, index: u32, now: Time) -> f64 {
-        self.preemption_cost(index, now).0 / f64::from(self.exclusive_blocks(index).max(1))
+        self.preemption_cost(index, now).cheaper().0 / f64::from(self.exclusive_blocks(index).max(1))
     }
 
-    /// Returns the expected cost in seconds of preempting a sequence, and the cheaper mode. The cost of
-    /// resuming counts with the probability of resumption. Copies overlap with steps, so half of their time
-    /// counts. Recompute excludes the tokens expected to be cached still; it is the only mode if the host
-    /// pool is full.
-    fn preemption_cost(&self, index: u32, now: Time) -> (f64, Preemption) {
+    /// Returns the expected costs of preempting a sequence. The cost of resuming counts with the probability of
+    /// resumption. Copies overlap with steps, so half of their time counts. Recompute excludes the tokens
+    /// expected to be cached still; it is the only mode if the host pool is full.
+    fn preemption_cost(&self, index: u32, now: Time) -> PreemptionCost {
         let sequence = self.sequence(index);
         let returns = self.resumption.probability(sequence.deadline, now);
         let tokens = sequence.committed_tokens;
         let (shared, dropped) = self.cached_blocks(index);
         let found = f64::from(shared) + self.resumption.found_share() * f64::from(dropped);
         let cached = ((found * f64::from(self.limits.block_tokens)) as u32).min(tokens);
-        let recompute = returns * self.cost.prefill(cached, tokens - cached).as_secs_f64();
         let blocks = self.limits.blocks_for(tokens);
-        if blocks == 0 || blocks > self.host.free() {
-            return (recompute, Preemption::Recompute);
+        PreemptionCost {
+            recompute: returns * self.cost.prefill(cached, tokens - cached).as_secs_f64(),
+            swap: 0.5 * (1.0 + returns) * self.cost.copy(blocks).as_secs_f64(),
+            can_swap: blocks > 0 && blocks <= self.host.free(),
         }
-        let swap = 0.5 * (1.0 + returns) * self.cost.copy(blocks).as_secs_f64();
-        if swap < recompute { (swap, Preemption::Swap) } else { (recompute, Preemption::Recompute) }
     }
 
     /// Returns the number of leading cached blocks shared with other owners, and of the cached blocks behind
@@ -198,7 +216,12 @@ impl Scheduler {
 
     /// Preempts a sequence that no iteration uses, in the cheaper mode.
     fn preempt_now(&mut self, index: u32, beneficiary: SequenceId, now: Time, draft: &mut PlanDraft) {
-        let (_, kind) = self.preemption_cost(index, now);
+        let predicted = self.preemption_cost(index, now);
+        let (cost, kind) = predicted.cheaper();
+        let micros = |seconds: f64| (seconds * 1e6) as u64;
+        self.totals.preemption_cost_us += micros(cost);
+        self.totals.preemption_recompute_us += micros(predicted.recompute);
+        self.totals.preemption_swap_us += micros(predicted.swap);
         let (_, dropped) = self.cached_blocks(index);
         let sequence = self.sequence_mut(index);
         (sequence.preempt_for, sequence.forced) = (None, false);

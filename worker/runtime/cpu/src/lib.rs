@@ -268,6 +268,7 @@ impl CpuRuntime {
             vocab_size: config.vocab_size as u32,
             context_tokens,
             block_tokens: options.block_tokens,
+            block_bytes,
             blocks,
             host_blocks,
             slots: options.slots,

@@ -103,6 +103,7 @@ impl LoadPlan {
             vocab_size: job.config.vocab_size as u32,
             context_tokens: job.context_tokens,
             block_tokens: options.block_tokens,
+            block_bytes: self.block_bytes * job.shard_plan.world() as u64,
             blocks,
             host_blocks: u32::try_from(host_bytes / self.block_bytes).unwrap_or(u32::MAX),
             slots: options.slots,

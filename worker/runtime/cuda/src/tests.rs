@@ -238,6 +238,7 @@ impl<G: Gpu<Memory = HostMemory>> HarnessRunner<G> {
             vocab_size: model.config().vocab_size as u32,
             context_tokens: CONTEXT,
             block_tokens,
+            block_bytes: 0,
             blocks: BLOCKS,
             host_blocks: 0,
             slots: SLOTS,

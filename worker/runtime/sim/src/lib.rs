@@ -104,6 +104,7 @@ impl SimRuntime {
             vocab_size: options.vocab_size,
             context_tokens: options.context_tokens,
             block_tokens,
+            block_bytes: 0,
             blocks,
             host_blocks: profile.host_tokens / block_tokens,
             slots: options.slots,

@@ -1,10 +1,10 @@
-//! Inventory of the worker's Prometheus metrics, and handles to those that change with every iteration.
+//! Inventory of the worker's Prometheus metrics.
 
-use std::time::Duration;
+mod step;
 
 use inflight_runtime::{DEVICE_COMMANDS, PROMISED_BYTES};
-use inflight_worker_core::Load;
-use metrics::{Counter, Gauge, Histogram, Unit};
+use metrics::{Gauge, Unit};
+pub(crate) use step::StepMetrics;
 
 pub(crate) const ENDED: &str = "inflight_worker_finished_sequences_total";
 const RUNNING: &str = "inflight_worker_running_sequences";
@@ -17,6 +17,21 @@ const ITERATIONS: &str = "inflight_worker_iterations_total";
 const STEP_SECONDS: &str = "inflight_worker_iteration_seconds";
 const STEP_TOKENS: &str = "inflight_worker_iteration_tokens";
 const TOKENS: &str = "inflight_worker_tokens_total";
+const STEP_DECODES: &str = "inflight_worker_iteration_decodes";
+const STEP_PREFILL_TOKENS: &str = "inflight_worker_iteration_prefill_tokens";
+const PREFILL_TOKENS: &str = "inflight_worker_prefill_tokens_total";
+const PREDICTION: &str = "inflight_worker_iteration_prediction_ratio";
+const QUEUE_SECONDS: &str = "inflight_worker_queue_seconds";
+const UNFILLED: &str = "inflight_worker_kv_unfilled_tokens";
+const BLOCK_TOKENS: &str = "inflight_worker_kv_block_tokens";
+const BLOCK_BYTES: &str = "inflight_worker_kv_block_bytes";
+const HOST_BLOCKS: &str = "inflight_worker_host_kv_blocks";
+const SEQUENCES_MAX: &str = "inflight_worker_sequences_max";
+const BATCH_TOKENS_MAX: &str = "inflight_worker_batch_tokens_max";
+const WAITING_MAX: &str = "inflight_worker_waiting_sequences_max";
+const SWAPPED_BYTES: &str = "inflight_worker_swapped_bytes_total";
+const PREEMPTION_COST: &str = "inflight_worker_preemption_predicted_microseconds_total";
+const EVICTED_HITS: &str = "inflight_worker_evicted_hit_tokens_total";
 const SAMPLED: &str = "inflight_worker_generated_tokens_total";
 const SWAPPED: &str = "inflight_worker_swapped_sequences";
 const HOST_BLOCKS_USED: &str = "inflight_worker_host_kv_blocks_used";
@@ -62,6 +77,23 @@ pub const INVENTORY: &[(&str, MetricKind, Unit, &str)] = &[
     (WAITING, MetricKind::Gauge, Unit::Count, "Sequences that wait for admission to the batch"),
     (BLOCKS_USED, MetricKind::Gauge, Unit::Count, "KV blocks in use"),
     (BLOCKS, MetricKind::Gauge, Unit::Count, "KV blocks in the pool"),
+    (
+        UNFILLED,
+        MetricKind::Gauge,
+        Unit::Count,
+        "Token positions in the running sequences' KV blocks that hold no token: the memory that paging wastes",
+    ),
+    (BLOCK_TOKENS, MetricKind::Gauge, Unit::Count, "Tokens per KV block (--block-tokens)"),
+    (BLOCK_BYTES, MetricKind::Gauge, Unit::Bytes, "Bytes per KV block in all layers; 0 on simulated devices"),
+    (HOST_BLOCKS, MetricKind::Gauge, Unit::Count, "KV blocks in the host pool (--host-cache-bytes)"),
+    (
+        SEQUENCES_MAX,
+        MetricKind::Gauge,
+        Unit::Count,
+        "Maximum sequences in the running batch (--max-sequences)",
+    ),
+    (BATCH_TOKENS_MAX, MetricKind::Gauge, Unit::Count, "Maximum tokens of an iteration (--max-batch-tokens)"),
+    (WAITING_MAX, MetricKind::Gauge, Unit::Count, "Maximum sequences that wait for admission to the batch"),
     (SESSIONS, MetricKind::Gauge, Unit::Count, "Open sessions with routers"),
     (COMMANDS, MetricKind::Gauge, Unit::Count, "Commands queued for the engine"),
     (
@@ -116,6 +148,21 @@ pub const INVENTORY: &[(&str, MetricKind, Unit, &str)] = &[
     ),
     (STEP_TOKENS, MetricKind::Histogram, Unit::Count, "Tokens computed in an iteration"),
     (TOKENS, MetricKind::Counter, Unit::Count, "Tokens computed: prompt, recomputed and generated"),
+    (STEP_DECODES, MetricKind::Histogram, Unit::Count, "Sequences that decode in an iteration"),
+    (STEP_PREFILL_TOKENS, MetricKind::Histogram, Unit::Count, "Prompt tokens computed in an iteration"),
+    (PREFILL_TOKENS, MetricKind::Counter, Unit::Count, "Prompt tokens computed, recomputed ones included"),
+    (
+        PREDICTION,
+        MetricKind::Histogram,
+        Unit::Count,
+        "Measured over predicted duration of an iteration: the error of the cost model",
+    ),
+    (
+        QUEUE_SECONDS,
+        MetricKind::Histogram,
+        Unit::Seconds,
+        "Queueing time of a sequence in the worker, from its submission to its first admission to the batch",
+    ),
     (SAMPLED, MetricKind::Counter, Unit::Count, "Tokens generated"),
     (SWAPPED, MetricKind::Gauge, Unit::Count, "Preempted sequences whose KV blocks are swapped to the host"),
     (HOST_BLOCKS_USED, MetricKind::Gauge, Unit::Count, "KV blocks in use in the host pool"),
@@ -144,6 +191,25 @@ pub const INVENTORY: &[(&str, MetricKind, Unit, &str)] = &[
         MetricKind::Counter,
         Unit::Count,
         "KV blocks swapped between device and host, by direction",
+    ),
+    (
+        SWAPPED_BYTES,
+        MetricKind::Counter,
+        Unit::Bytes,
+        "Bytes of KV blocks swapped between device and host, by direction",
+    ),
+    (
+        PREEMPTION_COST,
+        MetricKind::Counter,
+        Unit::Count,
+        "Predicted cost of all preemptions in microseconds, by kind: if all were by recompute, if all were by swap, and as \
+         chosen",
+    ),
+    (
+        EVICTED_HITS,
+        MetricKind::Counter,
+        Unit::Count,
+        "Admitted tokens whose blocks had been evicted from the prefix cache: hits of a pool twice as large",
     ),
     (RECOMPUTED, MetricKind::Counter, Unit::Count, "Computed tokens discarded by recompute preemptions"),
     (
@@ -191,8 +257,23 @@ pub const STEP_SECONDS_BUCKETS: &[f64] =
 /// Histogram buckets of the waits for following requests, in seconds.
 pub const ANTICIPATION_SECONDS_BUCKETS: &[f64] = &[0.0005, 0.001, 0.002, 0.004, 0.008, 0.016];
 
+/// Histogram buckets of the decoding sequences per iteration.
+pub const STEP_DECODES_BUCKETS: &[f64] = &[0.0, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0];
+/// Histogram buckets of the prompt tokens per iteration; the first one counts iterations without prefill.
+pub const STEP_PREFILL_TOKENS_BUCKETS: &[f64] =
+    &[0.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0, 1024.0, 2048.0, 4096.0];
+/// Histogram buckets of measured over predicted durations.
+pub const PREDICTION_BUCKETS: &[f64] = &[0.5, 0.7, 0.8, 0.9, 0.95, 1.0, 1.05, 1.1, 1.2, 1.5, 2.0, 4.0];
+/// Histogram buckets of the queueing time in the worker, in seconds.
+pub const QUEUE_SECONDS_BUCKETS: &[f64] =
+    &[0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0];
+
 /// Histogram buckets by metric name.
 pub const BUCKETS: &[(&str, &[f64])] = &[
+    (STEP_DECODES, STEP_DECODES_BUCKETS),
+    (STEP_PREFILL_TOKENS, STEP_PREFILL_TOKENS_BUCKETS),
+    (PREDICTION, PREDICTION_BUCKETS),
+    (QUEUE_SECONDS, QUEUE_SECONDS_BUCKETS),
     (STEP_TOKENS, STEP_TOKENS_BUCKETS),
     (STEP_SECONDS, STEP_SECONDS_BUCKETS),
     (MASK_SECONDS, MASK_SECONDS_BUCKETS),
@@ -226,92 +307,6 @@ pub(crate) fn unauthenticated(reason: &'static str) {
 /// Gauge of the bytes of messages being received.
 pub(crate) fn receive_bytes() -> Gauge {
     metrics::gauge!(RECEIVE_BYTES)
-}
-
-/// Handles of the metrics that change with every iteration, looked up once.
-pub(crate) struct StepMetrics {
-    running: Gauge,
-    waiting: Gauge,
-    blocks_used: Gauge,
-    pub commands: Gauge,
-    pub iterations: Counter,
-    pub step_seconds: Histogram,
-    pub step_tokens: Histogram,
-    pub tokens: Counter,
-    pub sampled: Counter,
-    swapped: Gauge,
-    host_blocks_used: Gauge,
-    recompute_preemptions: Counter,
-    swap_preemptions: Counter,
-    recomputed: Counter,
-    admitted_tokens: Counter,
-    cached_tokens: Counter,
-    host_cached_tokens: Counter,
-    offloaded: Counter,
-    blocks_out: Counter,
-    blocks_in: Counter,
-    ttft_unmet: Counter,
-    gap_unmet: Counter,
-    anticipation_followed: Histogram,
-    anticipation_in_vain: Histogram,
-}
-
-impl StepMetrics {
-    pub fn new(blocks: u32) -> Self {
-        metrics::gauge!(BLOCKS).set(blocks);
-        Self {
-            running: metrics::gauge!(RUNNING),
-            waiting: metrics::gauge!(WAITING),
-            blocks_used: metrics::gauge!(BLOCKS_USED),
-            commands: metrics::gauge!(COMMANDS),
-            iterations: metrics::counter!(ITERATIONS),
-            step_seconds: metrics::histogram!(STEP_SECONDS),
-            step_tokens: metrics::histogram!(STEP_TOKENS),
-            tokens: metrics::counter!(TOKENS),
-            sampled: metrics::counter!(SAMPLED),
-            swapped: metrics::gauge!(SWAPPED),
-            host_blocks_used: metrics::gauge!(HOST_BLOCKS_USED),
-            recompute_preemptions: metrics::counter!(PREEMPTIONS, "kind" => "recompute"),
-            swap_preemptions: metrics::counter!(PREEMPTIONS, "kind" => "swap"),
-            recomputed: metrics::counter!(RECOMPUTED),
-            admitted_tokens: metrics::counter!(ADMITTED_TOKENS),
-            cached_tokens: metrics::counter!(CACHED_TOKENS),
-            host_cached_tokens: metrics::counter!(HOST_CACHED_TOKENS),
-            offloaded: metrics::counter!(OFFLOADED_BLOCKS),
-            blocks_out: metrics::counter!(SWAPPED_BLOCKS, "direction" => "out"),
-            blocks_in: metrics::counter!(SWAPPED_BLOCKS, "direction" => "in"),
-            ttft_unmet: metrics::counter!(SLO_UNMET, "objective" => "ttft"),
-            gap_unmet: metrics::counter!(SLO_UNMET, "objective" => "gap"),
-            anticipation_followed: metrics::histogram!(ANTICIPATION_SECONDS, "outcome" => "followed"),
-            anticipation_in_vain: metrics::histogram!(ANTICIPATION_SECONDS, "outcome" => "in_vain"),
-        }
-    }
-
-    /// Records a wait for the requests that follow ended ones.
-    pub fn anticipation(&self, took: Duration, followed: bool) {
-        let waits = if followed { &self.anticipation_followed } else { &self.anticipation_in_vain };
-        waits.record(took.as_secs_f64());
-    }
-
-    /// Sets the gauges to `now` and adds the difference between `before` and `now` to the counters.
-    pub fn record(&self, before: &Load, now: &Load) {
-        self.running.set(now.running);
-        self.waiting.set(now.waiting);
-        self.swapped.set(now.swapped);
-        self.blocks_used.set(now.blocks_used);
-        self.host_blocks_used.set(now.host_blocks_used);
-        self.recompute_preemptions.increment(now.recompute_preemptions - before.recompute_preemptions);
-        self.swap_preemptions.increment(now.swap_preemptions - before.swap_preemptions);
-        self.recomputed.increment(now.recomputed_tokens - before.recomputed_tokens);
-        self.admitted_tokens.increment(now.admitted_tokens - before.admitted_tokens);
-        self.cached_tokens.increment(now.cached_tokens - before.cached_tokens);
-        self.host_cached_tokens.increment(now.host_cached_tokens - before.host_cached_tokens);
-        self.offloaded.increment(now.blocks_offloaded - before.blocks_offloaded);
-        self.blocks_out.increment(now.blocks_swapped_out - before.blocks_swapped_out);
-        self.blocks_in.increment(now.blocks_swapped_in - before.blocks_swapped_in);
-        self.ttft_unmet.increment(now.first_token_objective_unmet - before.first_token_objective_unmet);
-        self.gap_unmet.increment(now.gap_objective_unmet - before.gap_objective_unmet);
-    }
 }
 
 /// Records the lookup of a submission's grammar: whether the cache had it, and how long it took.
