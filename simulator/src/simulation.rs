@@ -434,7 +434,7 @@ impl<D: Device> Simulation<D> {
             let event = RequestEvent::Served { prompt_tokens, output_tokens: u32::from(chunk.samples) };
             self.served.push((live.index, event));
         }
-        let outcome = IterationOutcome { verdicts: &self.verdicts, took: step.took };
+        let outcome = IterationOutcome { verdicts: &self.verdicts, accepted: &[], took: step.took };
         self.scheduler.commit(step.number, outcome)?;
         for (index, event) in &self.served {
             observer.request(self.now, *index, &requests[*index], event);

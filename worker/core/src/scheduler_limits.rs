@@ -38,6 +38,10 @@ pub struct SchedulerLimits {
     pub step_target: StepTarget,
     /// Minimum priority difference for a waiting sequence to preempt a running one.
     pub preemption_threshold: u32,
+    /// Maximum drafted tokens of a sequence in an iteration; 0 disables drafts.
+    pub drafts_max: u32,
+    /// Plans drafts only where they are expected to save time; else as many as fit, for tests.
+    pub govern_drafts: bool,
 }
 
 /// Invalid or contradictory limits.
@@ -83,6 +87,8 @@ impl SchedulerLimits {
             prefix_cache: true,
             step_target: StepTarget::Unbounded,
             preemption_threshold: 1,
+            drafts_max: 0,
+            govern_drafts: true,
         }
     }
 

@@ -453,7 +453,7 @@ impl Engine {
         let sampled = self.sampled.len() as u32;
         let tokens = launched.chunks.iter().map(|chunk| chunk.len).sum();
         self.take_samples(&launched, events);
-        let outcome = IterationOutcome { verdicts: &self.verdicts, took };
+        let outcome = IterationOutcome { verdicts: &self.verdicts, accepted: &[], took };
         self.scheduler.commit(launched.number, outcome).map_err(|error| EngineFailed(error.to_string()))?;
         self.spare.push(launched);
         let before = self.ended_since_completion;
