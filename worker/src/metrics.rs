@@ -18,6 +18,9 @@ const STEP_SECONDS: &str = "inflight_worker_iteration_seconds";
 const STEP_TOKENS: &str = "inflight_worker_iteration_tokens";
 const TOKENS: &str = "inflight_worker_tokens_total";
 const SAMPLED: &str = "inflight_worker_generated_tokens_total";
+const DRAFTED: &str = "inflight_worker_drafted_tokens_total";
+const ACCEPTED_DRAFTS: &str = "inflight_worker_accepted_drafts_total";
+const DRAFT_INDEX_BYTES: &str = "inflight_worker_draft_index_bytes";
 const SWAPPED: &str = "inflight_worker_swapped_sequences";
 const HOST_BLOCKS_USED: &str = "inflight_worker_host_kv_blocks_used";
 const PREEMPTIONS: &str = "inflight_worker_preemptions_total";
@@ -83,6 +86,14 @@ pub const INVENTORY: &[(&str, MetricKind, Unit, &str)] = &[
     (STEP_TOKENS, MetricKind::Histogram, Unit::Count, "Tokens computed in an iteration"),
     (TOKENS, MetricKind::Counter, Unit::Count, "Tokens computed: prompt, recomputed and generated"),
     (SAMPLED, MetricKind::Counter, Unit::Count, "Tokens generated"),
+    (DRAFTED, MetricKind::Counter, Unit::Count, "Drafted tokens computed and verified (--drafts)"),
+    (ACCEPTED_DRAFTS, MetricKind::Counter, Unit::Count, "Drafted tokens that became output"),
+    (
+        DRAFT_INDEX_BYTES,
+        MetricKind::Gauge,
+        Unit::Bytes,
+        "Memory of the running sequences' indices from which tokens are drafted",
+    ),
     (SWAPPED, MetricKind::Gauge, Unit::Count, "Preempted sequences whose KV blocks are swapped to the host"),
     (HOST_BLOCKS_USED, MetricKind::Gauge, Unit::Count, "KV blocks in use in the host pool"),
     (PREEMPTIONS, MetricKind::Counter, Unit::Count, "Sequences preempted, by kind: swap or recompute"),
@@ -202,6 +213,9 @@ pub(crate) struct StepMetrics {
     pub step_tokens: Histogram,
     pub tokens: Counter,
     pub sampled: Counter,
+    drafted: Counter,
+    accepted_drafts: Counter,
+    pub draft_index_bytes: Gauge,
     swapped: Gauge,
     host_blocks_used: Gauge,
     recompute_preemptions: Counter,
@@ -232,6 +246,9 @@ impl StepMetrics {
             step_tokens: metrics::histogram!(STEP_TOKENS),
             tokens: metrics::counter!(TOKENS),
             sampled: metrics::counter!(SAMPLED),
+            drafted: metrics::counter!(DRAFTED),
+            accepted_drafts: metrics::counter!(ACCEPTED_DRAFTS),
+            draft_index_bytes: metrics::gauge!(DRAFT_INDEX_BYTES),
             swapped: metrics::gauge!(SWAPPED),
             host_blocks_used: metrics::gauge!(HOST_BLOCKS_USED),
             recompute_preemptions: metrics::counter!(PREEMPTIONS, "kind" => "recompute"),
@@ -263,6 +280,8 @@ impl StepMetrics {
         self.swapped.set(now.swapped);
         self.blocks_used.set(now.blocks_used);
         self.host_blocks_used.set(now.host_blocks_used);
+        self.drafted.increment(now.drafted_tokens - before.drafted_tokens);
+        self.accepted_drafts.increment(now.accepted_drafts - before.accepted_drafts);
         self.recompute_preemptions.increment(now.recompute_preemptions - before.recompute_preemptions);
         self.swap_preemptions.increment(now.swap_preemptions - before.swap_preemptions);
         self.recomputed.increment(now.recomputed_tokens - before.recomputed_tokens);

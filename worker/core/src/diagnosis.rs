@@ -29,6 +29,8 @@ pub enum Bottleneck {
     GapObjective,
     /// Prompts arrive faster than the objective for first tokens allows.
     FirstTokenObjective,
+    /// Most drafted tokens are rejected, and they are a large part of the work.
+    DraftsRejected,
     /// The recording of the scheduler's inputs has ended with an error.
     RecordingFailed,
 }
@@ -47,6 +49,7 @@ impl Bottleneck {
             Self::ChunkBudget => "chunk_budget",
             Self::GapObjective => "slo_gap",
             Self::FirstTokenObjective => "slo_ttft",
+            Self::DraftsRejected => "drafts_rejected",
             Self::RecordingFailed => "recording_failed",
         }
     }
@@ -74,6 +77,7 @@ impl Bottleneck {
             Self::ChunkBudget => "raise --step-target or --max-batch-tokens for larger prefill chunks",
             Self::GapObjective => "raise --slo-gap, lower --max-sequences, or add workers",
             Self::FirstTokenObjective => "add workers, or raise --slo-gap or --slo-ttft",
+            Self::DraftsRejected => "lower --drafts-max, or disable drafts with --drafts off",
             Self::RecordingFailed => {
                 "free space for the file of --record and restart the worker; what was recorded can be replayed"
             }
@@ -163,6 +167,7 @@ fn bottlenecks<'a>(
         window.objective(Bottleneck::GapObjective, |load| load.gap_objective_unmet),
         window.objective(Bottleneck::FirstTokenObjective, |load| load.first_token_objective_unmet),
         window.low_prefix_hits(),
+        window.drafts_rejected(),
         window.device_idle(),
     ];
     findings.into_iter().flatten().collect()
@@ -321,6 +326,23 @@ impl<'a, I: Iterator<Item = &'a IterationSummary> + Clone> DiagnosisWindow<'_, I
         Finding::new(Bottleneck::LowPrefixHits, 0.1, figure)
     }
 
+    fn drafts_rejected(&self) -> Option<Finding> {
+        let (before, now) = (self.before, self.now);
+        let drafted = now.drafted_tokens - before.drafted_tokens;
+        let rejected = drafted - (now.accepted_drafts - before.accepted_drafts);
+        let rows = |step: &IterationSummary| u64::from(step.decodes + step.drafts + step.prefill_tokens);
+        let share = ratio(rejected, self.steps.clone().map(rows).sum());
+        if share <= 0.05 || rejected * 10 <= drafted * 7 {
+            return None;
+        }
+        let figure = format!(
+            "{:.0} % of drafted tokens rejected, {:.0} % of all computed tokens",
+            ratio(rejected, drafted) * 100.0,
+            share * 100.0
+        );
+        Finding::new(Bottleneck::DraftsRejected, share, figure)
+    }
+
     fn device_idle(&self) -> Option<Finding> {
         let idle = idle_share(self.steps.clone());
         if idle <= self.objectives.idle {
@@ -441,6 +463,16 @@ mod tests {
         assert_eq!(found(late), [Bottleneck::FirstTokenObjective]);
         let gaps = |step: &mut IterationSummary| step.planned = Time::from_nanos(step.number * 15_000_000);
         assert_eq!(found(gaps), [Bottleneck::DeviceIdle]);
+        let rejected = |step: &mut IterationSummary| {
+            step.drafts = 40;
+            (step.load.drafted_tokens, step.load.accepted_drafts) = (step.number * 40, step.number * 8);
+        };
+        assert_eq!(found(rejected), [Bottleneck::DraftsRejected]);
+        let paying = |step: &mut IterationSummary| {
+            step.drafts = 40;
+            (step.load.drafted_tokens, step.load.accepted_drafts) = (step.number * 40, step.number * 20);
+        };
+        assert_eq!(found(paying), []);
         let cold = |step: &mut IterationSummary| {
             (step.load.admitted_tokens, step.load.blocks_used) = (step.number * 100, 95);
         };

@@ -73,6 +73,7 @@ impl RecordLog {
             limits.preemption_threshold,
             limits.iteration_scores,
             limits.drafts_max,
+            limits.iteration_samples,
         ] {
             log.number(value.into());
         }
@@ -366,6 +367,7 @@ impl RecordReader<'_> {
             preemption_threshold: self.small()?,
             iteration_scores: self.small()?,
             drafts_max: self.small()?,
+            iteration_samples: self.small()?,
             cooldown_steps: self.number()?,
             prefix_cache: self.number()? != 0,
             govern_drafts: self.number()? != 0,

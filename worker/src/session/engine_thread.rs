@@ -402,6 +402,7 @@ impl EngineThread {
         self.metrics.step_tokens.record(step.tokens);
         self.metrics.tokens.increment(step.tokens.into());
         self.metrics.sampled.increment(step.sampled.into());
+        self.metrics.draft_index_bytes.set(self.engine.draft_index_bytes() as f64);
         self.anticipation.observe_step(elapsed);
         if let Some(blocked) = self.engine.last_plan().blocked {
             crate::metrics::blocked(blocked.by.label());

@@ -90,6 +90,16 @@ impl Scheduler {
         sequence.acceptance.drafts_wanted(price, &self.draft_budget, most)
     }
 
+    /// Returns the sequences for which a plan made now would use drafts, with the number of tokens to draft.
+    pub fn draft_requests(&self) -> impl Iterator<Item = (SequenceId, u32)> + '_ {
+        let drafts = self.limits.drafts_max > 0;
+        let running = self.running.iter().filter(move |_| drafts).map(|index| self.sequence(*index));
+        running
+            .filter(|sequence| Self::is_draftable(sequence))
+            .map(|sequence| (sequence.id, self.drafts_wanted(sequence.id)))
+            .filter(|(_, wanted)| *wanted > 0)
+    }
+
     /// Returns true if the next plan may extend the sequence by drafts.
     fn is_draftable(sequence: &crate::sequence::Sequence) -> bool {
         matches!(sequence.state, SequenceState::Decoding { .. }) && sequence.in_flight == 0
@@ -155,7 +165,10 @@ impl Scheduler {
     /// while they are worth their price.
     fn choose_drafts(&self, candidates: &mut [DraftCandidate], draft: &PlanDraft) {
         let prompts = self.waiting > 0 || self.running.len() as u32 > self.iteration.decodes;
-        let mut budget = if prompts { draft.budget / 2 } else { draft.budget };
+        let budget = if prompts { draft.budget / 2 } else { draft.budget };
+        // Prompts, also those that are admitted yet, may sample a token each.
+        let samples = (self.running.len() as u32 + self.waiting).min(self.limits.running_max);
+        let mut budget = budget.min(self.limits.iteration_samples.saturating_sub(samples));
         let (mut work, mut probes) = (draft.work, 0);
         let mut price = DraftPrice {
             seconds_per_token: self.cost.step(&work).as_secs_f64() / f64::from(work.sequences.max(1)),

@@ -12,7 +12,8 @@ use std::collections::VecDeque;
 use std::time::{Duration, Instant};
 
 use inflight_runtime::{
-    Batch, Capabilities, Error, PromptLogprobs, Runtime, Sampled, ScoreRow, Slot, SlotSetup, TransferDone,
+    Batch, Capabilities, DRAFT_ROWS, Error, PromptLogprobs, Runtime, Sampled, ScoreRow, Slot, SlotSetup,
+    TransferDone,
 };
 use inflight_worker_core::{DeviceProfile, StepWork, Transfer, TransferId};
 use sha2::{Digest as _, Sha256};
@@ -96,6 +97,7 @@ impl SimRuntime {
             host_blocks: profile.host_tokens / block_tokens,
             slots: options.slots,
             batch_tokens: options.batch_tokens,
+            sample_rows: options.slots.saturating_add(DRAFT_ROWS),
             depth: if options.overlap { 2 } else { 1 },
             fingerprint,
         };
@@ -111,13 +113,24 @@ impl SimRuntime {
     }
 
     /// Returns the prefill and the decode work of a batch; a sequence with a single row past position 0 is a
-    /// decode.
+    /// decode, and drafts are rows of a prefill.
     fn work(batch: &Batch) -> (StepWork, StepWork) {
         let (mut prefill, mut decode) = (StepWork::default(), StepWork::default());
+        let mut samples = batch.samples.iter().peekable();
         for rows in batch.starts.windows(2) {
             let (len, position) = (rows[1] - rows[0], batch.positions[rows[0] as usize]);
-            let part = if len == 1 && position > 0 { &mut decode } else { &mut prefill };
-            part.add(position, len);
+            let mut drafts = 0;
+            while let Some(sample) = samples.next_if(|sample| sample.row < rows[1]) {
+                drafts += u32::from(sample.drafted);
+            }
+            if len == 1 + drafts && position > 0 {
+                decode.add(position, 1);
+                if drafts > 0 {
+                    prefill.add(position + 1, drafts);
+                }
+            } else {
+                prefill.add(position, len);
+            }
         }
         (prefill, decode)
     }
@@ -125,6 +138,7 @@ impl SimRuntime {
     /// Samples a token for each sample row, and checks that input tokens match the sequence.
     fn sample(&mut self, batch: &Batch, sampled: &mut Vec<Sampled>) -> Result<(), Error> {
         let mut feedback = batch.feedback.iter().peekable();
+        let mut counted = true;
         for sample in &batch.samples {
             let slot = sample.slot;
             let Some(chain) = &mut self.slots[slot as usize] else {
@@ -135,6 +149,11 @@ impl SimRuntime {
             // A real device would continue from this token, so an engine that feeds a wrong one must fail
             // here.
             let row = batch.tokens[sample.row as usize];
+            counted = !sample.drafted || counted && batch.counts(sample, chain.last());
+            if !counted {
+                sampled.push(Sampled::REJECTED);
+                continue;
+            }
             if !fed && row != chain.last() {
                 let last = chain.last();
                 return Err(Error::Malformed(format!(

@@ -1,0 +1,82 @@
+//! Drafting: proposes tokens for the decoding choices before an iteration is planned.
+
+use inflight_worker_core::{DraftSource, PromptLookup};
+
+use super::Engine;
+
+/// Predicted tokens that make it worth completing the iteration in flight first: its own, and one to draft.
+const PREDICTED_MIN: usize = 2;
+
+/// Draft source of a choice, with the tokens that it proposed for the next iteration.
+#[derive(Default)]
+pub(super) struct Drafter {
+    /// Created when the scheduler first wants drafts.
+    source: Option<Box<dyn DraftSource>>,
+    drafts: Vec<u32>,
+}
+
+impl Drafter {
+    /// Proposes up to `max` tokens that follow `tokens`. Returns their number and the bytes that the source has
+    /// grown by.
+    fn propose(&mut self, tokens: &[u32], max: usize) -> (usize, usize) {
+        self.drafts.clear();
+        let source = self.source.get_or_insert_with(|| Box::new(PromptLookup::new()));
+        let before = source.bytes();
+        source.propose(tokens, max, &mut self.drafts);
+        (self.drafts.len(), source.bytes() - before)
+    }
+
+    /// Returns the first `count` of the proposed tokens.
+    pub fn take(&self, count: u32) -> &[u32] {
+        &self.drafts[..count as usize]
+    }
+
+    /// Drops the source and returns its bytes. It is built anew from the tokens when drafts are wanted again.
+    pub fn clear(&mut self) -> usize {
+        self.drafts = Vec::new();
+        self.source.take().map_or(0, |source| source.bytes())
+    }
+}
+
+impl Engine {
+    /// Offers the scheduler drafts for each decoding choice that it wants some for.
+    pub(super) fn offer_drafts(&mut self) {
+        let mut requests = std::mem::take(&mut self.draft_requests);
+        requests.clear();
+        requests.extend(self.scheduler.draft_requests());
+        for &(id, wanted) in &requests {
+            let Some(Some(live)) = self.live.get_mut(id.index()) else { continue };
+            let (count, grown) = live.drafter.propose(&live.tokens, wanted as usize);
+            self.draft_index_bytes += grown;
+            self.scheduler.draft(id, count as u32);
+        }
+        self.draft_requests = requests;
+    }
+
+    /// Returns true if the next iteration should be planned after the one in flight is completed: that one has
+    /// drafts, so the lengths of their sequences are not known, or drafts are wanted for one of its choices whose
+    /// next tokens can be predicted. They could not be verified behind a token that is in flight.
+    pub(super) fn awaits_drafts(&mut self) -> bool {
+        let Some(launched) = self.launched.back() else { return false };
+        if !launched.drafts.is_empty() {
+            return true;
+        }
+        for chunk in launched.chunks.iter().filter(|chunk| chunk.samples) {
+            let wanted = self.scheduler.drafts_wanted(chunk.id);
+            let Some(Some(live)) = self.live.get_mut(chunk.id.index()).filter(|_| wanted > 0) else {
+                continue;
+            };
+            let (count, grown) = live.drafter.propose(&live.tokens, PREDICTED_MIN);
+            self.draft_index_bytes += grown;
+            if count >= PREDICTED_MIN {
+                return true;
+            }
+        }
+        false
+    }
+
+    /// Bytes of the draft sources of all choices.
+    pub fn draft_index_bytes(&self) -> usize {
+        self.draft_index_bytes
+    }
+}
