@@ -475,7 +475,8 @@ impl<D: Device> Simulation<D> {
             let event = RequestEvent::Served { prompt_tokens, output_tokens };
             self.served.push((live.index, event));
         }
-        let outcome = IterationOutcome { verdicts: &self.verdicts, accepted: &self.accepted, took: step.took };
+        let outcome =
+            IterationOutcome { verdicts: &self.verdicts, accepted: &self.accepted, took: step.took };
         self.scheduler.commit(step.number, outcome)?;
         for (index, event) in &self.served {
             observer.request(self.now, *index, &requests[*index], event);

@@ -21,7 +21,7 @@ impl Engine {
             let own;
             (own, drafts) = drafts.split_at(chunk.drafts as usize);
             let rows = if chunk.samples { 1 + own.len() } else { 0 };
-            let mut samples = sampled.by_ref().take(rows);
+            let samples = sampled.by_ref().take(rows);
             let scored = launched.scored.get(at).map_or(0, |scored| *scored as usize);
             let prompt_logprobs: Vec<_> = scores.by_ref().take(scored).collect();
             // The index is not reused while the iteration is in flight: the entry is this sequence, or empty
