@@ -16,8 +16,8 @@ pub struct AcceptanceTrace {
 enum Standing {
     /// Probability that a draft stands if all before it do.
     Probability(f64),
-    /// Number per verified chunk, in order, from the beginning again at the end.
-    Counts { counts: Vec<u32>, next: usize },
+    /// Maximum number by position in the output, from the beginning again at the end.
+    Counts(Vec<u32>),
 }
 
 impl AcceptanceTrace {
@@ -27,10 +27,11 @@ impl AcceptanceTrace {
         Self { proposal, standing: Standing::Probability(acceptance), rng: SplitMix64::new(seed) }
     }
 
-    /// Creates a source that proposes tokens for every decode; `counts` are the numbers of drafts that stand, by
-    /// verified chunk in order, used again from the beginning at the end. An empty trace accepts none.
+    /// Creates a source that proposes tokens for every decode. `counts` has, for each position in the output, the
+    /// maximum number of drafts behind it that stand; longer outputs use it again from the beginning. An empty
+    /// trace accepts none.
     pub fn recorded(counts: Vec<u32>) -> Self {
-        Self { proposal: 1.0, standing: Standing::Counts { counts, next: 0 }, rng: SplitMix64::new(0) }
+        Self { proposal: 1.0, standing: Standing::Counts(counts), rng: SplitMix64::new(0) }
     }
 
     /// Returns true if the source has tokens for a decode.
@@ -38,17 +39,16 @@ impl AcceptanceTrace {
         self.proposal >= 1.0 || self.rng.unit() < self.proposal
     }
 
-    /// Returns the number of `drafts` drafts that stand.
-    pub(crate) fn stand(&mut self, drafts: u32) -> u32 {
+    /// Returns the number of `drafts` drafts that stand behind the `position`-th token of an output.
+    pub(crate) fn stand(&mut self, position: u32, drafts: u32) -> u32 {
         match &mut self.standing {
             Standing::Probability(acceptance) => {
                 let stands = |_: &u32| self.rng.unit() < *acceptance;
                 (0..drafts).take_while(stands).count() as u32
             }
-            Standing::Counts { counts, next } => {
-                let count = counts.get(*next).copied().unwrap_or(0);
-                *next = if *next + 1 < counts.len() { *next + 1 } else { 0 };
-                count.min(drafts)
+            Standing::Counts(counts) => {
+                let at = position as usize % counts.len().max(1);
+                counts.get(at).map_or(0, |count| *count.min(&drafts))
             }
         }
     }

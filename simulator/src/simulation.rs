@@ -463,7 +463,7 @@ impl<D: Device> Simulation<D> {
             let mut output_tokens = 0;
             if chunk.samples {
                 let stand = self.drafts.as_mut().filter(|_| chunk.drafts > 0);
-                let stand = stand.map_or(0, |trace| trace.stand(chunk.drafts));
+                let stand = stand.map_or(0, |trace| trace.stand(live.output_tokens, chunk.drafts));
                 output_tokens = (1 + stand).min(request.output_tokens - live.output_tokens);
                 live.output_tokens += output_tokens;
                 let stop = live.output_tokens == request.output_tokens;

@@ -10,26 +10,27 @@
 //! less than one row in a hundred however the batch changes. A sequence whose probe fails waits for twice as many
 //! steps as before.
 
-/// Prior of the probability that a draft stands, in successes of one trial.
-const PRIOR: f64 = 0.25;
+/// Prior of the probability that a draft stands: successes of a number of trials.
+const PRIOR_SUCCESSES: f64 = 0.25;
+const PRIOR_TRIALS: f64 = 1.0;
 /// Maximum trials that the estimate remembers, so that it forgets a repetition that has ended.
-const TRIALS_MAX: f64 = 6.0;
+const TRIALS_MAX: f64 = 8.0;
 /// Ratio of saved to spent time from which drafting begins, and above which it goes on. The gap keeps a sequence
 /// at the threshold from alternating.
-const BEGIN_RATIO: f64 = 1.3;
-const CONTINUE_RATIO: f64 = 1.1;
+const BEGIN_RATIO: f64 = 1.5;
+const CONTINUE_RATIO: f64 = 1.3;
 /// Probability that a probe assumes.
 const PROBE_PROBABILITY: f64 = 0.9;
 /// Probability from which a sequence is drafted for even if the budget is used up.
 const SURE_PROBABILITY: f64 = 0.7;
 /// Steps between two probes of a sequence, doubled by each that fails.
 const PROBE_WAIT_MIN: u32 = 8;
-const PROBE_WAIT_MAX: u32 = 512;
+const PROBE_WAIT_MAX: u32 = 64;
 /// Share of the decoded rows that failed drafts may add.
 const WASTE_SHARE: f64 = 0.004;
 /// Bounds of the budget in rows, and what it begins with.
-const BUDGET_MAX: f64 = 16.0;
-const BUDGET_MIN: f64 = -64.0;
+const BUDGET_MAX: f64 = 64.0;
+const BUDGET_MIN: f64 = -8.0;
 const BUDGET_START: f64 = 4.0;
 /// Maximum rows that an accepted draft counts as saved.
 const WORTH_MAX: f64 = 8.0;
@@ -60,7 +61,7 @@ impl Default for Acceptance {
 impl Acceptance {
     /// Returns the probability that a draft stands if all before it do.
     pub fn probability(&self) -> f64 {
-        (self.successes + PRIOR) / (self.trials + 1.0)
+        (self.successes + PRIOR_SUCCESSES) / (self.trials + PRIOR_TRIALS)
     }
 
     /// Returns true if some of its drafts stood lately.
@@ -169,7 +170,9 @@ impl DraftBudget {
 
     /// Records verified drafts.
     pub fn verify(&mut self, accepted: u32, rejected: u32) {
-        let worth = self.price.map_or(1.0, |price| (price.seconds_per_token / price.row).min(WORTH_MAX));
+        // It saved a token's share of a step, and took a row.
+        let worth = self.price.map_or(0.0, |price| price.seconds_per_token / price.row - 1.0);
+        let worth = worth.clamp(0.0, WORTH_MAX);
         let earned = f64::from(accepted) * worth - f64::from(rejected);
         self.rows = (self.rows + earned).clamp(BUDGET_MIN, BUDGET_MAX);
     }
