@@ -19,6 +19,8 @@ const MAGIC: &[u8; 8] = b"inflrec5";
 /// log cannot allocate without bound.
 const BLOCKS_MAX: u32 = 1 << 24;
 const RUNNING_MAX: u32 = 1 << 20;
+/// Maximum drafts of a sequence and iteration of a replay: a damaged log cannot make a plan take long.
+const DRAFTS_MAX: u32 = 1 << 10;
 
 /// Record type: one scheduler input. The values are part of the format.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -366,7 +368,7 @@ impl RecordReader<'_> {
             bypass_max: self.small()?,
             preemption_threshold: self.small()?,
             iteration_scores: self.small()?,
-            drafts_max: self.small()?,
+            drafts_max: self.at_most(DRAFTS_MAX)?,
             iteration_samples: self.small()?,
             cooldown_steps: self.number()?,
             prefix_cache: self.number()? != 0,
