@@ -435,6 +435,13 @@ mod tests {
         assert!(named(Options { max_sequences: 0, ..Options::default() }).contains("max_sequences"));
         assert!(named(Options { max_batch_tokens: 255, ..Options::default() }).contains("max_batch_tokens"));
         assert!(named(Options { max_waiting: 0, ..Options::default() }).contains("max_waiting"));
+        for drafts_max in [0, 33] {
+            assert!(named(Options { drafts_max, ..Options::default() }).contains("drafts_max"));
+        }
+        for drafts in [Drafts::Off, Drafts::PromptLookup] {
+            assert_eq!(drafts.to_string().parse::<Drafts>().ok(), Some(drafts));
+        }
+        assert!("eagle".parse::<Drafts>().is_err_and(|error| error.to_string().contains("prompt-lookup")));
         assert!(
             named(Options { step_target: StepTarget::Fixed(Duration::ZERO), ..Options::default() })
                 .contains("step_target")

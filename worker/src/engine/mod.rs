@@ -4,6 +4,7 @@
 //! and a deterministic simulation can drive it.
 
 mod calibrate;
+mod drafter;
 mod drafting;
 mod live_choice;
 mod request;

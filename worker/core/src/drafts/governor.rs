@@ -15,7 +15,7 @@ const PRIOR_SUCCESSES: f64 = 0.25;
 const PRIOR_TRIALS: f64 = 1.0;
 /// Maximum trials that the estimate remembers, so that it forgets a repetition that has ended.
 const TRIALS_MAX: f64 = 8.0;
-/// Ratio of saved to spent time from which drafting begins, and above which it goes on. The gap keeps a sequence
+/// Ratio of saved to spent time from which drafting begins, and above which it continues. The gap keeps a sequence
 /// at the threshold from alternating.
 const BEGIN_RATIO: f64 = 1.5;
 const CONTINUE_RATIO: f64 = 1.3;
