@@ -11,7 +11,7 @@ use indicatif::{ProgressBar, ProgressStyle};
 use inflight_net::SecretFile;
 use inflight_worker::metrics::BUCKETS;
 use inflight_worker::{
-    CONNECTIONS_MAX, Device, KvCacheDtype, ModelSource, Options, PolicyKind, Quantization, Worker,
+    CONNECTIONS_MAX, Device, Drafts, KvCacheDtype, ModelSource, Options, PolicyKind, Quantization, Worker,
 };
 
 use crate::event::{self, RoleEvent};
@@ -102,6 +102,13 @@ pub struct EngineArgs {
     /// Objective for the gap between tokens: bounds iterations with decodes and prefill; goes before --slo-ttft
     #[arg(long, value_name = "DURATION", env = "INFLIGHT_WORKER_SLO_GAP")]
     pub slo_gap: Option<Span>,
+    /// Source of drafted tokens (speculative decoding): off, or prompt-lookup, which drafts what followed the last
+    /// tokens where they occurred before. Drafts are verified, so the output is the same
+    #[arg(long, value_name = "off|prompt-lookup", default_value_t = Options::default().drafts, env = "INFLIGHT_WORKER_DRAFTS")]
+    pub drafts: Drafts,
+    /// Maximum tokens drafted for a sequence and iteration
+    #[arg(long, value_name = "K", default_value_t = Options::default().drafts_max, env = "INFLIGHT_WORKER_DRAFTS_MAX")]
+    pub drafts_max: u32,
     /// Tokens per KV block
     #[arg(long, value_name = "N", default_value_t = Options::default().block_tokens, env = "INFLIGHT_WORKER_BLOCK_TOKENS")]
     pub block_tokens: u32,
@@ -216,6 +223,8 @@ impl Args {
             prefix_cache: !engine.no_prefix_cache,
             overlap: engine.overlap,
             step_target: engine.step_target()?,
+            drafts: engine.drafts,
+            drafts_max: engine.drafts_max,
             block_tokens: engine.block_tokens,
             max_sequences: engine.max_sequences,
             max_batch_tokens: engine.max_batch_tokens,

@@ -22,7 +22,7 @@ pub enum RequestEvent {
     Served {
         /// Prompt tokens computed for the first time.
         prompt_tokens: u32,
-        /// Tokens generated: 0 or 1.
+        /// Tokens generated: more than 1 with drafts.
         output_tokens: u32,
     },
     /// Ended.

@@ -11,6 +11,7 @@
 
 pub mod cluster;
 mod device;
+mod drafts;
 mod event;
 mod fairness;
 mod piecewise_linear;
@@ -21,6 +22,7 @@ mod simulation;
 pub mod workload;
 
 pub use device::{BatchWork, Device};
+pub use drafts::AcceptanceTrace;
 pub use event::{Observer, RequestEvent, StepSample};
 pub use fairness::{ServiceDifference, ServiceGap};
 pub use piecewise_linear::PiecewiseLinear;

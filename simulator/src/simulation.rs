@@ -8,7 +8,7 @@ use inflight_worker_core::{
     ScoredRange, SequenceId, Time, TokenVerdict, TransferId,
 };
 
-use crate::{BatchWork, Device, Observer, Request, RequestEvent, StepSample};
+use crate::{AcceptanceTrace, BatchWork, Device, Observer, Request, RequestEvent, StepSample};
 
 /// Reason why a simulation cannot continue.
 #[derive(Debug, thiserror::Error)]
@@ -108,6 +108,9 @@ pub struct Simulation<D> {
     /// Transfers in order of completion: the copy engine runs one at a time.
     transfers: VecDeque<SimulatedTransfer>,
     verdicts: Vec<TokenVerdict>,
+    accepted: Vec<u32>,
+    /// `None`: no drafts.
+    drafts: Option<AcceptanceTrace>,
     served: Vec<(usize, RequestEvent)>,
     /// Sums over the requests on the device.
     stored_tokens: u64,
@@ -132,6 +135,8 @@ impl<D: Device> Simulation<D> {
             recycled: Vec::new(),
             transfers: VecDeque::new(),
             verdicts: Vec::new(),
+            accepted: Vec::new(),
+            drafts: None,
             served: Vec::new(),
             stored_tokens: 0,
             known_tokens: 0,
@@ -147,6 +152,12 @@ impl<D: Device> Simulation<D> {
     /// Waits for the requests that follow ended ones, as workers do.
     pub fn anticipating(mut self) -> Self {
         self.anticipation = Some(Anticipation::default());
+        self
+    }
+
+    /// Drafts tokens for decodes; the limits of the scheduler bound their number.
+    pub fn drafting(mut self, trace: AcceptanceTrace) -> Self {
+        self.drafts = Some(trace);
         self
     }
 
@@ -205,6 +216,7 @@ impl<D: Device> Simulation<D> {
             self.end_wait();
             while self.wait.is_none()
                 && self.steps.len() < self.scheduler.limits().depth as usize
+                && !self.awaits_drafts()
                 && self.plan(requests, observer) != PlanOutcome::Idle
             {}
             if let Some(think) = think {
@@ -306,8 +318,28 @@ impl<D: Device> Simulation<D> {
         }
     }
 
+    /// Returns true if the iteration in flight has drafts, or drafts are wanted behind it: like a worker, the
+    /// simulation then plans the next one when it is completed.
+    fn awaits_drafts(&self) -> bool {
+        let Some(step) = self.steps.back().filter(|_| self.drafts.is_some()) else { return false };
+        let mut chunks = step.chunks.iter().filter(|chunk| chunk.samples);
+        chunks.any(|chunk| chunk.drafts > 0 || self.scheduler.drafts_wanted(chunk.id) > 0)
+    }
+
+    /// Offers drafts for the decodes that the scheduler wants some for.
+    fn offer_drafts(&mut self) {
+        let Some(trace) = &mut self.drafts else { return };
+        let requests: Vec<_> = self.scheduler.draft_requests().collect();
+        for (id, count) in requests {
+            if trace.proposes() {
+                self.scheduler.draft(id, count);
+            }
+        }
+    }
+
     /// Plans an iteration and starts its step and transfers.
     fn plan(&mut self, requests: &[Request], observer: &mut impl Observer) -> PlanOutcome {
+        self.offer_drafts();
         let plan = self.scheduler.plan(self.now);
         let mut chunks = self.recycled.pop().unwrap_or_default();
         chunks.clear();
@@ -414,27 +446,37 @@ impl<D: Device> Simulation<D> {
         observer: &mut impl Observer,
     ) -> Result<(), SimulationError> {
         self.verdicts.clear();
+        self.accepted.clear();
         self.served.clear();
         for chunk in &step.chunks {
             let live = self.live.get_mut(chunk.id.index()).and_then(Option::as_mut);
             // An iteration planned ahead may still compute a token of an ended request.
             let Some(live) = live else {
                 self.verdicts.extend(chunk.samples.then_some(TokenVerdict::CONTINUE));
+                self.accepted.extend((chunk.drafts > 0).then_some(1));
                 continue;
             };
             let request = &requests[live.index];
             let until = (chunk.start + chunk.len).min(request.prompt_tokens);
             let prompt_tokens = until.saturating_sub(live.charged_tokens.max(chunk.start));
             live.charged_tokens = live.charged_tokens.max(until);
-            live.output_tokens += u32::from(chunk.samples);
+            let mut output_tokens = 0;
             if chunk.samples {
+                let stand = self.drafts.as_mut().filter(|_| chunk.drafts > 0);
+                let stand = stand.map_or(0, |trace| trace.stand(live.output_tokens, chunk.drafts));
+                output_tokens = (1 + stand).min(request.output_tokens - live.output_tokens);
+                live.output_tokens += output_tokens;
                 let stop = live.output_tokens == request.output_tokens;
+                let before = output_tokens as usize - 1;
+                self.verdicts.extend(std::iter::repeat_n(TokenVerdict::CONTINUE, before));
                 self.verdicts.push(if stop { TokenVerdict::STOP } else { TokenVerdict::CONTINUE });
+                self.accepted.extend((chunk.drafts > 0).then_some(output_tokens));
             }
-            let event = RequestEvent::Served { prompt_tokens, output_tokens: u32::from(chunk.samples) };
+            let event = RequestEvent::Served { prompt_tokens, output_tokens };
             self.served.push((live.index, event));
         }
-        let outcome = IterationOutcome { verdicts: &self.verdicts, took: step.took };
+        let outcome =
+            IterationOutcome { verdicts: &self.verdicts, accepted: &self.accepted, took: step.took };
         self.scheduler.commit(step.number, outcome)?;
         for (index, event) in &self.served {
             observer.request(self.now, *index, &requests[*index], event);

@@ -26,6 +26,6 @@ pub use inflight_worker_core::{
 
 pub use bundle::Bundle;
 pub use device::{host_memory_limit, usable_gpus};
-pub use options::{Device, KvCacheDtype, Options, OptionsError, UnknownDevice};
+pub use options::{Device, Drafts, KvCacheDtype, Options, OptionsError, UnknownDevice, UnknownDrafts};
 pub use session::EngineExecution;
 pub use worker::{CONNECTIONS_MAX, Core, Error, Progress, Served, Worker};

@@ -70,6 +70,42 @@ impl std::fmt::Display for KvCacheDtype {
     }
 }
 
+/// Source of drafted tokens, which are verified so that the output does not change.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum Drafts {
+    /// No drafts.
+    #[default]
+    Off,
+    /// Tokens that followed the last ones where they occurred before, in prompt or output.
+    PromptLookup,
+}
+
+/// Error for an unknown source of drafts.
+#[derive(Debug, thiserror::Error)]
+#[error("unknown source of drafts `{0}`; there are `off` and `prompt-lookup`")]
+pub struct UnknownDrafts(String);
+
+impl FromStr for Drafts {
+    type Err = UnknownDrafts;
+
+    fn from_str(name: &str) -> Result<Self, UnknownDrafts> {
+        match name {
+            "off" => Ok(Self::Off),
+            "prompt-lookup" => Ok(Self::PromptLookup),
+            other => Err(UnknownDrafts(other.to_owned())),
+        }
+    }
+}
+
+impl std::fmt::Display for Drafts {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(match self {
+            Self::Off => "off",
+            Self::PromptLookup => "prompt-lookup",
+        })
+    }
+}
+
 /// Error for an unknown device.
 #[derive(Debug, thiserror::Error)]
 pub enum UnknownDevice {
@@ -150,6 +186,10 @@ pub struct Options {
     pub prefix_cache: bool,
     /// Bound of the duration of an iteration with decodes, and so of the prefill chunks beside them.
     pub step_target: StepTarget,
+    /// Source of drafted tokens.
+    pub drafts: Drafts,
+    /// Maximum tokens drafted for a sequence and iteration.
+    pub drafts_max: u32,
     /// Plans the next iteration while one runs. On CPUs, steps then run on a dedicated thread, which pays
     /// where a core is idle.
     pub overlap: bool,
@@ -203,6 +243,8 @@ impl Default for Options {
             policy: PolicyKind::default(),
             prefix_cache: true,
             step_target: StepTarget::adaptive(),
+            drafts: Drafts::Off,
+            drafts_max: 8,
             overlap: false,
             block_tokens: 16,
             max_sequences: 256,
@@ -260,6 +302,8 @@ impl Options {
         check(sequences, "max_sequences", &self.max_sequences, "from 1 to 4096")?;
         let batch = self.max_batch_tokens >= self.max_sequences && self.max_batch_tokens <= 65_536;
         check(batch, "max_batch_tokens", &self.max_batch_tokens, "from max_sequences to 65536")?;
+        let drafts = (1..=32).contains(&self.drafts_max);
+        check(drafts, "drafts_max", &self.drafts_max, "from 1 to 32")?;
         check(self.max_waiting >= 1, "max_waiting", &self.max_waiting, "at least 1")?;
         check(self.max_sessions >= 1, "max_sessions", &self.max_sessions, "at least 1")?;
         check(self.kv_cache_bytes >= 1, "kv_cache_bytes", &self.kv_cache_bytes, "at least 1")?;
@@ -394,6 +438,13 @@ mod tests {
         assert!(named(Options { max_sequences: 0, ..Options::default() }).contains("max_sequences"));
         assert!(named(Options { max_batch_tokens: 255, ..Options::default() }).contains("max_batch_tokens"));
         assert!(named(Options { max_waiting: 0, ..Options::default() }).contains("max_waiting"));
+        for drafts_max in [0, 33] {
+            assert!(named(Options { drafts_max, ..Options::default() }).contains("drafts_max"));
+        }
+        for drafts in [Drafts::Off, Drafts::PromptLookup] {
+            assert_eq!(drafts.to_string().parse::<Drafts>().ok(), Some(drafts));
+        }
+        assert!("eagle".parse::<Drafts>().is_err_and(|error| error.to_string().contains("prompt-lookup")));
         assert!(
             named(Options { step_target: StepTarget::Fixed(Duration::ZERO), ..Options::default() })
                 .contains("step_target")

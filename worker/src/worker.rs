@@ -28,7 +28,7 @@ use tonic::transport::server::Connected;
 use crate::bundle::Bundle;
 use crate::device;
 use crate::engine::{Engine, EngineOptions};
-use crate::options::{Device, Options, OptionsError};
+use crate::options::{Device, Drafts, Options, OptionsError};
 use crate::session::{
     AuthenticationLayer, Authenticator, COMMANDS_MAX, Clock, EngineExecution, EngineThread, Message,
     ServiceTables, SessionContext, Watchdog, WorkerService,
@@ -246,6 +246,11 @@ impl Core {
             prefix_cache: options.prefix_cache,
             step_target: options.step_target,
             decode_reserve_tokens: options.decode_reserve_tokens,
+            drafts_max: match options.drafts {
+                Drafts::Off => 0,
+                Drafts::PromptLookup => options.drafts_max,
+            },
+            govern_drafts: true,
             prior: prior.unwrap_or_default(),
             record: options.record.is_some(),
         };

@@ -1,6 +1,7 @@
 //! Engine on real runtimes under scarcity: a block pool that holds a fraction of the work, so that sequences
-//! are preempted, swapped and recomputed, also at random; shared prefixes; forked choices; cancellation and
-//! deadlines; grammars that the output must match; tenants of different weight; every policy, with and without a step target. Each choice gets the
+//! are preempted, swapped and recomputed, also at random; drafts; shared prefixes; forked choices; stop tokens;
+//! cancellation and deadlines; grammars that the output must match; tenants of different weight; every policy, with and without a
+//! step target. Each choice gets the
 //! tokens and log probabilities, bit for bit, that it gets alone with enough blocks and no prefix cache: for
 //! every dtype, weights of 8 and 4 bits, an 8-bit KV cache and every instruction set, on simulated GPUs, and
 //! with tensor parallelism.
@@ -141,6 +142,8 @@ fn sampling(spec: &RequestSpec) -> SamplingParams {
         bad_word_token_ids: if spec.masked { bad_words() } else { Vec::new() },
         prompt_logprobs: spec.prompt_logprobs,
         constraint: constraint(spec),
+        stop_token_ids: if spec.seed.is_multiple_of(3) { vec![25] } else { Vec::new() },
+        min_tokens: (spec.seed % 20) as u32,
         ..SamplingSpec::default()
     };
     sampling.validate().unwrap()
@@ -327,6 +330,9 @@ struct Coverage {
     scored: usize,
     /// Tokens generated under a grammar.
     constrained: usize,
+    /// Drafted tokens, and those that stood.
+    drafted: u64,
+    accepted: u64,
 }
 
 impl Coverage {
@@ -336,6 +342,8 @@ impl Coverage {
         self.swapped_in += load.blocks_swapped_in;
         self.cached += load.cached_tokens;
         self.host_cached += load.host_cached_tokens;
+        self.drafted += load.drafted_tokens;
+        self.accepted += load.accepted_drafts;
     }
 }
 
@@ -406,6 +414,8 @@ struct Workload {
     policy: PolicyKind,
     step_target: StepTarget,
     overlap: bool,
+    /// Maximum tokens drafted for a sequence and iteration.
+    drafts_max: u32,
 }
 
 fn workload(specs: std::ops::Range<usize>) -> impl Strategy<Value = Workload> {
@@ -418,8 +428,17 @@ fn workload(specs: std::ops::Range<usize>) -> impl Strategy<Value = Workload> {
         2 => Just(StepTarget::adaptive()),
     ];
     let ranks = prop_oneof![3 => Just(1usize), 1 => Just(2)];
-    (specs, 16u64..30, 0u64..40, 1usize..3, ranks, any::<bool>(), policy, target, any::<bool>()).prop_map(
-        |(specs, blocks, host_blocks, threads, ranks, cheap_copies, policy, step_target, overlap)| Workload {
+    let sizes = (16u64..30, 0u64..40, 1usize..3, 0u32..8);
+    (specs, sizes, ranks, any::<bool>(), policy, target, any::<bool>()).prop_map(
+        |(
+            specs,
+            (blocks, host_blocks, threads, drafts_max),
+            ranks,
+            cheap_copies,
+            policy,
+            step_target,
+            overlap,
+        )| Workload {
             specs,
             blocks,
             host_blocks,
@@ -429,6 +448,7 @@ fn workload(specs: std::ops::Range<usize>) -> impl Strategy<Value = Workload> {
             policy,
             step_target,
             overlap,
+            drafts_max,
         },
     )
 }
@@ -460,7 +480,15 @@ fn check(
     let copy_block = if workload.cheap_copies { 1e-9 } else { 1.0 };
     let prior = CostPrior { trust: 1e-6, ..CostPrior::default().with_copies(0.0, copy_block) };
     let (policy, step_target) = (workload.policy, workload.step_target);
-    let engine_options = EngineOptions { policy, prior, step_target, ..EngineOptions::default() };
+    let drafts_max = workload.drafts_max;
+    let engine_options = EngineOptions {
+        policy,
+        prior,
+        step_target,
+        drafts_max,
+        govern_drafts: false,
+        ..EngineOptions::default()
+    };
     let (blocks, host_blocks) = (workload.blocks, workload.host_blocks);
     let scarce = device.runtime(folder, (workload.threads, ranks), workload.overlap, blocks, host_blocks);
     let mut engine = self::engine(scarce, engine_options);
@@ -548,6 +576,7 @@ fn scarcity_never_changes_the_answer() {
         assert!(coverage.forced > 0 && coverage.overlapped > 0, "{format:?}: {coverage:?}");
         assert!(coverage.cut_short > 0 && coverage.scored > 0, "{format:?}: {coverage:?}");
         assert!(coverage.constrained > 0, "{format:?}: {coverage:?}");
+        assert!(coverage.accepted > 20 && coverage.drafted > coverage.accepted, "{format:?}: {coverage:?}");
     }
 }
 

@@ -1,5 +1,5 @@
-//! Batch invariance of the CPU runtime: under any batching, prefill chunking, block placement, preemption by
-//! recompute and number of threads, a request gets the logits and tokens, bit for bit, that it gets alone,
+//! Batch invariance of the CPU runtime: under any batching, prefill chunking, drafting, block placement,
+//! preemption by recompute and number of threads, a request gets the logits and tokens, bit for bit, that it gets alone,
 //! one token at a time, on one thread with the same tensor-parallel degree.
 
 #![allow(clippy::unwrap_used, reason = "helpers of tests fail like tests")]
@@ -145,6 +145,8 @@ fn alone(runtime: &mut CpuRuntime, request: &Request) -> Vec<StepBits> {
 /// Running request.
 struct RunningSequence {
     request: usize,
+    /// Tokens of the prompt.
+    prompt: usize,
     slot: u32,
     tokens: Vec<u32>,
     /// Tokens with KV computed.
@@ -152,10 +154,27 @@ struct RunningSequence {
     blocks: Vec<u32>,
 }
 
-/// Runs all requests under a random schedule; calls `got` with request, step and result.
+/// Drafts tokens behind the newest one of a decode: up to six, of which some first ones are those that the
+/// request, whose whole output is `expected`, will generate, and the next one is not.
+fn draft(rng: &mut ScheduleRng, sequence: &RunningSequence, expected: &[StepBits], vocab: u32) -> Vec<u32> {
+    if rng.below(3) == 0 {
+        return Vec::new();
+    }
+    let step = sequence.tokens.len() - sequence.prompt;
+    let future: Vec<u32> = expected[step..].iter().map(|step| step.sampled.token).collect();
+    // The last token to generate has no row behind it.
+    let count = rng.below(7).min(future.len() - 1);
+    let stand = rng.below(count + 1);
+    let guess = |(nth, token): (usize, &u32)| if nth < stand { *token } else { (token + 1) % vocab };
+    future.iter().take(count).enumerate().map(guess).collect()
+}
+
+/// Runs all requests, whose outputs are `expected`, under a random schedule with random drafts; calls `got` with
+/// request, step and result.
 fn together(
     runtime: &mut CpuRuntime,
     workload: &Workload,
+    expected: &[Vec<StepBits>],
     mut got: impl FnMut(usize, usize, StepBits) -> Result<(), TestCaseError>,
 ) -> Result<(), TestCaseError> {
     let mut rng = ScheduleRng { key: workload.schedule, count: 0 };
@@ -173,7 +192,8 @@ fn together(
             let slot = slots.swap_remove(rng.below(slots.len()));
             let tokens = prompt(&workload.requests[request], bounds.vocab_size);
             attach(runtime, slot, &workload.requests[request], &tokens, &[]);
-            live.push(RunningSequence { request, slot, tokens, fed: 0, blocks: Vec::new() });
+            let prompt = tokens.len();
+            live.push(RunningSequence { request, prompt, slot, tokens, fed: 0, blocks: Vec::new() });
         }
         if preemptions > 0 && rng.below(8) == 0 {
             preemptions -= 1;
@@ -190,7 +210,7 @@ fn together(
             attach(runtime, victim.slot, request, prompt, generated);
         }
         batch.clear();
-        let mut ran = Vec::new();
+        let (mut ran, mut drafted) = (Vec::new(), 0);
         let count = live.len();
         let first = rng.below(count);
         for i in 0..count {
@@ -213,31 +233,47 @@ fn together(
                 sequence.blocks[at] = to;
             }
             let end = sequence.fed + chunk;
-            while sequence.blocks.len() * (bounds.block_tokens as usize) < end {
+            let samples = end == sequence.tokens.len();
+            // Drafts follow a chunk of any length; a scheduler drafts only for decodes.
+            let mut drafts = Vec::new();
+            if samples && batch.rows() + chunk + 6 <= bounds.batch_tokens as usize {
+                drafts = draft(&mut rng, sequence, &expected[sequence.request], bounds.vocab_size);
+                let room = (bounds.sample_rows as usize - SEQUENCES_MAX).saturating_sub(drafted);
+                drafts.truncate(room);
+                drafted += drafts.len();
+            }
+            while sequence.blocks.len() * (bounds.block_tokens as usize) < end + drafts.len() {
                 sequence.blocks.push(free.swap_remove(rng.below(free.len())));
             }
             let part = &sequence.tokens[sequence.fed..end];
-            batch.push_sequence(part, sequence.fed as u32, &sequence.blocks);
+            batch.push_drafted(part, &drafts, sequence.fed as u32, &sequence.blocks);
             sequence.fed = end;
-            if end == sequence.tokens.len() {
-                batch.sample_last_row(sequence.slot);
-                ran.push(index);
+            if samples {
+                batch.sample_with_drafts(sequence.slot, drafts.len() as u32);
+                ran.push((index, drafts));
             }
         }
         // The sources of copies are free only after the step.
         let copied: Vec<u32> = batch.copies.iter().map(|copy| copy.from).collect();
         runtime.execute(&mut batch, &mut sampled).unwrap();
         free.extend(copied);
-        prop_assert_eq!(sampled.len(), ran.len());
-        for (sample, (index, sampled)) in ran.iter().zip(&sampled).enumerate() {
+        prop_assert_eq!(sampled.len(), ran.len() + drafted);
+        let mut sample = 0;
+        for (index, drafts) in &ran {
             let sequence = &mut live[*index];
-            let step = sequence.tokens.len() - workload.requests[sequence.request].prompt;
-            sequence.tokens.push(sampled.token);
-            got(
-                sequence.request,
-                step,
-                StepBits { logits: bits(runtime, sample), sampled: sampled.clone() },
-            )?;
+            for nth in 0..=drafts.len() {
+                let step = sequence.tokens.len() - sequence.prompt;
+                let sampled = sampled[sample + nth].clone();
+                let token = sampled.token;
+                sequence.tokens.push(token);
+                let logits = bits(runtime, sample + nth);
+                got(sequence.request, step, StepBits { logits, sampled })?;
+                if drafts.get(nth) != Some(&token) {
+                    break;
+                }
+                sequence.fed += 1;
+            }
+            sample += 1 + drafts.len();
         }
         live.retain_mut(|sequence| {
             let request = &workload.requests[sequence.request];
@@ -364,7 +400,7 @@ fn one(
     }
     let mut runtime =
         load(folder.path().to_path_buf(), isa, format, workload.threads, ranks, workload.block_tokens);
-    together(&mut runtime, workload, |request, step, got| {
+    together(&mut runtime, workload, &expected, |request, step, got| {
         let expected = &expected[request][step];
         prop_assert_eq!(&got.sampled, &expected.sampled, "request {} step {}", request, step);
         prop_assert!(got.logits == expected.logits, "request {request} step {step}: other bits");

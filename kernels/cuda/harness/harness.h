@@ -63,6 +63,7 @@ enum class Mutant : uint32_t {
     MergeOrder,
     ScaleLine,
     DrawPosition,
+    AcceptDrafts,
     NoKernelWait,
     EarlyRead,
     LastWarp,

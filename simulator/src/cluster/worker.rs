@@ -210,7 +210,7 @@ impl SimulatedWorker {
                 verdicts.push(if stop { TokenVerdict::STOP } else { TokenVerdict::CONTINUE });
             }
         }
-        let outcome = IterationOutcome { verdicts: &verdicts, took: step.took };
+        let outcome = IterationOutcome { verdicts: &verdicts, accepted: &[], took: step.took };
         self.scheduler.commit(step.number, outcome)?;
         Ok(())
     }

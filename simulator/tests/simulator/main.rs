@@ -5,6 +5,7 @@
 
 mod batching;
 mod common;
+mod drafts;
 mod fairness;
 mod fairness_bound;
 mod first_token;

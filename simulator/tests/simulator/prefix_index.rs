@@ -105,7 +105,8 @@ impl CacheSource {
                     TokenVerdict { stop: false, hash }
                 })
                 .collect();
-            let outcome = IterationOutcome { verdicts: &verdicts, took: Duration::from_millis(1) };
+            let outcome =
+                IterationOutcome { verdicts: &verdicts, accepted: &[], took: Duration::from_millis(1) };
             self.scheduler.commit(number, outcome).unwrap();
         }
         self.scheduler.drain_ended().for_each(drop);

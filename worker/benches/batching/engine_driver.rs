@@ -82,6 +82,12 @@ impl EngineDriver {
         Ok(Self { engine, sampling: Arc::new(spec.validate()?), begun: Instant::now(), events })
     }
 
+    /// Uses these sampling parameters instead of greedy ones.
+    pub fn with_sampling(mut self, spec: SamplingSpec) -> BenchResult<Self> {
+        self.sampling = Arc::new(spec.validate()?);
+        Ok(self)
+    }
+
     /// Time since the engine was created.
     pub fn now(&self) -> Duration {
         self.begun.elapsed()
@@ -133,6 +139,11 @@ impl EngineDriver {
     /// Predicted and measured duration of the last step.
     pub fn last_step(&self) -> Option<(Duration, Duration)> {
         self.engine.history().iter().next_back().and_then(|step| Some((step.predicted, step.took?)))
+    }
+
+    /// Counters since the engine was created.
+    pub fn totals(&self) -> Load {
+        self.engine.load()
     }
 
     /// Load when the last iteration was planned.

@@ -2,13 +2,15 @@
 //!
 //! ```text
 //! cargo bench -p inflight-worker --bench batching -- continuous
+//! cargo bench -p inflight-worker --bench batching -- drafts --random 1024x16
 //! cargo bench -p inflight-worker --bench batching -- storm
 //! ```
 //!
 //! `continuous` serves one list of requests three times with the same number of slots: with continuous
 //! batching, with static batching, and with static batching whose finished sequences are computed as padding
 //! until the longest is done. `storm` measures the inter-token latency of steady streams: alone, beside long
-//! prompts with chunked prefill under a step target, and beside long prompts without chunking. Compared
+//! prompts with chunked prefill under a step target, and beside long prompts without chunking. `drafts` compares
+//! drafts by prompt lookup with none, where the output repeats itself and where it does not. Compared
 //! variants alternate within one run; results are medians.
 //!
 //! | option | default | |
@@ -17,7 +19,7 @@
 //! | `--random WxL` | | a Llama of width W and L layers with random weights instead |
 //! | `--context N` | storm: 4500 | overrides the model's context length; output is then meaningless, the work realistic |
 //! | `--threads N` | all | threads of the kernels |
-//! | `--runs N` | 3 | rounds |
+//! | `--runs N` | 3, drafts: 10 | rounds |
 //! | `--seed N` | 1 | seed of lengths and contents |
 //! | `--sequences N` | 16, storm: 32 | slots |
 //! | `--batch-tokens N` | 2048, storm: 512 | token budget of an iteration |
@@ -28,9 +30,12 @@
 //! | `--prompt N` | 4000 | storm: tokens of a long prompt |
 //! | `--every S` | 3 | storm: seconds between long prompts |
 //! | `--seconds S` | 15 | storm: duration of each phase |
+//! | `--output N` | 200 | drafts: tokens of each stream |
+//! | `--drafts-max N` | 8 | drafts: maximum drafts of a stream and iteration |
 //! | `--target-factor F` | 1.8 | storm: step target as a multiple of the P99 inter-token latency of the calm phase before |
 
 mod continuous;
+mod drafts;
 mod engine_driver;
 mod model;
 mod options;
@@ -46,8 +51,9 @@ fn main() -> ExitCode {
         // `cargo bench` appends `--bench`.
         Options::parse(std::env::args().skip(1).filter(|argument| argument != "--bench")).and_then(|options| match options.scenario.as_str() {
             "continuous" => continuous::run(&options),
+            "drafts" => drafts::run(&options),
             "storm" => storm::run(&options),
-            other => Err(format!("unknown scenario `{other}`; there are `continuous` and `storm`").into()),
+            other => Err(format!("unknown scenario `{other}`; there are `continuous`, `drafts` and `storm`").into()),
         });
     match outcome {
         Ok(()) => ExitCode::SUCCESS,

@@ -5,7 +5,7 @@ use std::str::FromStr;
 
 pub type BenchResult<T> = Result<T, Box<dyn std::error::Error>>;
 
-const NAMES: [&str; 16] = [
+const NAMES: [&str; 18] = [
     "model",
     "random",
     "context",
@@ -22,6 +22,8 @@ const NAMES: [&str; 16] = [
     "every",
     "seconds",
     "target-factor",
+    "output",
+    "drafts-max",
 ];
 
 /// Scenario with its options, `--name value`.
@@ -33,7 +35,7 @@ pub struct Options {
 impl Options {
     pub fn parse(arguments: impl Iterator<Item = String>) -> BenchResult<Self> {
         let mut arguments = arguments.peekable();
-        let scenario = arguments.next().ok_or("name a scenario: `continuous` or `storm`")?;
+        let scenario = arguments.next().ok_or("name a scenario: `continuous`, `drafts` or `storm`")?;
         let mut given = BTreeMap::new();
         while let Some(argument) = arguments.next() {
             let name = argument.strip_prefix("--").unwrap_or_default();

@@ -30,6 +30,15 @@ impl StepWork {
         self.sequences += 1;
     }
 
+    /// Adds `more` tokens to a chunk of `len` tokens that starts at position `start` and was added before.
+    pub fn extend(&mut self, start: u32, len: u32, more: u32) {
+        let before = keys(start, len);
+        let after = keys(start, len + more);
+        self.tokens += more;
+        self.keys += after - before;
+        self.prefill_keys += after - if len > 1 { before } else { 0 };
+    }
+
     /// Returns the regression features: constant, tokens, decode keys, prefill keys, sequences.
     fn features(&self) -> [f64; 5] {
         let decode_keys = self.keys.saturating_sub(self.prefill_keys);
@@ -238,6 +247,17 @@ mod tests {
         let shape = work(100, 10_000, 20);
         let ratio = model.step(&shape).as_secs_f64() / truth(&shape).as_secs_f64();
         assert!((ratio - 3.0).abs() < 0.3, "{ratio} instead of 3");
+    }
+
+    #[test]
+    fn an_extended_chunk_has_the_work_of_the_whole_chunk() {
+        for (start, len, more) in [(0, 1, 1), (7, 1, 5), (7, 3, 2)] {
+            let (mut extended, mut whole) = (work(5, 10, 1), work(5, 10, 1));
+            extended.add(start, len);
+            extended.extend(start, len, more);
+            whole.add(start, len + more);
+            assert_eq!(extended, whole);
+        }
     }
 
     proptest! {

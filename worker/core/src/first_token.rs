@@ -123,6 +123,7 @@ mod tests {
                 start: 0,
                 len: 1,
                 samples: *samples,
+                drafts: 0,
             };
             Iteration { number, chunks: chunks.iter().map(chunk).collect(), ..Iteration::default() }
         };

@@ -20,6 +20,8 @@ pub struct IterationSummary {
     pub bound: Option<Duration>,
     /// Number of decodes.
     pub decodes: u32,
+    /// Drafted tokens of the decodes.
+    pub drafts: u32,
     /// Number of prefill chunks.
     pub prefills: u32,
     /// Tokens in the prefill chunks.

@@ -19,6 +19,9 @@ pub struct Chunk {
     pub len: u32,
     /// Set if the last token's logits are sampled.
     pub samples: bool,
+    /// Number of drafted tokens, the last ones of the chunk. The logits of the token before them and of each of
+    /// them are sampled.
+    pub drafts: u32,
 }
 
 /// Id of a transfer between device and host, valid until its completion is reported.
@@ -73,6 +76,8 @@ pub struct Iteration {
     pub chunks: Vec<Chunk>,
     /// Number of decodes at the start of `chunks`.
     pub decodes: u32,
+    /// Drafted tokens of all decodes.
+    pub drafts: u32,
     /// Reason why the first waiting sequence was not admitted.
     pub blocked: Option<Blocked>,
     /// Number of decoding sequences stalled until a fence frees blocks.
@@ -93,6 +98,7 @@ impl Iteration {
         self.copies.clear();
         self.chunks.clear();
         self.decodes = 0;
+        self.drafts = 0;
         self.blocked = None;
         self.stalled = 0;
     }
@@ -185,8 +191,12 @@ impl TokenVerdict {
 /// Result of an iteration, reported by the driver.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct IterationOutcome<'a> {
-    /// Verdicts of the sampling chunks, in plan order.
+    /// Verdicts of the accepted tokens of the sampling chunks, in plan order: one token for a chunk without
+    /// drafts. A token that ends its sequence is the last one of its chunk.
     pub verdicts: &'a [TokenVerdict],
+    /// Number of accepted tokens of each chunk with drafts, in plan order: the token that is sampled in any case,
+    /// and one for each draft that stands.
+    pub accepted: &'a [u32],
     /// Measured duration of the iteration.
     pub took: Duration,
 }

@@ -13,12 +13,14 @@ use crate::{
 };
 
 /// First bytes of a log, including the format version.
-const MAGIC: &[u8; 8] = b"inflrec4";
+const MAGIC: &[u8; 8] = b"inflrec5";
 
 /// Maximum blocks of a pool, and maximum running sequences, of a replay: more than any device has, so that a damaged
 /// log cannot allocate without bound.
 const BLOCKS_MAX: u32 = 1 << 24;
 const RUNNING_MAX: u32 = 1 << 20;
+/// Maximum drafts of a sequence and iteration of a replay: a damaged log cannot make a plan take long.
+const DRAFTS_MAX: u32 = 1 << 10;
 
 /// Record type: one scheduler input. The values are part of the format.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -33,6 +35,7 @@ enum RecordKind {
     Step,
     Copy,
     Preempt,
+    Draft,
 }
 
 /// Log of a scheduler's inputs, with the bytes not drained yet.
@@ -71,11 +74,14 @@ impl RecordLog {
             bypass_max,
             limits.preemption_threshold,
             limits.iteration_scores,
+            limits.drafts_max,
+            limits.iteration_samples,
         ] {
             log.number(value.into());
         }
         log.number(limits.cooldown_steps);
         log.number(limits.prefix_cache.into());
+        log.number(limits.govern_drafts.into());
         log.step_target(limits.step_target);
         log.text(&policy.to_string());
         let CostPrior { cost, trust } = *prior;
@@ -124,6 +130,13 @@ impl RecordLog {
         self.number(id.generation.into());
     }
 
+    pub fn draft(&mut self, id: SequenceId, count: u32) {
+        self.kind(RecordKind::Draft);
+        self.number(id.index.into());
+        self.number(id.generation.into());
+        self.number(count.into());
+    }
+
     pub fn plan(&mut self, plan: &Iteration, now: Time) {
         self.kind(RecordKind::Plan);
         self.number(now.as_nanos());
@@ -139,6 +152,8 @@ impl RecordLog {
             self.bytes.push(u8::from(verdict.stop) | u8::from(verdict.hash.is_some()) << 1);
             verdict.hash.into_iter().for_each(|hash| self.hash(hash));
         }
+        self.number(outcome.accepted.len() as u64);
+        outcome.accepted.iter().for_each(|count| self.number((*count).into()));
     }
 
     pub fn fail(&mut self, iteration: u64) {
@@ -353,8 +368,11 @@ impl RecordReader<'_> {
             bypass_max: self.small()?,
             preemption_threshold: self.small()?,
             iteration_scores: self.small()?,
+            drafts_max: self.at_most(DRAFTS_MAX)?,
+            iteration_samples: self.small()?,
             cooldown_steps: self.number()?,
             prefix_cache: self.number()? != 0,
+            govern_drafts: self.number()? != 0,
             step_target: self.step_target()?,
         };
         let policy: PolicyKind = self.text()?.parse().map_err(|_| self.malformed("the name of a policy"))?;
@@ -387,6 +405,10 @@ impl RecordReader<'_> {
                 let id = SequenceId { index: self.small()?, generation: self.small()? };
                 scheduler.preempt(id);
             }
+            kind if kind == RecordKind::Draft as u8 => {
+                let id = SequenceId { index: self.small()?, generation: self.small()? };
+                scheduler.draft(id, self.small()?);
+            }
             kind if kind == RecordKind::Plan as u8 => {
                 let now = Time::from_nanos(self.number()?);
                 let digest = self.fixed::<8>().map(u64::from_le_bytes)?;
@@ -404,7 +426,12 @@ impl RecordReader<'_> {
                     let hash = if flags & 2 != 0 { Some(self.hash()?) } else { None };
                     verdicts.push(TokenVerdict { stop: flags & 1 != 0, hash });
                 }
-                let done = scheduler.commit(number, IterationOutcome { verdicts: &verdicts, took });
+                let mut accepted = Vec::new();
+                for _ in 0..self.number()? {
+                    accepted.push(self.small()?);
+                }
+                let outcome = IterationOutcome { verdicts: &verdicts, accepted: &accepted, took };
+                let done = scheduler.commit(number, outcome);
                 done.map_err(|_| self.malformed("the commit of the iteration in flight"))?;
                 return Ok(Applied::Committed(number, took));
             }

@@ -19,6 +19,8 @@ pub struct SchedulerLimits {
     pub iteration_tokens: u32,
     /// Maximum positions of an iteration whose logits are computed beside the sampled ones.
     pub iteration_scores: u32,
+    /// Maximum sampled rows of an iteration, drafts included; at least `running_max`.
+    pub iteration_samples: u32,
     /// Maximum length of a sequence in tokens, prompt and output.
     pub sequence_tokens: u32,
     /// Blocks that admission keeps free for the growth of running sequences.
@@ -38,6 +40,10 @@ pub struct SchedulerLimits {
     pub step_target: StepTarget,
     /// Minimum priority difference for a waiting sequence to preempt a running one.
     pub preemption_threshold: u32,
+    /// Maximum drafted tokens of a sequence in an iteration; 0 disables drafts.
+    pub drafts_max: u32,
+    /// Plans drafts only where they are expected to save time; else as many as fit, for tests.
+    pub govern_drafts: bool,
 }
 
 /// Invalid or contradictory limits.
@@ -73,6 +79,7 @@ impl SchedulerLimits {
             waiting_max: 1024,
             iteration_tokens,
             iteration_scores: 512,
+            iteration_samples: u32::MAX,
             sequence_tokens: u32::MAX,
             // One block in a hundred absorbs the growth of running sequences before any must be preempted.
             watermark_blocks: blocks / 100,
@@ -83,6 +90,8 @@ impl SchedulerLimits {
             prefix_cache: true,
             step_target: StepTarget::Unbounded,
             preemption_threshold: 1,
+            drafts_max: 0,
+            govern_drafts: true,
         }
     }
 

@@ -2,6 +2,7 @@
 
 use inflight_contract::{BlockHash, Service, Tenant, Weight};
 
+use crate::drafts::Acceptance;
 use crate::{Block, Time, TransferId};
 
 /// Id of a sequence from submission to end. Indices are reused, with a new generation each time.
@@ -149,6 +150,14 @@ pub(crate) struct Sequence {
     pub group: Option<u64>,
     /// Positions whose logits are wanted and not committed.
     pub scored: ScoredRange,
+    /// Tokens that the driver has drafted for the next plan.
+    pub drafted: u32,
+    /// Drafted tokens in the iteration in flight; they count as known and computed until it is committed.
+    pub drafts_in_flight: u32,
+    /// Blocks that the table had before it was extended for the drafts in flight.
+    pub undrafted_blocks: u32,
+    /// Estimate of how many of its drafts stand.
+    pub acceptance: Acceptance,
     /// Number of iterations in flight that use its slot or blocks.
     pub in_flight: u32,
     /// Beneficiary of a pending preemption, which happens when no iteration uses this sequence any more.

@@ -14,7 +14,13 @@ pub struct SampleRow {
     /// Whether the row waits for a token mask, which [`Runtime::supply_masks`](super::Runtime::supply_masks)
     /// gives after the launch.
     pub masked: bool,
+    /// Set if the row's input token is a draft. The sample counts only if the slot's previous sample row in this
+    /// batch sampled exactly that token and itself counted.
+    pub drafted: bool,
 }
+
+/// Sample rows of a batch for drafts, beyond one for each slot.
+pub const DRAFT_ROWS: u32 = 64;
 
 /// Maximum rows of a batch to score.
 pub const SCORES_MAX: u32 = 512;
@@ -65,7 +71,7 @@ pub struct Batch {
     pub blocks: Vec<Block>,
     /// First entry of each sequence's table in `blocks`, and the length at the end; [sequences + 1].
     pub block_starts: Vec<u32>,
-    /// Rows to sample from, ascending.
+    /// Rows to sample from, ascending; those of a slot are consecutive.
     pub samples: Vec<SampleRow>,
     /// Rows to score, ascending; at most [`SCORES_MAX`].
     pub scores: Vec<ScoreRow>,
@@ -100,23 +106,45 @@ impl Batch {
         self.block_starts.push(self.blocks.len() as u32);
     }
 
-    /// Requests a sample from the last row of the sequence pushed last.
-    pub fn sample_last_row(&mut self, slot: Slot) {
-        let row = self.tokens.len() - 1;
-        let position = self.positions[row] + 1;
-        self.samples.push(SampleRow { row: row as u32, slot, position, masked: false });
+    /// Appends a sequence as [`Batch::push_sequence`], with drafted tokens behind its own.
+    pub fn push_drafted(&mut self, tokens: &[u32], drafts: &[u32], position: u32, blocks: &[Block]) {
+        self.tokens.extend_from_slice(tokens);
+        self.positions.extend((position..).take(tokens.len()));
+        self.push_sequence(drafts, position + tokens.len() as u32, blocks);
     }
 
-    /// Makes the sample row pushed last wait for a token mask.
-    pub fn mask_last_sample(&mut self) {
-        if let Some(sample) = self.samples.last_mut() {
-            sample.masked = true;
-        }
+    /// Requests a sample from the last row of the sequence pushed last.
+    pub fn sample_last_row(&mut self, slot: Slot) {
+        self.sample_with_drafts(slot, 0);
+    }
+
+    /// Makes the last `rows` sample rows wait for a token mask each.
+    pub fn mask_last_samples(&mut self, rows: usize) {
+        let first = self.samples.len().saturating_sub(rows);
+        self.samples[first..].iter_mut().for_each(|sample| sample.masked = true);
     }
 
     /// Number of sample rows that wait for a token mask.
     pub fn masked_rows(&self) -> usize {
         self.samples.iter().filter(|sample| sample.masked).count()
+    }
+
+    /// Requests samples of the sequence pushed last, whose last `drafts` tokens are drafts: from the row before
+    /// them and from each of them.
+    pub fn sample_with_drafts(&mut self, slot: Slot, drafts: u32) {
+        let end = self.tokens.len();
+        let first = end - 1 - drafts as usize;
+        let sample = |row: usize| {
+            let position = self.positions[row] + 1;
+            SampleRow { row: row as u32, slot, position, masked: false, drafted: row > first }
+        };
+        self.samples.extend((first..end).map(sample));
+    }
+
+    /// Returns true if the sample of row `next` counts, given that its slot's previous sample row counts and
+    /// sampled `token`.
+    pub fn counts(&self, next: &SampleRow, token: u32) -> bool {
+        !next.drafted || self.tokens.get(next.row as usize) == Some(&token)
     }
 
     /// Lets the device fill in the token of the last row, the only one of the sequence pushed last, from
@@ -197,8 +225,19 @@ impl Batch {
             ensure(table * bounds.block_tokens as usize >= context, "a block table is too short")?;
         }
         ensure(
+            self.samples.len() <= bounds.sample_rows as usize,
+            "it has more sample rows than sample_rows",
+        )?;
+        ensure(
             self.samples.iter().all(|s| (s.row as usize) < rows && s.slot < bounds.slots),
             "a sample row or slot is out of range",
+        )?;
+        let follows = |pair: &[SampleRow]| {
+            !pair[1].drafted || pair[0].slot == pair[1].slot && pair[0].row + 1 == pair[1].row
+        };
+        ensure(
+            self.samples.first().is_none_or(|first| !first.drafted) && self.samples.windows(2).all(follows),
+            "a drafted row does not follow a sample row of its slot",
         )?;
         ensure(self.scores.len() <= SCORES_MAX as usize, "it has more rows to score than SCORES_MAX")?;
         ensure(

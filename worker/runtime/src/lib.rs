@@ -20,7 +20,7 @@ mod recent_tokens;
 pub mod sharding;
 mod token_masks;
 
-pub use batch::{Batch, BlockCopy, Feedback, SCORES_MAX, SampleRow, ScoreRow};
+pub use batch::{Batch, BlockCopy, DRAFT_ROWS, Feedback, SCORES_MAX, SampleRow, ScoreRow};
 pub use command_thread::{CommandQueue, CommandThread, CommandThreadOptions, ThreadEnded};
 pub use host_memory::{HostMemory, MemoryGroup, MemoryLimit, Readable};
 pub use memory_ledger::{MemoryLedger, OverLimit, PROMISED_BYTES};
@@ -55,6 +55,8 @@ pub struct Capabilities {
     pub slots: u32,
     /// Maximum tokens per batch.
     pub batch_tokens: u32,
+    /// Maximum sample rows per batch; at least `slots`.
+    pub sample_rows: u32,
     /// Maximum steps launched and not completed: 1, or 2 if steps run asynchronously.
     pub depth: u32,
     /// Numerics fingerprint: digest of weights, dtypes, instruction set or GPU architecture, kernel version
@@ -130,6 +132,11 @@ pub struct Sampled {
     pub logprobs: Option<Box<PositionLogprobs>>,
 }
 
+impl Sampled {
+    /// Entry of a drafted row whose sample does not count.
+    pub const REJECTED: Self = Self { token: 0, logprobs: None };
+}
+
 /// Finished transfer between device and host pool.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct TransferDone {
@@ -192,7 +199,8 @@ pub trait Runtime: Send {
     fn supply_masks(&mut self, masks: &mut TokenMasks) -> Result<(), Error>;
 
     /// Waits for the oldest launched step and returns its duration. `sampled` is cleared and filled with one
-    /// entry per sample row, in order. Each sampled token is added to its slot's history.
+    /// entry per sample row, in order. Each sampled token that counts is added to its slot's history; the entry
+    /// of a drafted row that does not count is arbitrary.
     ///
     /// # Errors
     /// [`Error::Malformed`] if no step is launched or it lacks its masks, [`Error::Device`] if the step failed.

@@ -16,8 +16,8 @@ pub(super) struct LiveConstraint {
     /// State after the committed tokens; away while a mask is computed.
     matcher: Option<Box<Matcher>>,
     ignore_eos: bool,
-    /// End found while the mask of the next token was computed.
-    end: Option<ConstraintEnd>,
+    /// End found while masks were computed, and the number of tokens before it.
+    end: Option<(usize, ConstraintEnd)>,
 }
 
 /// End of a constrained choice without another token.
@@ -43,11 +43,22 @@ pub(super) enum Consumed {
 /// Masks of a launched iteration.
 #[derive(Debug, Default)]
 pub(super) struct IterationMasks {
-    /// Index of the chunk of each masked sample row.
-    pub(super) chunks: Vec<usize>,
-    /// Ticket of the mask of each of these rows; `None`: every token is allowed.
+    /// Chunks whose sample rows are masked.
+    pub(super) chunks: Vec<MaskedChunk>,
+    /// Ticket of the masks of each of these chunks; `None`: every token is allowed.
     tickets: Vec<Option<u64>>,
     started: bool,
+}
+
+/// Chunk of a constrained sequence: a sample row behind its last token, and one behind each draft.
+#[derive(Debug)]
+pub(super) struct MaskedChunk {
+    /// Index in the plan.
+    pub(super) chunk: usize,
+    /// First draft in the iteration's drafts.
+    pub(super) first_draft: usize,
+    /// Number of drafts.
+    pub(super) drafts: usize,
 }
 
 /// Masks of an engine: the pool, and buffers.
@@ -57,7 +68,7 @@ pub(super) struct MaskState {
     next_ticket: u64,
     /// Results that arrived before those that the engine waited for.
     early: Vec<MaskResult>,
-    spare: Vec<Vec<u32>>,
+    spare: Vec<(Vec<u32>, Vec<u32>)>,
     masks: TokenMasks,
 }
 
@@ -90,8 +101,10 @@ impl LiveConstraint {
 
     /// Consumes a sampled token.
     pub(super) fn consume(&mut self, token: u32) -> Consumed {
-        if let Some(end) = self.end.take() {
-            return Consumed::Ended(end);
+        match self.end.take() {
+            Some((0, end)) => return Consumed::Ended(end),
+            Some((tokens, end)) => self.end = Some((tokens - 1, end)),
+            None => {}
         }
         // Without a matcher, its mask was never computed: the pool is gone.
         let Some(matcher) = &mut self.matcher else {
@@ -109,6 +122,24 @@ impl LiveConstraint {
     }
 }
 
+impl LiveConstraint {
+    /// Returns up to `max` tokens that the grammar forces next, as drafts.
+    pub(super) fn forced_tokens(&mut self, max: usize) -> Vec<u32> {
+        let Some(matcher) = &mut self.matcher else { return Vec::new() };
+        let mut forced = matcher.forced_tokens();
+        forced.truncate(max);
+        let valid = matcher.validate(&forced).unwrap_or(0);
+        forced.truncate(valid);
+        forced
+    }
+
+    /// Returns how many of these drafts the grammar allows, in order; all while a mask is computed.
+    pub(super) fn valid_drafts(&mut self, drafts: &[u32]) -> usize {
+        let Some(matcher) = &mut self.matcher else { return drafts.len() };
+        matcher.validate(drafts).unwrap_or(0)
+    }
+}
+
 impl Engine {
     /// Sets the grammars of the model; without them, constrained requests are refused.
     pub fn set_grammars(&mut self, grammars: std::sync::Arc<Grammars>) {
@@ -118,21 +149,20 @@ impl Engine {
     /// Starts the masks of the oldest launched iteration, if it has masked rows and its predecessor is committed.
     pub(super) fn start_masks(&mut self) {
         let Some(iteration) = self.launched.front_mut() else { return };
-        let LaunchedIteration { chunks, masks, .. } = iteration;
+        let LaunchedIteration { chunks, masks, drafts, .. } = iteration;
         if masks.chunks.is_empty() || std::mem::replace(&mut masks.started, true) {
             return;
         }
         let state = &mut self.masks;
         let words = TokenMasks::words(self.model.vocab_size);
-        for at in &masks.chunks {
-            let live = self.live[chunks[*at].id.index()].as_mut();
+        for masked in &masks.chunks {
+            let live = self.live[chunks[masked.chunk].id.index()].as_mut();
             let constraint = live.and_then(|live| live.constraint.as_mut());
             // An ended sequence draws a token that is discarded.
             let ticket = constraint.and_then(|constraint| {
                 let matcher = constraint.matcher.take_if(|matcher| matcher.has_begun())?;
-                let mut mask = state.spare.pop().unwrap_or_default();
-                mask.resize(words, 0);
-                Some(state.submit(matcher, constraint.ignore_eos, mask))
+                let own = &drafts[masked.first_draft..][..masked.drafts];
+                Some(state.submit(matcher, constraint.ignore_eos, own, words))
             });
             masks.tickets.push(ticket);
         }
@@ -146,34 +176,32 @@ impl Engine {
         }
         let begun = std::time::Instant::now();
         let state = &mut self.masks;
+        let words = TokenMasks::words(self.model.vocab_size);
         state.masks.clear(self.model.vocab_size);
-        for (at, ticket) in masks.chunks.drain(..).zip(masks.tickets.drain(..)) {
+        for (masked, ticket) in masks.chunks.drain(..).zip(masks.tickets.drain(..)) {
+            let rows = 1 + masked.drafts;
             let Some(ticket) = ticket else {
-                state.masks.push_row();
+                (0..rows).for_each(|_| _ = state.masks.push_row());
                 continue;
             };
-            let Some(MaskResult { matcher, mask, outcome, took, .. }) = state.receive(ticket) else {
+            let Some(result) = state.receive(ticket) else {
                 return Err(runtime::Error::Device(
                     "the threads that compute token masks have ended".to_owned(),
                 ));
             };
-            metrics::histogram!(crate::metrics::MASK_SECONDS).record(took.as_secs_f64());
-            let end = match outcome {
-                Ok(MaskOutcome::Masked) => None,
-                Ok(MaskOutcome::Complete) => Some(ConstraintEnd::Complete),
-                Err(error) => Some(ConstraintEnd::Failed(error.to_string())),
-            };
-            // Without a mask, the row draws a token that is discarded.
-            if end.is_none() {
-                state.masks.push(&mask)
-            } else {
-                _ = state.masks.push_row()
-            };
-            state.spare.push(mask);
-            let live = self.live[chunks[at].id.index()].as_mut();
+            metrics::histogram!(crate::metrics::MASK_SECONDS).record(result.took.as_secs_f64());
+            result.masks.chunks_exact(words).take(result.rows).for_each(|mask| state.masks.push(mask));
+            // Without a mask, a row draws a token that is discarded.
+            (result.rows..rows).for_each(|_| _ = state.masks.push_row());
+            let end = result.end.map(|end| match end {
+                Err(error) => ConstraintEnd::Failed(error.to_string()),
+                Ok(MaskOutcome::Complete | MaskOutcome::Masked) => ConstraintEnd::Complete,
+            });
+            state.spare.push((result.masks, result.drafts));
+            let live = self.live[chunks[masked.chunk].id.index()].as_mut();
             if let Some(constraint) = live.and_then(|live| live.constraint.as_mut()) {
-                constraint.matcher = Some(matcher);
-                constraint.end = end;
+                constraint.matcher = Some(result.matcher);
+                constraint.end = end.map(|end| (result.rows, end));
             }
         }
         metrics::histogram!(crate::metrics::MASK_WAIT_SECONDS).record(begun.elapsed().as_secs_f64());
@@ -191,16 +219,19 @@ impl IterationMasks {
 }
 
 impl MaskState {
-    /// Submits a mask to the pool, which starts with the first one. Returns its ticket.
-    fn submit(&mut self, matcher: Box<Matcher>, ignore_eos: bool, mask: Vec<u32>) -> u64 {
+    /// Submits the masks of a chunk with these drafts to the pool, which starts with the first one. Returns their ticket.
+    fn submit(&mut self, matcher: Box<Matcher>, ignore_eos: bool, own: &[u32], words: usize) -> u64 {
         self.next_ticket += 1;
         let ticket = self.next_ticket;
+        let (masks, mut drafts) = self.spare.pop().unwrap_or_default();
+        drafts.clear();
+        drafts.extend_from_slice(own);
         if self.pool.is_none() {
             self.pool = MaskPool::start().inspect_err(|error| {
                 tracing::warn!(%error, "cannot start threads for token masks; computing them on the engine's thread");
             }).ok();
         }
-        let job = MaskJob { ticket, matcher, ignore_eos, mask };
+        let job = MaskJob { ticket, matcher, ignore_eos, drafts, words, masks };
         let refused = match &self.pool {
             Some(pool) => pool.submit(job).err(),
             None => Some(job),

@@ -7,6 +7,7 @@ use inflight_worker_core::{Chunk, Grant, Preemption, ScoredRange};
 use tracing::Span;
 
 use super::constraint::{Consumed, LiveConstraint};
+use super::drafter::Drafter;
 use super::{ChoiceEvent, Failure, Request, RequestKey};
 
 /// Choice of a request, from submission to finish.
@@ -30,6 +31,8 @@ pub(super) struct LiveChoice {
     pub scored: ScoredRange,
     /// Tokens computed since submission.
     pub computed_tokens: u32,
+    /// Drafts of its next tokens.
+    pub drafter: Drafter,
     /// Error to report at the end instead of the finish reason.
     pub failure: Option<Failure>,
     computed_reported: bool,
@@ -66,6 +69,7 @@ impl LiveChoice {
             cost,
             scored,
             computed_tokens: 0,
+            drafter: Drafter::default(),
             failure: None,
             computed_reported: false,
             span,

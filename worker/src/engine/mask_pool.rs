@@ -15,16 +15,27 @@ pub(super) struct MaskJob {
     pub(super) matcher: Box<Matcher>,
     /// Whether end tokens do not end the choice, so that the mask leaves them out.
     pub(super) ignore_eos: bool,
-    /// Buffer of the mask.
-    pub(super) mask: Vec<u32>,
+    /// Drafted tokens, which the grammar allows in this order: a mask is computed behind each of them, too.
+    pub(super) drafts: Vec<u32>,
+    /// Words of a mask.
+    pub(super) words: usize,
+    /// Buffer of the masks.
+    pub(super) masks: Vec<u32>,
 }
 
-/// Computed mask.
+/// Computed masks.
 pub(super) struct MaskResult {
     pub(super) ticket: u64,
+    /// State before the drafts.
     pub(super) matcher: Box<Matcher>,
-    pub(super) mask: Vec<u32>,
-    pub(super) outcome: Result<MaskOutcome, MatchError>,
+    /// Masks of the rows, one behind the other.
+    pub(super) masks: Vec<u32>,
+    /// Buffer of the drafts.
+    pub(super) drafts: Vec<u32>,
+    /// Rows that have a mask, fewer than asked for if the output ends before.
+    pub(super) rows: usize,
+    /// End of the output before the token of row `rows`; `None` also if the token before completes it.
+    pub(super) end: Option<Result<MaskOutcome, MatchError>>,
     /// Duration of the computation.
     pub(super) took: Duration,
 }
@@ -91,13 +102,35 @@ fn serve(queue: &Mutex<Receiver<MaskJob>>, done: &Sender<MaskResult>) {
     }
 }
 
-/// Computes a mask. Panics of the grammar library are errors of the matcher.
+/// Computes masks. Panics of the grammar library are errors of the matcher.
 pub(super) fn compute(job: MaskJob) -> MaskResult {
-    let MaskJob { ticket, mut matcher, ignore_eos, mut mask } = job;
+    let MaskJob { ticket, mut matcher, ignore_eos, drafts, words, mut masks } = job;
     let begun = Instant::now();
-    let outcome = matcher.write_mask(&mut mask);
-    if ignore_eos {
-        matcher.clear_end_tokens(&mut mask);
+    masks.resize((1 + drafts.len()) * words, 0);
+    let (mut rows, mut consumed, mut end) = (0, 0, None);
+    for mask in masks.chunks_exact_mut(words) {
+        match matcher.write_mask(mask) {
+            Ok(MaskOutcome::Masked) => {}
+            ended => {
+                end = Some(ended);
+                break;
+            }
+        }
+        if ignore_eos {
+            matcher.clear_end_tokens(mask);
+        }
+        rows += 1;
+        let Some(draft) = drafts.get(consumed) else { break };
+        if let Err(error) = matcher.consume(*draft) {
+            end = Some(Err(error));
+            break;
+        }
+        consumed += 1;
+        if matcher.is_complete() {
+            break; // no row behind it counts
+        }
     }
-    MaskResult { ticket, matcher, mask, outcome, took: begun.elapsed() }
+    // A matcher that cannot go back is refused when it consumes the first token.
+    let _ = matcher.rollback(consumed);
+    MaskResult { ticket, matcher, masks, drafts, rows, end, took: begun.elapsed() }
 }

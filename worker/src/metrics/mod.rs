@@ -33,6 +33,9 @@ const SWAPPED_BYTES: &str = "inflight_worker_swapped_bytes_total";
 const PREEMPTION_COST: &str = "inflight_worker_preemption_predicted_microseconds_total";
 const EVICTED_HITS: &str = "inflight_worker_evicted_hit_tokens_total";
 const SAMPLED: &str = "inflight_worker_generated_tokens_total";
+const DRAFTED: &str = "inflight_worker_drafted_tokens_total";
+const ACCEPTED_DRAFTS: &str = "inflight_worker_accepted_drafts_total";
+const DRAFT_INDEX_BYTES: &str = "inflight_worker_draft_index_bytes";
 const SWAPPED: &str = "inflight_worker_swapped_sequences";
 const HOST_BLOCKS_USED: &str = "inflight_worker_host_kv_blocks_used";
 const PREEMPTIONS: &str = "inflight_worker_preemptions_total";
@@ -164,6 +167,14 @@ pub const INVENTORY: &[(&str, MetricKind, Unit, &str)] = &[
         "Queueing time of a sequence in the worker, from its submission to its first admission to the batch",
     ),
     (SAMPLED, MetricKind::Counter, Unit::Count, "Tokens generated"),
+    (DRAFTED, MetricKind::Counter, Unit::Count, "Drafted tokens computed and verified (--drafts)"),
+    (ACCEPTED_DRAFTS, MetricKind::Counter, Unit::Count, "Drafted tokens that became output"),
+    (
+        DRAFT_INDEX_BYTES,
+        MetricKind::Gauge,
+        Unit::Bytes,
+        "Memory of the running sequences' indices from which tokens are drafted",
+    ),
     (SWAPPED, MetricKind::Gauge, Unit::Count, "Preempted sequences whose KV blocks are swapped to the host"),
     (HOST_BLOCKS_USED, MetricKind::Gauge, Unit::Count, "KV blocks in use in the host pool"),
     (PREEMPTIONS, MetricKind::Counter, Unit::Count, "Sequences preempted, by kind: swap or recompute"),

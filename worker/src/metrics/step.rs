@@ -6,11 +6,12 @@ use inflight_worker_core::{Load, SchedulerLimits};
 use metrics::{Counter, Gauge, Histogram};
 
 use super::{
-    ADMITTED_TOKENS, ANTICIPATION_SECONDS, BATCH_TOKENS_MAX, BLOCK_BYTES, BLOCK_TOKENS, BLOCKS, BLOCKS_USED,
-    CACHED_TOKENS, COMMANDS, EVICTED_HITS, HOST_BLOCKS, HOST_BLOCKS_USED, HOST_CACHED_TOKENS, ITERATIONS,
-    OFFLOADED_BLOCKS, PREDICTION, PREEMPTION_COST, PREEMPTIONS, PREFILL_TOKENS, QUEUE_SECONDS, RECOMPUTED,
-    RUNNING, SAMPLED, SEQUENCES_MAX, SLO_UNMET, STEP_DECODES, STEP_PREFILL_TOKENS, STEP_SECONDS, STEP_TOKENS,
-    SWAPPED, SWAPPED_BLOCKS, SWAPPED_BYTES, TOKENS, UNFILLED, WAITING, WAITING_MAX,
+    ACCEPTED_DRAFTS, ADMITTED_TOKENS, ANTICIPATION_SECONDS, BATCH_TOKENS_MAX, BLOCK_BYTES, BLOCK_TOKENS,
+    BLOCKS, BLOCKS_USED, CACHED_TOKENS, COMMANDS, DRAFT_INDEX_BYTES, DRAFTED, EVICTED_HITS, HOST_BLOCKS,
+    HOST_BLOCKS_USED, HOST_CACHED_TOKENS, ITERATIONS, OFFLOADED_BLOCKS, PREDICTION, PREEMPTION_COST,
+    PREEMPTIONS, PREFILL_TOKENS, QUEUE_SECONDS, RECOMPUTED, RUNNING, SAMPLED, SEQUENCES_MAX, SLO_UNMET,
+    STEP_DECODES, STEP_PREFILL_TOKENS, STEP_SECONDS, STEP_TOKENS, SWAPPED, SWAPPED_BLOCKS, SWAPPED_BYTES,
+    TOKENS, UNFILLED, WAITING, WAITING_MAX,
 };
 use crate::engine::StepReport;
 
@@ -31,6 +32,9 @@ pub(crate) struct StepMetrics {
     tokens: Counter,
     prefill_tokens: Counter,
     sampled: Counter,
+    drafted: Counter,
+    accepted_drafts: Counter,
+    pub draft_index_bytes: Gauge,
     swapped: Gauge,
     host_blocks_used: Gauge,
     recompute_preemptions: Counter,
@@ -81,6 +85,9 @@ impl StepMetrics {
             tokens: metrics::counter!(TOKENS),
             prefill_tokens: metrics::counter!(PREFILL_TOKENS),
             sampled: metrics::counter!(SAMPLED),
+            drafted: metrics::counter!(DRAFTED),
+            accepted_drafts: metrics::counter!(ACCEPTED_DRAFTS),
+            draft_index_bytes: metrics::gauge!(DRAFT_INDEX_BYTES),
             swapped: metrics::gauge!(SWAPPED),
             host_blocks_used: metrics::gauge!(HOST_BLOCKS_USED),
             recompute_preemptions: metrics::counter!(PREEMPTIONS, "kind" => "recompute"),
@@ -141,6 +148,8 @@ impl StepMetrics {
         self.blocks_used.set(now.blocks_used);
         self.unfilled.set(now.unfilled_tokens);
         self.host_blocks_used.set(now.host_blocks_used);
+        self.drafted.increment(now.drafted_tokens - before.drafted_tokens);
+        self.accepted_drafts.increment(now.accepted_drafts - before.accepted_drafts);
         self.recompute_preemptions.increment(now.recompute_preemptions - before.recompute_preemptions);
         self.swap_preemptions.increment(now.swap_preemptions - before.swap_preemptions);
         self.recompute_cost.increment(now.preemption_recompute_us - before.preemption_recompute_us);

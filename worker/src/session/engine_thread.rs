@@ -404,6 +404,7 @@ impl EngineThread {
         // Exponential moving average with a window of about eight steps.
         self.step_us = if self.step_us == 0 { micros } else { (self.step_us * 7 + micros) / 8 };
         self.metrics.step(step);
+        self.metrics.draft_index_bytes.set(self.engine.draft_index_bytes() as f64);
         self.anticipation.observe_step(elapsed);
         if let Some(blocked) = self.engine.last_plan().blocked {
             crate::metrics::blocked(blocked.by.label());

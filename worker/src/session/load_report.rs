@@ -73,5 +73,6 @@ fn summary(step: &IterationSummary, step_us: u64) -> v1::IterationSummary {
         stalled_decodes: step.stalled,
         blocked_by: step.blocked.map_or("", |blocked| blocked.by.label()).to_owned(),
         load: Some(load(&step.load, step_us)),
+        drafted_tokens: step.drafts,
     }
 }

@@ -49,7 +49,13 @@ fn perplexity(runtime: &mut CpuRuntime, stories: &[Vec<u32>]) -> f64 {
         batch.clear();
         batch.push_sequence(story, 0, &blocks[..story.len().div_ceil(16)]);
         let rows = 0..story.len() as u32 - 1;
-        batch.samples.extend(rows.map(|row| SampleRow { row, slot: 0, position: row + 1, masked: false }));
+        batch.samples.extend(rows.map(|row| SampleRow {
+            row,
+            slot: 0,
+            position: row + 1,
+            masked: false,
+            drafted: false,
+        }));
         runtime.execute(&mut batch, &mut sampled).unwrap();
         for (logits, next) in runtime.logits().chunks_exact(vocab).zip(&story[1..]) {
             let best = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);

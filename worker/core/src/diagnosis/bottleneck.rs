@@ -27,6 +27,8 @@ pub enum Bottleneck {
     GapObjective,
     /// Prompts arrive faster than the objective for first tokens allows.
     FirstTokenObjective,
+    /// Most drafted tokens are rejected, and they are a large part of the work.
+    DraftsRejected,
     /// The recording of the scheduler's inputs has ended with an error.
     RecordingFailed,
 }
@@ -46,6 +48,7 @@ impl Bottleneck {
             Self::ChunkBudget => "chunk_budget",
             Self::GapObjective => "slo_gap",
             Self::FirstTokenObjective => "slo_ttft",
+            Self::DraftsRejected => "drafts_rejected",
             Self::RecordingFailed => "recording_failed",
         }
     }

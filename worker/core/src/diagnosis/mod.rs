@@ -96,6 +96,7 @@ impl<'a, I: Steps<'a>> DiagnosisWindow<'_, I> {
             self.gap_objective(),
             self.first_token_objective(),
             self.prefix_evictions(),
+            self.drafts_rejected(),
             self.device_idle(),
         ];
         findings.into_iter().flatten().chain(self.admission_blocked()).collect()
@@ -123,7 +124,8 @@ impl<'a, I: Steps<'a>> DiagnosisWindow<'_, I> {
 
     /// Returns the tokens computed in the window.
     fn computed_tokens(&self) -> u64 {
-        self.steps.clone().map(|step| u64::from(step.decodes) + u64::from(step.prefill_tokens)).sum()
+        let rows = |step: &IterationSummary| u64::from(step.decodes + step.drafts + step.prefill_tokens);
+        self.steps.clone().map(rows).sum()
     }
 
     /// Returns the time in which iterations ran.
@@ -141,6 +143,23 @@ impl<'a, I: Steps<'a>> DiagnosisWindow<'_, I> {
                 mebibytes => format!("{mebibytes:.1} MiB"),
             },
         }
+    }
+
+    fn drafts_rejected(&self) -> Option<Finding> {
+        let (before, now) = (self.before, self.now);
+        let drafted = now.drafted_tokens - before.drafted_tokens;
+        let rejected = drafted - (now.accepted_drafts - before.accepted_drafts);
+        let share = ratio(rejected, self.computed_tokens());
+        if share <= 0.05 || rejected * 10 <= drafted * 7 {
+            return None;
+        }
+        let figure = format!(
+            "{} of the drafted tokens were rejected, {} of all computed tokens",
+            percent(ratio(rejected, drafted)),
+            percent(share)
+        );
+        let action = "lower --drafts-max, or disable drafts with --drafts off".to_owned();
+        Finding::new(Bottleneck::DraftsRejected, share, figure, action)
     }
 
     fn device_idle(&self) -> Option<Finding> {
@@ -197,6 +216,7 @@ mod tests {
             predicted: Duration::from_millis(10),
             bound: Some(Duration::from_millis(20)),
             decodes: 40,
+            drafts: 0,
             prefills: 0,
             prefill_tokens: 0,
             longest_wait: Duration::ZERO,
@@ -284,6 +304,16 @@ mod tests {
         assert_eq!(found(late), [Bottleneck::FirstTokenObjective]);
         let gaps = |step: &mut IterationSummary| step.planned = Time::from_nanos(step.number * 15_000_000);
         assert_eq!(found(gaps), [Bottleneck::DeviceIdle]);
+        let rejected = |step: &mut IterationSummary| {
+            step.drafts = 40;
+            (step.load.drafted_tokens, step.load.accepted_drafts) = (step.number * 40, step.number * 8);
+        };
+        assert_eq!(found(rejected), [Bottleneck::DraftsRejected]);
+        let paying = |step: &mut IterationSummary| {
+            step.drafts = 40;
+            (step.load.drafted_tokens, step.load.accepted_drafts) = (step.number * 40, step.number * 20);
+        };
+        assert_eq!(found(paying), []);
         let evicted = |step: &mut IterationSummary| {
             step.load.admitted_tokens = step.number * 100;
             step.load.evicted_hit_tokens = step.number * 30;

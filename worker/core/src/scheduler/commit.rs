@@ -15,7 +15,7 @@ impl Scheduler {
     /// [`CommitError`]; the scheduler is then unchanged.
     pub fn commit(&mut self, iteration: u64, outcome: IterationOutcome<'_>) -> Result<(), CommitError> {
         let launched = self.oldest_launched(iteration)?;
-        let expected = launched.chunks.iter().filter(|chunk| chunk.samples).count();
+        let expected = launched.accepted_tokens(outcome.accepted)?;
         if expected != outcome.verdicts.len() {
             return Err(CommitError::Verdicts { expected, given: outcome.verdicts.len() });
         }
@@ -24,13 +24,19 @@ impl Scheduler {
         self.history.finish(launched.number, outcome.took);
         self.cost.observe_step(&launched.work, outcome.took);
         self.prefill_load.observe(outcome.took, launched.prefill_share);
-        let mut verdicts = outcome.verdicts.iter();
+        let (mut verdicts, mut accepted) = (outcome.verdicts, outcome.accepted.iter().copied());
         for index in launched.sources.drain(..) {
             self.release_from_iteration(index);
         }
         for chunk in launched.chunks.drain(..) {
-            let verdict = if chunk.samples { verdicts.next() } else { None };
-            self.commit_chunk(&chunk, verdict);
+            let count = match (chunk.samples, chunk.drafts) {
+                (false, _) => 0,
+                (true, 0) => 1,
+                (true, _) => accepted.next().unwrap_or(1),
+            };
+            let own;
+            (own, verdicts) = verdicts.split_at(count as usize);
+            self.commit_chunk(&chunk, own);
         }
         self.recycled.push(launched);
         Ok(())
@@ -140,30 +146,36 @@ impl Scheduler {
         }
     }
 
-    fn commit_chunk(&mut self, chunk: &Chunk, verdict: Option<&TokenVerdict>) {
+    /// Commits a chunk with the verdicts of its accepted tokens; none if it does not sample.
+    fn commit_chunk(&mut self, chunk: &Chunk, verdicts: &[TokenVerdict]) {
         let index = chunk.id.index;
         if !self.release_from_iteration(index) {
             return;
         }
+        let rejected = if chunk.drafts > 0 { self.roll_back_drafts(chunk, verdicts.len() as u32) } else { 0 };
         // Borrows single fields, which `sequence_mut` cannot; the sequence exists, as the call above returned
         // true.
         let Some(sequence) = self.sequences[index as usize].as_mut() else { return };
-        sequence.committed_tokens = chunk.start + chunk.len;
+        sequence.committed_tokens = chunk.start + chunk.len - rejected;
         sequence.without_progress = false;
+        if chunk.drafts == 0 && chunk.samples {
+            sequence.acceptance.pass();
+        }
         sequence.scored.start = sequence.scored.start.max(sequence.committed_tokens);
         let inputs = sequence.committed_tokens.min(sequence.input_tokens);
         let charged = inputs.saturating_sub(sequence.charged_tokens);
         sequence.charged_tokens = sequence.charged_tokens.max(inputs);
-        self.tenants.charge(sequence.tenant, charged, u32::from(verdict.is_some()));
+        self.tenants.charge(sequence.tenant, charged, verdicts.len() as u32);
+        // Before blocks are sealed: an accepted draft may complete a block whose last token is computed already.
+        if self.limits.prefix_cache {
+            sequence.hashes.extend(verdicts.iter().filter_map(|verdict| verdict.hash));
+        }
         let full = (sequence.committed_tokens / self.limits.block_tokens).min(sequence.hashes.len() as u32);
         for position in sequence.sealed_blocks..full {
             self.device.seal(sequence.table[position as usize], sequence.hashes[position as usize]);
         }
         sequence.sealed_blocks = sequence.sealed_blocks.max(full);
-        let Some(verdict) = verdict else { return };
-        if self.limits.prefix_cache {
-            sequence.hashes.extend(verdict.hash);
-        }
+        let Some(verdict) = verdicts.last() else { return };
         // Nothing is left to generate, and no later sample is in flight.
         let last = sequence.remaining_tokens == 0 && sequence.known_tokens == sequence.committed_tokens + 1;
         if verdict.stop {

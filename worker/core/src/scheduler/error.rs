@@ -35,10 +35,20 @@ pub enum CommitError {
         /// Number of the oldest iteration in flight.
         in_flight: Option<u64>,
     },
-    /// Number of verdicts differs from the number of sampling chunks.
-    #[error("the iteration samples {expected} tokens, but {given} verdicts came")]
+    /// Accepted tokens that do not fit the drafted chunks.
+    #[error(
+        "a chunk with {drafts} drafts had {given} tokens accepted; 1 to {drafts} and one more are possible"
+    )]
+    Accepted {
+        /// Drafts of the chunk; 0 if the iteration has no further chunk with drafts.
+        drafts: u32,
+        /// Given number of accepted tokens; 0 if none was given.
+        given: u32,
+    },
+    /// Number of verdicts differs from the number of accepted tokens.
+    #[error("the iteration has {expected} accepted tokens, but {given} verdicts came")]
     Verdicts {
-        /// Number of sampling chunks.
+        /// Number of accepted tokens.
         expected: usize,
         /// Number of given verdicts.
         given: usize,

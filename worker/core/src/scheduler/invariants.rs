@@ -38,6 +38,12 @@ impl Scheduler {
                 runs || sequence.in_flight == 0 || matches!(sequence.state, SequenceState::Leaving { .. })
             );
             assert!(sequence.committed_tokens <= sequence.computed_tokens);
+            assert!(sequence.drafts_in_flight <= self.limits.drafts_max);
+            let of_drafts = sequence.drafts_in_flight == 0 || sequence.in_flight > 0;
+            assert!(of_drafts, "{:?} has drafts in flight without an iteration", sequence.id);
+            let launched = self.launched.iter().flat_map(|launched| &launched.chunks);
+            let drafted = launched.filter(|chunk| chunk.id == sequence.id && chunk.drafts > 0);
+            assert_eq!(drafted.map(|chunk| chunk.drafts).sum::<u32>(), sequence.drafts_in_flight);
             assert!(sequence.computed_tokens <= sequence.known_tokens);
             if runs {
                 let held = sequence.table.len() as u32 * self.limits.block_tokens;

@@ -46,6 +46,10 @@ pub struct Load {
     pub blocks_swapped_out: u64,
     /// Total blocks swapped in.
     pub blocks_swapped_in: u64,
+    /// Total drafted tokens of committed iterations.
+    pub drafted_tokens: u64,
+    /// Subset of `drafted_tokens` that became output.
+    pub accepted_drafts: u64,
     /// Total steps whose decodes alone took too long for the objective for gaps.
     pub gap_objective_unmet: u64,
     /// Total steps at which the prompts could not all meet the objective for first tokens.

@@ -3,6 +3,7 @@
 
 mod admit;
 mod commit;
+mod drafts;
 mod error;
 mod invariants;
 mod load;
@@ -19,6 +20,7 @@ use std::time::Duration;
 use inflight_contract::{BlockHash, FinishReason, Service, ServiceCounter, Tenant, VirtualTokenCounters};
 
 use crate::cost::{CostModel, CostPrior, StepWork};
+use crate::drafts::{Acceptance, DraftBudget};
 use crate::history::History;
 use crate::policy::{PolicyKind, SchedulingPolicy, SequenceView};
 use crate::record::RecordLog;
@@ -134,6 +136,7 @@ pub struct Scheduler {
     history: History,
     resumption: ResumptionEstimator,
     prefill_load: PrefillLoad,
+    draft_budget: DraftBudget,
     /// Set if the last step stopped admitting only because its token budget was used up.
     group_open: bool,
     log: Option<RecordLog>,
@@ -145,6 +148,9 @@ pub struct Scheduler {
     bypassed: Vec<u32>,
     swap_order: Vec<u32>,
     victims: Vec<u32>,
+    /// Sequences with tokens drafted since the last plan.
+    drafting: Vec<u32>,
+    draft_candidates: Vec<drafts::DraftCandidate>,
 }
 
 impl Scheduler {
@@ -196,6 +202,7 @@ impl Scheduler {
             history: History::new(Self::HISTORY),
             resumption: ResumptionEstimator::default(),
             prefill_load: PrefillLoad::default(),
+            draft_budget: DraftBudget::default(),
             group_open: false,
             log: None,
             scratch: Vec::new(),
@@ -204,6 +211,8 @@ impl Scheduler {
             bypassed: Vec::new(),
             swap_order: Vec::new(),
             victims: Vec::new(),
+            drafting: Vec::new(),
+            draft_candidates: Vec::new(),
         })
     }
 
@@ -358,6 +367,10 @@ impl Scheduler {
             sealed_blocks: 0,
             group: new.group,
             scored: ScoredRange { end: new.scored.end.min(new.known_tokens - 1), ..new.scored },
+            drafted: 0,
+            drafts_in_flight: 0,
+            undrafted_blocks: 0,
+            acceptance: Acceptance::default(),
             in_flight: 0,
             preempt_for: None,
             forced: false,

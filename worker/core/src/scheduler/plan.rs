@@ -1,7 +1,8 @@
 //! Planning of an iteration: decodes, swap-ins, admissions, prefill chunks.
 //!
 //! 1. Sequences past their deadline end.
-//! 2. Each decoding sequence gets one token, subtracted from the token budget.
+//! 2. Each decoding sequence gets one token, subtracted from the token budget, and drafted tokens where they
+//!    are expected to save time (see [`super::drafts`]).
 //! 3. Up to half of the rest is reserved for the first running prefill in policy order, so that it always
 //!    makes progress.
 //! 4. Swapped sequences are resumed, waiting ones admitted by reservation of all blocks of their known tokens.
@@ -58,6 +59,7 @@ impl Scheduler {
         self.preempt_marked(now, &mut draft);
         draft.incoming = self.incoming_blocks();
         self.plan_decodes(now, &mut draft);
+        self.plan_drafts(now, &mut draft);
         let decodes = draft.work;
         self.plan_prefills(now, &mut draft);
         // The search for cold blocks costs time, so it runs only every few iterations while there is work.
@@ -103,7 +105,8 @@ impl Scheduler {
             bound: draft.bound.map(|bound| bound.all),
             decodes: plan.decodes,
             prefills: plan.chunks.len() as u32 - plan.decodes,
-            prefill_tokens: plan.tokens() - plan.decodes,
+            drafts: plan.drafts,
+            prefill_tokens: plan.tokens() - plan.decodes - plan.drafts,
             longest_wait,
             preempted: plan.preempted.len() as u32,
             stalled: plan.stalled,
@@ -125,8 +128,8 @@ impl Scheduler {
         for &(index, _) in &order {
             let sequence = self.sequence(index);
             let SequenceState::Decoding { slot } = sequence.state else { continue };
-            if sequence.is_marked() || sequence.remaining_tokens == 0 {
-                continue; // its preemption is pending, or its last token is in flight
+            if sequence.is_marked() || sequence.remaining_tokens == 0 || sequence.drafts_in_flight > 0 {
+                continue; // its preemption is pending, its last token is in flight, or its length is unknown
             }
             let start = sequence.computed_tokens;
             if !self.grow(index, start + 1, now, draft) {
@@ -147,6 +150,7 @@ impl Scheduler {
             matches!(sequence.state, SequenceState::Decoding { .. })
                 && !sequence.is_marked()
                 && sequence.remaining_tokens > 0
+                && sequence.drafts_in_flight == 0
                 && sequence.table.len() as u32 * self.limits.block_tokens <= sequence.computed_tokens
         };
         self.running.iter().filter(grows).count() as u32
@@ -298,6 +302,6 @@ impl Scheduler {
             sequence.remaining_tokens -= 1;
         }
         let id = sequence.id;
-        self.iteration.chunks.push(Chunk { id, slot, start, len, samples });
+        self.iteration.chunks.push(Chunk { id, slot, start, len, samples, drafts: 0 });
     }
 }

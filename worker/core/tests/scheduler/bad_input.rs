@@ -60,7 +60,9 @@ fn without_a_host_pool_preemption_is_by_recompute() {
         let (number, chunks) = (plan.number, plan.chunks.len());
         let verdicts = vec![TokenVerdict::CONTINUE; plan.chunks.iter().filter(|chunk| chunk.samples).count()];
         if chunks > 0 {
-            scheduler.commit(number, IterationOutcome { verdicts: &verdicts, took: Duration::ZERO }).unwrap();
+            scheduler
+                .commit(number, IterationOutcome { verdicts: &verdicts, accepted: &[], took: Duration::ZERO })
+                .unwrap();
         }
     }
     assert_eq!(scheduler.drain_ended().filter(|ended| ended.reason == FinishReason::Length).count(), 2);
@@ -93,7 +95,8 @@ fn a_clock_that_goes_backwards_neither_ends_nor_stalls_sequences() {
     scheduler.submit(NewSequence { deadline, ..sequence(4, 3) }, late).unwrap();
     for now in [late, Time::ZERO, Time::from_nanos(5)] {
         let number = scheduler.plan(now).number;
-        let outcome = IterationOutcome { verdicts: &[TokenVerdict::CONTINUE], took: Duration::ZERO };
+        let outcome =
+            IterationOutcome { verdicts: &[TokenVerdict::CONTINUE], accepted: &[], took: Duration::ZERO };
         scheduler.commit(number, outcome).unwrap();
     }
     let ended: Vec<_> = scheduler.drain_ended().map(|ended| ended.reason).collect();
@@ -103,7 +106,7 @@ fn a_clock_that_goes_backwards_neither_ends_nor_stalls_sequences() {
 #[test]
 fn unknown_completions_are_rejected_without_side_effects() {
     let mut scheduler = scheduler(LIMITS()).unwrap();
-    let nothing = IterationOutcome { verdicts: &[], took: Duration::ZERO };
+    let nothing = IterationOutcome { verdicts: &[], accepted: &[], took: Duration::ZERO };
     let unknown = |given, in_flight| Err(CommitError::UnknownIteration { given, in_flight });
     assert_eq!(scheduler.commit(1, nothing), unknown(1, None));
     assert_eq!(scheduler.fail(1), unknown(1, None));
@@ -114,7 +117,7 @@ fn unknown_completions_are_rejected_without_side_effects() {
     let transfer = TransferId(9);
     let done = scheduler.transfer_done(transfer, true, Duration::ZERO, Time::ZERO);
     assert_eq!(done, Err(CommitError::UnknownTransfer(transfer)));
-    let outcome = IterationOutcome { verdicts: &[TokenVerdict::STOP], took: Duration::ZERO };
+    let outcome = IterationOutcome { verdicts: &[TokenVerdict::STOP], accepted: &[], took: Duration::ZERO };
     assert_eq!(scheduler.commit(number, outcome), Ok(()));
     assert!(scheduler.is_idle());
 }

@@ -155,6 +155,7 @@ impl FloodDriver {
             let (number, samples) = self.launched.remove(0);
             let outcome = IterationOutcome {
                 verdicts: &vec![TokenVerdict::CONTINUE; samples],
+                accepted: &[],
                 took: Duration::from_micros(1),
             };
             self.scheduler.commit(number, outcome).unwrap();

@@ -92,7 +92,7 @@ impl Bench {
             return;
         }
         let verdicts = vec![TokenVerdict::CONTINUE; plan.chunks.iter().filter(|chunk| chunk.samples).count()];
-        let outcome = IterationOutcome { verdicts: &verdicts, took: (self.took)(plan) };
+        let outcome = IterationOutcome { verdicts: &verdicts, accepted: &[], took: (self.took)(plan) };
         self.scheduler.commit(plan.number, outcome).unwrap();
         self.ended.extend(self.scheduler.drain_ended());
         self.scheduler.drain_freed_slots().for_each(drop);

@@ -48,7 +48,7 @@ fn run(scheduler: &mut Scheduler) -> Vec<SequenceId> {
                 began.push(id);
             }
         }
-        let outcome = IterationOutcome { verdicts: &verdicts, took: Duration::from_micros(1) };
+        let outcome = IterationOutcome { verdicts: &verdicts, accepted: &[], took: Duration::from_micros(1) };
         scheduler.commit(number, outcome).unwrap();
         scheduler.drain_ended().for_each(drop);
     }

@@ -22,8 +22,8 @@ use inflight_models::{self as models, ModelConfig, ModelDir};
 use inflight_runtime::collective::{Collective, host_group};
 use inflight_runtime::sharding::{self, Indivisible, RANKS_MAX, Shard};
 use inflight_runtime::{
-    self as runtime, Batch, Capabilities, MemoryLedger, OverLimit, PromptLogprobs, Readable, Runtime,
-    Sampled, Slot, SlotSetup, TokenMasks, TransferDone,
+    self as runtime, Batch, Capabilities, DRAFT_ROWS, MemoryLedger, OverLimit, PromptLogprobs, Readable,
+    Runtime, Sampled, Slot, SlotSetup, TokenMasks, TransferDone,
 };
 use inflight_worker_core::Transfer;
 
@@ -273,6 +273,7 @@ impl CpuRuntime {
             host_blocks,
             slots: options.slots,
             batch_tokens: options.batch_tokens,
+            sample_rows: options.slots.saturating_add(DRAFT_ROWS),
             depth: 1,
             fingerprint,
         };

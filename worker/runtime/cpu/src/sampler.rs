@@ -20,6 +20,8 @@ pub(super) struct Sampler {
     outcomes: Vec<Mutex<Option<Sampled>>>,
     /// Index of the token mask of each sample row; without meaning for rows that have none.
     mask_of: Vec<usize>,
+    /// Index of the sample row of each slot that is sampled next.
+    round: Vec<usize>,
 }
 
 #[derive(Default)]
@@ -29,8 +31,8 @@ struct Scratch {
 }
 
 impl Sampler {
-    /// Samples a token for each sample row and adds it to its slot's history. All slots must be attached, and `masks` has a
-    /// row for each masked one.
+    /// Samples a token for each sample row that counts and adds it to its slot's history. All slots must be
+    /// attached, and `masks` has a row for each masked one.
     pub(super) fn run(
         &mut self,
         batch: &Batch,
@@ -52,16 +54,16 @@ impl Sampler {
             Some(next.saturating_sub(1))
         }));
         self.outcomes.resize_with(samples.len().max(self.outcomes.len()), Mutex::default);
-        // A slot's next row must see the token of its previous one, so a parallel run ends where a slot
-        // repeats.
-        let mut first = 0;
-        while first < samples.len() {
-            let end = (first + 1..samples.len())
-                .find(|i| samples[first..*i].iter().any(|earlier| earlier.slot == samples[*i].slot))
-                .unwrap_or(samples.len());
+        // A slot's next row must see the token of its previous one, and counts only if that equals its draft:
+        // the first row of each slot is sampled in parallel, then the second ones, and so on.
+        let starts = |i: &usize| *i == 0 || samples[*i - 1].slot != samples[*i].slot;
+        let mut round = std::mem::take(&mut self.round);
+        round.clear();
+        round.extend((0..samples.len()).filter(starts));
+        while !round.is_empty() {
             let read: &SamplingSlots = slots;
-            group.each(end - first, &|i| {
-                let i = first + i;
+            group.each(round.len(), &|nth| {
+                let i = round[nth];
                 let Some(state) = read.get(samples[i].slot) else { return };
                 let mut scratch = lock(&self.scratch).pop().unwrap_or_default();
                 let mask = samples[i].masked.then(|| masks.row(self.mask_of[i]));
@@ -70,14 +72,19 @@ impl Sampler {
                 lock(&self.scratch).push(scratch);
                 *lock(&self.outcomes[i]) = Some(token);
             });
-            for i in first..end {
-                if let Some(outcome) = lock(&self.outcomes[i]).take() {
-                    slots.count(samples[i].slot, outcome.token);
-                    sampled.push(outcome);
-                }
-            }
-            first = end;
+            round.retain_mut(|i| {
+                let slot = samples[*i].slot;
+                let Some(token) = lock(&self.outcomes[*i]).as_ref().map(|outcome| outcome.token) else {
+                    return false;
+                };
+                slots.count(slot, token);
+                *i += 1;
+                samples.get(*i).is_some_and(|next| next.slot == slot && batch.counts(next, token))
+            });
         }
+        self.round = round;
+        let outcomes = self.outcomes[..samples.len()].iter();
+        sampled.extend(outcomes.map(|outcome| lock(outcome).take().unwrap_or(Sampled::REJECTED)));
     }
 }
 

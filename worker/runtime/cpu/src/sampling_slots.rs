@@ -8,6 +8,9 @@ use inflight_runtime::{Batch, Error, RecentTokens, Slot, SlotSetup};
 /// Slot table.
 pub(super) struct SamplingSlots {
     slots: Vec<Option<SlotState>>,
+    /// Last batch that sampled from each slot.
+    sampled_in: Vec<u64>,
+    batches: u64,
 }
 
 /// Sampling state of one sequence.
@@ -32,7 +35,7 @@ struct TokenCount {
 
 impl SamplingSlots {
     pub(super) fn new(slots: usize) -> Self {
-        Self { slots: (0..slots).map(|_| None).collect() }
+        Self { slots: (0..slots).map(|_| None).collect(), sampled_in: vec![0; slots], batches: 0 }
     }
 
     pub(super) fn attach(&mut self, slot: Slot, setup: &SlotSetup<'_>) -> Result<(), Error> {
@@ -50,12 +53,21 @@ impl SamplingSlots {
         }
     }
 
-    /// Checks that every sample row's slot is attached.
-    pub(super) fn check(&self, batch: &Batch) -> Result<(), Error> {
-        match batch.samples.iter().find(|sample| self.get(sample.slot).is_none()) {
-            Some(sample) => Err(Error::Malformed(format!("slot {} is sampled from but free", sample.slot))),
-            None => Ok(()),
+    /// Checks that every sample row's slot is attached, and that the rows of a slot are consecutive.
+    pub(super) fn check(&mut self, batch: &Batch) -> Result<(), Error> {
+        self.batches += 1;
+        let mut last = None;
+        for sample in &batch.samples {
+            let slot = sample.slot;
+            if self.get(slot).is_none() {
+                return Err(Error::Malformed(format!("slot {slot} is sampled from but free")));
+            }
+            let before = std::mem::replace(&mut self.sampled_in[slot as usize], self.batches);
+            if last.replace(slot) != Some(slot) && before == self.batches {
+                return Err(Error::Malformed(format!("sample rows of slot {slot} are not consecutive")));
+            }
         }
+        Ok(())
     }
 
     pub(super) fn get(&self, slot: Slot) -> Option<&SlotState> {

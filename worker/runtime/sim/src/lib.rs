@@ -13,8 +13,8 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use inflight_runtime::{
-    Batch, Capabilities, Error, PromptLogprobs, Runtime, Sampled, ScoreRow, Slot, SlotSetup, TokenMasks,
-    TransferDone,
+    Batch, Capabilities, DRAFT_ROWS, Error, PromptLogprobs, Runtime, Sampled, ScoreRow, Slot, SlotSetup,
+    TokenMasks, TransferDone,
 };
 use inflight_worker_core::{DeviceProfile, StepWork, Transfer, TransferId};
 use sha2::{Digest as _, Sha256};
@@ -48,12 +48,20 @@ fn lock(chain: &SharedChain) -> MutexGuard<'_, TokenChain> {
     chain.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
+/// Sample row of a launched step.
+struct PendingRow {
+    chain: SharedChain,
+    /// Whether it has a token mask.
+    masked: bool,
+    /// Its input token, if that is a draft.
+    draft: Option<u32>,
+}
+
 /// Launched step: its results and the time at which it completes.
 struct PendingStep {
     took: Duration,
     ends: Instant,
-    /// Sequence of each sample row, and whether the row has a token mask.
-    sequences: Vec<(SharedChain, bool)>,
+    rows: Vec<PendingRow>,
     masks: TokenMasks,
     /// Whether the masks were not supplied yet.
     lacks_masks: bool,
@@ -109,6 +117,7 @@ impl SimRuntime {
             host_blocks: profile.host_tokens / block_tokens,
             slots: options.slots,
             batch_tokens: options.batch_tokens,
+            sample_rows: options.slots.saturating_add(DRAFT_ROWS),
             depth: if options.overlap { 2 } else { 1 },
             fingerprint,
         };
@@ -123,20 +132,31 @@ impl SimRuntime {
     }
 
     /// Returns the prefill and the decode work of a batch; a sequence with a single row past position 0 is a
-    /// decode.
+    /// decode, and drafts are rows of a prefill.
     fn work(batch: &Batch) -> (StepWork, StepWork) {
         let (mut prefill, mut decode) = (StepWork::default(), StepWork::default());
+        let mut samples = batch.samples.iter().peekable();
         for rows in batch.starts.windows(2) {
             let (len, position) = (rows[1] - rows[0], batch.positions[rows[0] as usize]);
-            let part = if len == 1 && position > 0 { &mut decode } else { &mut prefill };
-            part.add(position, len);
+            let mut drafts = 0;
+            while let Some(sample) = samples.next_if(|sample| sample.row < rows[1]) {
+                drafts += u32::from(sample.drafted);
+            }
+            if len == 1 + drafts && position > 0 {
+                decode.add(position, 1);
+                if drafts > 0 {
+                    prefill.add(position + 1, drafts);
+                }
+            } else {
+                prefill.add(position, len);
+            }
         }
         (prefill, decode)
     }
 
-    /// Returns the sequence of each sample row, whose input tokens must match it.
-    fn sequences(&self, batch: &Batch) -> Result<Vec<(SharedChain, bool)>, Error> {
-        let mut sequences = Vec::with_capacity(batch.samples.len());
+    /// Returns the sample rows, whose input tokens must match their sequences unless they are drafts.
+    fn sample_rows(&self, batch: &Batch) -> Result<Vec<PendingRow>, Error> {
+        let mut rows = Vec::with_capacity(batch.samples.len());
         let mut feedback = batch.feedback.iter().peekable();
         for sample in &batch.samples {
             let slot = sample.slot;
@@ -148,15 +168,16 @@ impl SimRuntime {
             // A real device would continue from this token, so an engine that feeds a wrong one must fail
             // here.
             let row = batch.tokens[sample.row as usize];
+            let draft = sample.drafted.then_some(row);
             let last = lock(chain).last();
-            if !fed && row != last {
+            if !fed && draft.is_none() && row != last {
                 return Err(Error::Malformed(format!(
                     "slot {slot} continues from token {row}, but its newest is {last}"
                 )));
             }
-            sequences.push((Arc::clone(chain), sample.masked));
+            rows.push(PendingRow { chain: Arc::clone(chain), masked: sample.masked, draft });
         }
-        Ok(sequences)
+        Ok(rows)
     }
 }
 
@@ -189,21 +210,21 @@ impl Runtime for SimRuntime {
         let took = self.profile.step_time(&prefill, &decode);
         let now = Instant::now();
         let begins = self.steps.back().map_or(now, |step| step.ends.max(now));
-        let sequences = self.sequences(batch)?;
+        let rows = self.sample_rows(batch)?;
         let lacks_masks = batch.masked_rows() > 0;
         let vocab_size = self.capabilities.vocab_size;
         let score = |row: &ScoreRow| tokens::score(row, batch.positions[row.row as usize], vocab_size);
         let scores = batch.scores.iter().map(score).collect();
         let ends = begins + took;
         let masks = TokenMasks::none(vocab_size);
-        self.steps.push_back(PendingStep { took, ends, sequences, masks, lacks_masks, scores });
+        self.steps.push_back(PendingStep { took, ends, rows, masks, lacks_masks, scores });
         Ok(())
     }
 
     fn supply_masks(&mut self, masks: &mut TokenMasks) -> Result<(), Error> {
         let step = self.steps.iter_mut().find(|step| step.lacks_masks);
         let step = step.ok_or_else(Error::no_step_lacks_masks)?;
-        let rows = step.sequences.iter().filter(|(_, masked)| *masked).count();
+        let rows = step.rows.iter().filter(|row| row.masked).count();
         if masks.rows() != rows {
             return Err(Error::Malformed(format!("{} masks were supplied for {rows} rows", masks.rows())));
         }
@@ -222,11 +243,13 @@ impl Runtime for SimRuntime {
         };
         std::thread::sleep(step.ends.saturating_duration_since(Instant::now()));
         // A step may be launched before the tokens of the previous one are known: they are drawn in the order of the steps.
-        let mut next_mask = 0;
-        for (chain, masked) in &step.sequences {
+        let (mut next_mask, mut counts) = (0, true);
+        for PendingRow { chain, masked, draft } in &step.rows {
             let mask = masked.then(|| step.masks.row(next_mask));
             next_mask += usize::from(*masked);
-            sampled.push(lock(chain).sample(mask));
+            let mut chain = lock(chain);
+            counts = draft.is_none_or(|draft| counts && draft == chain.last());
+            sampled.push(if counts { chain.sample(mask) } else { Sampled::REJECTED });
         }
         self.scores = step.scores;
         Ok(step.took)

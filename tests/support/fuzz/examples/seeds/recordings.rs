@@ -18,6 +18,8 @@ pub fn worker() -> Result<Seeds> {
         let limits = worker::SchedulerLimits {
             host_blocks: 4 * (at as u32 % 2),
             depth: 1 + at as u32 / 2,
+            drafts_max: at as u32,
+            govern_drafts: false,
             ..worker::SchedulerLimits::new(4, 6, 3, 8)
         };
         seeds.push((policy.to_owned(), schedule(limits, policy.parse()?)?));
@@ -51,8 +53,13 @@ fn schedule(limits: worker::SchedulerLimits, policy: worker::policy::PolicyKind)
     }
     for step in 1..14u64 {
         let now = worker::Time::from_nanos(step * 1_000_000);
+        ids.iter().for_each(|id| scheduler.draft(*id, 2));
         let plan = scheduler.plan(now);
-        let (number, samples) = (plan.number, plan.chunks.iter().filter(|chunk| chunk.samples).count());
+        // One draft of each chunk stands.
+        let counts = plan.chunks.iter().filter(|chunk| chunk.drafts > 0).map(|_| 2);
+        let accepted: Vec<u32> = counts.collect();
+        let samples = plan.chunks.iter().filter(|chunk| chunk.samples).count() + accepted.len();
+        let number = plan.number;
         let (runs, transfers) = (!plan.chunks.is_empty(), plan.transfers.clone());
         let took = Duration::from_micros(500);
         for transfer in transfers {
@@ -61,9 +68,12 @@ fn schedule(limits: worker::SchedulerLimits, policy: worker::policy::PolicyKind)
         if runs && step == 9 {
             scheduler.fail(number)?;
         } else if runs {
-            let verdict = worker::TokenVerdict { stop: step == 8, hash: None };
-            let verdicts = vec![verdict; samples];
-            scheduler.commit(number, worker::IterationOutcome { verdicts: &verdicts, took })?;
+            let mut verdicts = vec![worker::TokenVerdict::CONTINUE; samples];
+            verdicts.last_mut().into_iter().for_each(|last| last.stop = step == 8);
+            scheduler.commit(
+                number,
+                worker::IterationOutcome { verdicts: &verdicts, accepted: &accepted, took },
+            )?;
         }
         if step == 5 {
             scheduler.cancel(ids[1]);

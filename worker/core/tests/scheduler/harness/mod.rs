@@ -2,6 +2,7 @@
 //! the prefix up to it, written when an iteration runs and checked when one reads it. A block that is reused
 //! too early, shared wrongly, copied from the wrong block or lost in a transfer changes the values read.
 
+mod drafts;
 mod rules;
 pub mod seeds;
 
@@ -104,7 +105,7 @@ pub fn limits() -> impl Strategy<Value = SchedulerLimits> {
     (
         (1u32..=4, 2u32..40, 0u32..30, 1u32..6, 1u32..16, 0u32..24),
         (0u32..4, 0u32..20, 1u32..=2, 0u32..4, 0u64..6, any::<bool>(), step_target()),
-        1u32..30,
+        (1u32..30, 0u32..6, prop::bool::weighted(0.3)),
     )
         .prop_map(
             |(
@@ -118,9 +119,11 @@ pub fn limits() -> impl Strategy<Value = SchedulerLimits> {
                     prefix_cache,
                     step_target,
                 ),
-                iteration_scores,
+                (iteration_scores, drafts_max, govern_drafts),
             )| SchedulerLimits {
                 iteration_scores,
+                drafts_max,
+                govern_drafts,
                 host_blocks,
                 waiting_max,
                 sequence_tokens: 200,
@@ -180,12 +183,21 @@ struct SequenceModel {
     bypass_count: u32,
     /// Positions that are still to be scored.
     scored: ScoredRange,
+    /// Drafts in the iteration in flight.
+    drafts: u32,
+}
+
+/// Returns the next token of a sequence.
+fn next_token(model: &SequenceModel) -> u32 {
+    mix(model.seed, model.tokens.len() as u64) as u32
 }
 
 /// Iteration in flight, with the block tables at its planning.
 struct ModelIteration {
     number: u64,
     chunks: Vec<(Chunk, Vec<u32>)>,
+    /// Chunks with drafts.
+    drafted: BTreeMap<SequenceId, drafts::DraftedChunk>,
     copies: Vec<Copy>,
     ran: bool,
 }
@@ -211,6 +223,8 @@ pub struct Harness {
     ended: u64,
     now: Time,
     swaps: u64,
+    /// Drafts of committed iterations, and those of them that stood.
+    verified: (u64, u64),
 }
 
 impl Harness {
@@ -242,6 +256,7 @@ impl Harness {
             ended: 0,
             now: Time::ZERO,
             swaps: 0,
+            verified: (0, 0),
         }
     }
 
@@ -286,6 +301,7 @@ impl Harness {
                     true => ScoredRange { start: 0, end: request.known - 1 },
                     false => ScoredRange::default(),
                 },
+                drafts: 0,
             };
             for position in 0..request.known {
                 Self::append(
@@ -379,6 +395,7 @@ impl Harness {
         }
         self.now = self.now.after(Duration::from_millis(1));
         let before = self.snapshot();
+        let offered = self.offer_drafts();
         let plan = self.scheduler.plan(self.now).clone();
         self.plans.push(plan.clone());
         self.settle();
@@ -433,6 +450,7 @@ impl Harness {
             assert!(held >= chunk.start + chunk.len, "the block table is too short");
             let model = self.live.get_mut(&chunk.id).unwrap();
             assert!(chunk.start >= model.planned, "recomputed without a preemption");
+            assert_eq!(model.drafts, 0, "planned while its drafts are in flight");
             model.planned = chunk.start + chunk.len;
             let left = model.scored;
             assert!(left.is_empty() || chunk.start <= left.start, "positions to be scored are skipped");
@@ -440,6 +458,7 @@ impl Harness {
             model.scored.start = left.start.max(model.planned);
         }
         assert!(scores <= limits.iteration_scores, "the budget of scored positions is exceeded");
+        let drafted = self.check_drafts(&before, &offered, &plan);
         let moved = !plan.transfers.is_empty() || !plan.preempted.is_empty();
         if plan.chunks.is_empty() {
             assert!(plan.copies.is_empty(), "copies without an iteration");
@@ -448,8 +467,13 @@ impl Harness {
             return moved;
         }
         let chunks = plan.chunks.iter().map(|chunk| (*chunk, self.scheduler.block_table(chunk.id).to_vec()));
-        let running =
-            ModelIteration { number: plan.number, chunks: chunks.collect(), copies: plan.copies, ran: false };
+        let running = ModelIteration {
+            number: plan.number,
+            chunks: chunks.collect(),
+            drafted,
+            copies: plan.copies,
+            ran: false,
+        };
         self.in_flight.push_back(running);
         if eager {
             self.run();
@@ -477,9 +501,12 @@ impl Harness {
             for (chunk, table) in &running.chunks {
                 // Results of an ended sequence are not read.
                 let Some(model) = self.live.get(&chunk.id) else { continue };
+                let drafts = running.drafted.get(&chunk.id);
+                let guessed = drafts.map_or(&[][..], |drafts| &drafts.contents);
+                let contents: Vec<_> = model.contents.iter().chain(guessed).collect();
                 for position in 0..(chunk.start + chunk.len) as usize {
                     // The newest token may be a placeholder known only to the device.
-                    let Some(content) = model.contents.get(position) else { continue };
+                    let Some(content) = contents.get(position).copied() else { continue };
                     let cell =
                         &mut self.device[table[position / block_tokens] as usize][position % block_tokens];
                     if position >= chunk.start as usize {
@@ -500,7 +527,7 @@ impl Harness {
         self.run();
         self.in_flight.extend(later);
         let Some(oldest) = self.in_flight.pop_front() else { return };
-        let nothing = IterationOutcome { verdicts: &[], took: Duration::ZERO };
+        let nothing = IterationOutcome { verdicts: &[], accepted: &[], took: Duration::ZERO };
         assert!(self.scheduler.commit(number + 7, nothing).is_err(), "an unknown iteration was committed");
         if device_fails {
             self.in_flight.clear();
@@ -514,18 +541,36 @@ impl Harness {
             }
         }
         let block_tokens = self.block_tokens();
-        let mut verdicts = Vec::new();
+        let (mut verdicts, mut accepted) = (Vec::new(), Vec::new());
         for (chunk, _) in oldest.chunks.iter().filter(|(chunk, _)| chunk.samples) {
-            let stop = stops >> (verdicts.len() % 64) & 1 == 1;
-            let hash = self.live.get_mut(&chunk.id).and_then(|model| {
-                model.remaining -= 1;
-                let token = mix(model.seed, model.tokens.len() as u64) as u32;
-                Self::append(model, token, block_tokens)
-            });
-            verdicts.push(TokenVerdict { stop, hash });
+            let stand = oldest.drafted.get(&chunk.id).map_or(0, |drafts| drafts.stand);
+            let first = verdicts.len();
+            for _ in 0..=stand {
+                let stop = stops >> (verdicts.len() % 64) & 1 == 1;
+                let model = self.live.get_mut(&chunk.id);
+                let ended = model.is_none();
+                let hash = model.and_then(|model| {
+                    model.remaining -= 1;
+                    Self::append(model, next_token(model), block_tokens)
+                });
+                verdicts.push(TokenVerdict { stop, hash });
+                if stop || ended {
+                    break;
+                }
+            }
+            let taken = (verdicts.len() - first) as u32;
+            accepted.extend((chunk.drafts > 0).then_some(taken));
+            if let Some(model) = self.live.get_mut(&chunk.id).filter(|_| chunk.drafts > 0) {
+                (model.planned, model.drafts) = (chunk.start + taken, 0);
+                self.verified.0 += u64::from(chunk.drafts);
+                self.verified.1 += u64::from(taken - 1);
+            }
         }
         let took = Duration::from_micros(100 + 10 * oldest.chunks.len() as u64);
-        self.scheduler.commit(number, IterationOutcome { verdicts: &verdicts, took }).unwrap();
+        self.reject_bad_counts(number, &verdicts, &accepted);
+        let outcome = IterationOutcome { verdicts: &verdicts, accepted: &accepted, took };
+        self.scheduler.commit(number, outcome).unwrap();
+        self.check_roll_back(&oldest.drafted);
         self.settle();
         self.fill_placeholders();
     }
@@ -610,6 +655,7 @@ impl Harness {
         let load = self.scheduler.load();
         assert_eq!((load.running, load.waiting, load.swapped), (0, 0, 0));
         assert_eq!((load.blocks_used, load.host_blocks_used), (0, 0));
+        assert_eq!((load.drafted_tokens, load.accepted_drafts), self.verified);
         let log = self.scheduler.take_log();
         let mut replayed = Vec::new();
         let plans = replay(&log, |event| {

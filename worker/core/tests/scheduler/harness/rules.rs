@@ -13,12 +13,12 @@ use super::{Harness, SequenceModel};
 /// Snapshot of the model before a plan.
 pub(super) struct ModelSnapshot {
     /// Sequences with a slot and blocks on the device, with their number of blocks.
-    ran: BTreeMap<SequenceId, u32>,
+    pub(super) ran: BTreeMap<SequenceId, u32>,
     waiting: BTreeSet<SequenceId>,
-    in_flight: BTreeSet<SequenceId>,
+    pub(super) in_flight: BTreeSet<SequenceId>,
     services: BTreeMap<String, Service>,
     tenant: Tenant,
-    free: u32,
+    pub(super) free: u32,
     free_slots: u32,
     transfers: bool,
     ended: u64,
@@ -147,7 +147,10 @@ impl Harness {
             // The beneficiary really lacks blocks or a slot.
             let block = limits.block_tokens;
             let grows = |(id, held): (&SequenceId, &u32)| {
-                self.live.get(id).is_some_and(|model| model.remaining > 0 && model.planned + 1 > held * block)
+                let wants = |model: &SequenceModel| {
+                    model.remaining > 0 && model.drafts == 0 && model.planned + 1 > held * block
+                };
+                self.live.get(id).is_some_and(wants)
             };
             let wanted = before.ran.iter().filter(|one| grows(*one)).count() as u32;
             let reserves =

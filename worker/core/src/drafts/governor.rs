@@ -1,0 +1,257 @@
+//! Governor of drafts: how many drafted tokens are worth their time, by the acceptance so far and the cost model.
+//!
+//! A drafted token saves a sequence one step with the probability that it stands, and takes the time of one more
+//! row in this step. Let a step with its decodes take `T / B` seconds per token. The `i`-th draft of a sequence,
+//! whose drafts stand with probability `p` each, pays if `p^i T / B` exceeds the time of a row: at one stream,
+//! where a step is bound by reading the weights, even improbable drafts do; in a large batch hardly any.
+//!
+//! A sequence without successes is not drafted for but by a probe, a single token. Probes and all other drafts
+//! that fail are paid from a budget of rows that grows with the decodes, so a workload without repetition wastes
+//! less than one row in a hundred however the batch changes. A sequence whose probe fails waits for twice as many
+//! steps as before.
+
+/// Prior of the probability that a draft stands: successes of a number of trials.
+const PRIOR_SUCCESSES: f64 = 0.25;
+const PRIOR_TRIALS: f64 = 1.0;
+/// Maximum trials that the estimate remembers, so that it forgets a repetition that has ended.
+const TRIALS_MAX: f64 = 8.0;
+/// Ratio of saved to spent time from which drafting begins, and above which it continues. The gap keeps a sequence
+/// at the threshold from alternating.
+const BEGIN_RATIO: f64 = 1.5;
+const CONTINUE_RATIO: f64 = 1.3;
+/// Probability that a probe assumes.
+const PROBE_PROBABILITY: f64 = 0.9;
+/// Probability from which a sequence is drafted for even if the budget is used up.
+const SURE_PROBABILITY: f64 = 0.7;
+/// Steps between two probes of a sequence, doubled by each that fails.
+const PROBE_WAIT_MIN: u32 = 8;
+const PROBE_WAIT_MAX: u32 = 64;
+/// Share of the decoded rows that failed drafts may add.
+const WASTE_SHARE: f64 = 0.004;
+/// Bounds of the budget in rows, and what it begins with.
+const BUDGET_MAX: f64 = 64.0;
+const BUDGET_MIN: f64 = -8.0;
+const BUDGET_START: f64 = 4.0;
+/// Maximum rows that an accepted draft counts as saved.
+const WORTH_MAX: f64 = 8.0;
+/// Plans without drafts after drafts that saved less than the overlap that was lost for them.
+const PAUSE_PLANS: u32 = 64;
+/// Weight of a new measurement of the lost overlap.
+const OVERLAP_WEIGHT: f64 = 0.1;
+
+/// Estimate of the probability that a sequence's drafts stand.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub(crate) struct Acceptance {
+    /// Drafts that stood, and drafts that were compared, with old ones fading.
+    successes: f64,
+    trials: f64,
+    /// Steps until the next probe, and the number of steps after it if it fails.
+    wait: u32,
+    next_wait: u32,
+    /// Whether the last step had drafts.
+    drafting: bool,
+}
+
+impl Default for Acceptance {
+    fn default() -> Self {
+        Self { successes: 0.0, trials: 0.0, wait: 0, next_wait: PROBE_WAIT_MIN, drafting: false }
+    }
+}
+
+impl Acceptance {
+    /// Returns the probability that a draft stands if all before it do.
+    pub fn probability(&self) -> f64 {
+        (self.successes + PRIOR_SUCCESSES) / (self.trials + PRIOR_TRIALS)
+    }
+
+    /// Returns true if some of its drafts stood lately.
+    pub fn is_proven(&self) -> bool {
+        self.successes >= 0.5
+    }
+
+    /// Returns true if one more draft behind `drafts` others saves more time than it takes.
+    pub fn pays(&self, drafts: u32, price: DraftPrice, budget: &DraftBudget) -> bool {
+        let probability = self.probability();
+        let ratio = if self.drafting { CONTINUE_RATIO } else { BEGIN_RATIO };
+        let proven = self.is_proven() && (budget.rows > 0.0 || probability >= SURE_PROBABILITY);
+        proven && probability.powi(drafts as i32 + 1) * price.seconds_per_token > ratio * price.row
+    }
+
+    /// Returns true if a single draft may show whether drafts stand, beside `probes` others.
+    pub fn may_probe(&self, price: DraftPrice, budget: &DraftBudget, probes: u32) -> bool {
+        self.wait == 0
+            && budget.rows >= 1.0 + f64::from(probes)
+            && PROBE_PROBABILITY * price.seconds_per_token > BEGIN_RATIO * price.row
+    }
+
+    /// Returns the number of drafts that pay, at most `most`; 1 for a probe.
+    pub fn drafts_wanted(&self, price: DraftPrice, budget: &DraftBudget, most: u32) -> u32 {
+        let pays = (0..most).take_while(|drafts| self.pays(*drafts, price, budget)).count() as u32;
+        if pays == 0 && most > 0 { u32::from(self.may_probe(price, budget, 0)) } else { pays }
+    }
+
+    /// Records the verification of a step's drafts.
+    pub fn verify(&mut self, drafts: u32, accepted: u32) {
+        let failed = accepted < drafts;
+        self.successes += f64::from(accepted);
+        self.trials += f64::from(accepted) + if failed { 1.0 } else { 0.0 };
+        if self.trials > TRIALS_MAX {
+            self.successes *= TRIALS_MAX / self.trials;
+            self.trials = TRIALS_MAX;
+        }
+        self.drafting = true;
+        if accepted > 0 {
+            (self.wait, self.next_wait) = (0, PROBE_WAIT_MIN);
+        } else {
+            self.wait = self.next_wait;
+            self.next_wait = (2 * self.next_wait).min(PROBE_WAIT_MAX);
+        }
+    }
+
+    /// Records a decode without drafts.
+    pub fn pass(&mut self) {
+        self.wait = self.wait.saturating_sub(1);
+        self.drafting = false;
+    }
+}
+
+/// Time that a draft takes and may save.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub(crate) struct DraftPrice {
+    /// Seconds per token of a step.
+    pub seconds_per_token: f64,
+    /// Seconds of one more row.
+    pub row: f64,
+}
+
+/// Rows that failed drafts may take, over all sequences, and the price of a draft at the last plan.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub(crate) struct DraftBudget {
+    rows: f64,
+    price: Option<DraftPrice>,
+    /// Seconds of host work that do not overlap with a step when the driver waits for verification.
+    lost_overlap: f64,
+    /// Plans until drafts are tried again.
+    pause: u32,
+}
+
+impl Default for DraftBudget {
+    fn default() -> Self {
+        Self { rows: BUDGET_START, price: None, lost_overlap: 0.0, pause: 0 }
+    }
+}
+
+impl DraftBudget {
+    /// Price at the last plan; `None` before the first one and during a pause.
+    pub fn price(&self) -> Option<DraftPrice> {
+        self.price.filter(|_| self.pause == 0)
+    }
+
+    /// Takes the price of a draft from a plan with `decodes` decodes, whose step takes `step` seconds and a
+    /// further row `row`. `lost_overlap` is the host time that did not overlap with the step before, if it had
+    /// drafts.
+    pub fn observe_step(&mut self, step: f64, row: f64, decodes: u32, lost_overlap: Option<f64>) {
+        let decodes = f64::from(decodes.max(1));
+        self.price = Some(DraftPrice { seconds_per_token: step / decodes, row });
+        self.rows = (self.rows + WASTE_SHARE * decodes).min(BUDGET_MAX);
+        self.pause = self.pause.saturating_sub(1);
+        if let Some(lost) = lost_overlap {
+            self.lost_overlap += OVERLAP_WEIGHT * (lost - self.lost_overlap);
+        }
+    }
+
+    /// Pauses drafts if those of a step do not save the overlap that is lost for them. The step takes `before`
+    /// seconds for `decodes` tokens without drafts; with them `after` seconds for `tokens` expected tokens.
+    pub fn check_overlap(&mut self, before: f64, decodes: f64, after: f64, tokens: f64) {
+        if (after + self.lost_overlap) * decodes > before * tokens {
+            self.pause = PAUSE_PLANS;
+        }
+    }
+
+    /// Records verified drafts.
+    pub fn verify(&mut self, accepted: u32, rejected: u32) {
+        // It saved a token's share of a step, and took a row.
+        let worth = self.price.map_or(0.0, |price| price.seconds_per_token / price.row - 1.0);
+        let worth = worth.clamp(0.0, WORTH_MAX);
+        let earned = f64::from(accepted) * worth - f64::from(rejected);
+        self.rows = (self.rows + earned).clamp(BUDGET_MIN, BUDGET_MAX);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// One stream: a step takes ten times as long as a row.
+    const CHEAP: DraftPrice = DraftPrice { seconds_per_token: 10e-3, row: 1e-3 };
+    /// A large batch: a row costs as much as a token.
+    const DEAR: DraftPrice = DraftPrice { seconds_per_token: 1e-3, row: 1e-3 };
+
+    fn budget(price: DraftPrice) -> DraftBudget {
+        let mut budget = DraftBudget::default();
+        budget.observe_step(price.seconds_per_token, price.row, 1, None);
+        budget
+    }
+
+    #[test]
+    fn drafts_grow_with_success_and_vanish_with_failure() {
+        let (mut acceptance, mut budget) = (Acceptance::default(), budget(CHEAP));
+        assert_eq!(acceptance.drafts_wanted(CHEAP, &budget, 8), 1, "a probe comes first");
+        let mut last = 0;
+        for _ in 0..6 {
+            let drafts = acceptance.drafts_wanted(CHEAP, &budget, 8);
+            assert!(drafts >= last, "{drafts} after {last}");
+            acceptance.verify(drafts, drafts);
+            budget.verify(drafts, 0);
+            last = drafts;
+        }
+        assert_eq!(last, 8);
+        assert_eq!(acceptance.drafts_wanted(DEAR, &budget, 8), 0, "no draft pays in a large batch");
+        let mut wasted = 0;
+        while acceptance.drafts_wanted(CHEAP, &budget, 8) > 0 {
+            let drafts = acceptance.drafts_wanted(CHEAP, &budget, 8);
+            acceptance.verify(drafts, 0);
+            budget.verify(0, drafts);
+            wasted += drafts;
+            assert!(wasted < 50, "{acceptance:?}");
+        }
+    }
+
+    #[test]
+    fn failing_probes_waste_less_than_the_budget_whatever_the_batch() {
+        let mut sequences = [Acceptance::default(); 16];
+        let mut budget = DraftBudget::default();
+        let (mut rows, mut wasted) = (0, 0);
+        for step in 0..20_000u32 {
+            // The batch swings between the prices every few steps.
+            let price = if step / 7 % 2 == 0 { CHEAP } else { DEAR };
+            budget.observe_step(16.0 * price.seconds_per_token, price.row, 16, None);
+            let mut probes = 0;
+            for sequence in &mut sequences {
+                rows += 1;
+                if sequence.may_probe(price, &budget, probes) {
+                    (rows, wasted, probes) = (rows + 1, wasted + 1, probes + 1);
+                    sequence.verify(1, 0);
+                    budget.verify(0, 1);
+                } else {
+                    sequence.pass();
+                }
+            }
+        }
+        assert!(wasted > 20, "no probes: {wasted}");
+        assert!(f64::from(wasted) < 0.005 * f64::from(rows), "{wasted} of {rows}");
+    }
+
+    #[test]
+    fn drafts_pause_where_waiting_for_them_costs_more_than_they_save() {
+        let mut budget = budget(CHEAP);
+        budget.observe_step(10e-3, 1e-3, 1, Some(0.0));
+        budget.check_overlap(10e-3, 1.0, 11e-3, 1.5);
+        assert!(budget.price().is_some());
+        (0..100).for_each(|_| budget.observe_step(10e-3, 1e-3, 1, Some(8e-3)));
+        budget.check_overlap(10e-3, 1.0, 11e-3, 1.5);
+        assert!(budget.price().is_none());
+        (0..PAUSE_PLANS).for_each(|_| budget.observe_step(10e-3, 1e-3, 1, None));
+        assert!(budget.price().is_some());
+    }
+}

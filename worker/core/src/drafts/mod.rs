@@ -1,0 +1,23 @@
+//! Drafts without a draft model: sources of drafted tokens, and the governor that decides how many are worth
+//! computing.
+
+mod governor;
+mod prompt_lookup;
+
+pub(crate) use governor::{Acceptance, DraftBudget, DraftPrice};
+pub use prompt_lookup::PromptLookup;
+
+/// Source of drafted tokens of one sequence.
+///
+/// A source is a deterministic guess: a draft stands while it equals the token that the sequence's own random
+/// number draws, so a source never changes the output, only how many iterations it takes. Sources that look
+/// back (prompt lookup, a suffix tree) guess from `tokens` alone; a source that the device feeds (the heads of a
+/// multi-token-prediction model) keeps what the last iteration computed and returns it here.
+pub trait DraftSource: Send {
+    /// Appends up to `max` tokens to `drafts` that may follow `tokens`, prompt and output so far. Between calls
+    /// the output of a sequence only grows.
+    fn propose(&mut self, tokens: &[u32], max: usize, drafts: &mut Vec<u32>);
+
+    /// Bytes of the source's state.
+    fn bytes(&self) -> usize;
+}

@@ -1,0 +1,67 @@
+//! Drafting: proposes tokens for the decoding choices before an iteration is planned.
+
+use super::Engine;
+use super::live_choice::LiveChoice;
+
+/// Predicted tokens that make it worth completing the iteration in flight first: its own, and one to draft.
+const PREDICTED_MIN: usize = 2;
+
+impl Engine {
+    /// Offers the scheduler drafts for each decoding choice that it wants some for.
+    pub(super) fn offer_drafts(&mut self) {
+        let mut requests = std::mem::take(&mut self.draft_requests);
+        requests.clear();
+        requests.extend(self.scheduler.draft_requests());
+        for &(id, wanted) in &requests {
+            let Some(Some(live)) = self.live.get_mut(id.index()) else { continue };
+            let (count, grown) = live.propose_drafts(wanted as usize);
+            self.draft_index_bytes += grown;
+            self.scheduler.draft(id, count as u32);
+        }
+        self.draft_requests = requests;
+    }
+
+    /// Returns true if the next iteration should be planned after the one in flight is completed: that one has
+    /// drafts, so the lengths of their sequences are not known, or drafts are wanted for one of its choices whose
+    /// next tokens can be predicted. They could not be verified behind a token that is in flight.
+    pub(super) fn awaits_drafts(&mut self) -> bool {
+        let Some(launched) = self.launched.back() else { return false };
+        if !launched.drafts.is_empty() {
+            return true;
+        }
+        for chunk in launched.chunks.iter().filter(|chunk| chunk.samples) {
+            let wanted = self.scheduler.drafts_wanted(chunk.id);
+            let Some(Some(live)) = self.live.get_mut(chunk.id.index()).filter(|_| wanted > 0) else {
+                continue;
+            };
+            let (count, grown) = live.propose_drafts(PREDICTED_MIN);
+            self.draft_index_bytes += grown;
+            if count >= PREDICTED_MIN {
+                return true;
+            }
+        }
+        false
+    }
+
+    /// Bytes of the draft sources of all choices.
+    pub fn draft_index_bytes(&self) -> usize {
+        self.draft_index_bytes
+    }
+}
+
+impl LiveChoice {
+    /// Proposes up to `max` tokens that follow, for [`super::drafter::Drafter::take`]: those that its grammar forces, else
+    /// those of its draft source that its grammar allows. Returns their number and the bytes that the source has grown by.
+    fn propose_drafts(&mut self, max: usize) -> (usize, usize) {
+        let Self { drafter, constraint, tokens, .. } = self;
+        let Some(constraint) = constraint else { return drafter.propose(tokens, max) };
+        let forced = constraint.forced_tokens(max);
+        if !forced.is_empty() {
+            let count = forced.len();
+            drafter.set(forced);
+            return (count, 0);
+        }
+        let (count, grown) = drafter.propose(tokens, max);
+        (constraint.valid_drafts(drafter.take(count as u32)), grown)
+    }
+}

@@ -1,0 +1,65 @@
+//! Results of an iteration: tokens, stop conditions, verification of drafts.
+
+use inflight_runtime::Sampled;
+use inflight_worker_core::TokenVerdict;
+
+use super::constraint::{ConstraintEnd, Consumed};
+use super::{ChoiceEvent, Engine, Failure, LaunchedIteration};
+
+impl Engine {
+    /// Appends the sampled tokens to their choices, checks stop conditions and pushes an event for each token;
+    /// before the first, one with the log probabilities of the prompt tokens that the chunk has scored.
+    ///
+    /// Of a chunk with drafts, the first sample counts, and each further one while the draft before it equals
+    /// the token sampled there and does not end the choice.
+    pub(super) fn take_samples(&mut self, launched: &LaunchedIteration, events: &mut Vec<ChoiceEvent>) {
+        self.verdicts.clear();
+        self.accepted.clear();
+        let block_tokens = self.scheduler.limits().block_tokens as usize;
+        let (mut sampled, mut scores) = (self.sampled.drain(..), self.scores.drain(..));
+        let mut drafts = launched.drafts.as_slice();
+        for (at, chunk) in launched.chunks.iter().enumerate() {
+            let own;
+            (own, drafts) = drafts.split_at(chunk.drafts as usize);
+            let rows = if chunk.samples { 1 + own.len() } else { 0 };
+            let samples = sampled.by_ref().take(rows);
+            let scored = launched.scored.get(at).map_or(0, |scored| *scored as usize);
+            let prompt_logprobs: Vec<_> = scores.by_ref().take(scored).collect();
+            // The index is not reused while the iteration is in flight: the entry is this sequence, or empty
+            // if it has ended.
+            let Some(live) = &mut self.live[chunk.id.index()] else {
+                samples.for_each(drop);
+                self.verdicts.extend(chunk.samples.then_some(TokenVerdict::CONTINUE));
+                self.accepted.extend((!own.is_empty()).then_some(1));
+                continue;
+            };
+            live.computed_tokens += chunk.len;
+            if !prompt_logprobs.is_empty() {
+                events.push(ChoiceEvent { prompt_logprobs, ..live.event() });
+            }
+            let (mut taken, mut stands) = (0, true);
+            for (nth, Sampled { token, logprobs }) in samples.enumerate() {
+                if !stands {
+                    continue; // behind a draft that does not stand, or behind the end
+                }
+                let consumed = live.consume(token);
+                if let Consumed::Ended(end) = consumed {
+                    if let ConstraintEnd::Failed(reason) = end {
+                        live.failure.get_or_insert(Failure::Constraint(reason));
+                    }
+                    self.verdicts.push(TokenVerdict { stop: true, hash: None });
+                    (taken, stands) = (taken + 1, false);
+                    continue;
+                }
+                let hash = live.push(token, block_tokens);
+                let stop = consumed == Consumed::Completes || live.ends_with(token, &self.eos_token_ids);
+                self.verdicts.push(TokenVerdict { stop, hash });
+                let computed_tokens = live.report_computed();
+                events.push(ChoiceEvent { token: Some(token), logprobs, computed_tokens, ..live.event() });
+                taken += 1;
+                stands = !stop && own.get(nth) == Some(&token);
+            }
+            self.accepted.extend((!own.is_empty()).then_some(taken));
+        }
+    }
+}
