@@ -8,11 +8,12 @@ use std::path::{Path, PathBuf};
 use anyhow::{Context, Result, ensure};
 
 /// Folders with production code, relative to the repository.
-const SOURCES: [&str; 23] = [
+const SOURCES: [&str; 24] = [
     "bench/src",
     "bench/traces/src",
     "cli/src",
     "client/src",
+    "grammar/src",
     "kernels/src",
     "proto/contract/src",
     "proto/src",
