@@ -3,7 +3,7 @@
 use inflight_runtime::Sampled;
 use inflight_worker_core::TokenVerdict;
 
-use super::constraint::{ConstraintEnd, Consumed};
+use super::live_constraint::{ConstraintEnd, Consumed};
 use super::{ChoiceEvent, Engine, Failure, LaunchedIteration};
 
 impl Engine {
