@@ -138,7 +138,7 @@ impl Matcher {
         }
         // The end token behind the vocabulary, and what pads the last word.
         if let Some(last) = mask.get_mut(words - 1)
-            && self.shape.vocab_size % 32 != 0
+            && !self.shape.vocab_size.is_multiple_of(32)
         {
             *last &= (1 << (self.shape.vocab_size % 32)) - 1;
         }

@@ -75,6 +75,8 @@ fn dependencies_point_one_way() -> Result<()> {
     ensure_without("inflight-net", &["inflight-worker", "inflight-router", "inflight-proto"])?;
     ensure_without("inflight-bench", &["inflight-worker", "inflight-router", "inflight-simulator", "clap"])?;
     ensure_own_dependencies("inflight-client", &["inflight-proto", "inflight-contract"])?;
+    ensure_own_dependencies("inflight-grammar", &["inflight-contract"])?;
+    ensure_without("inflight-grammar", &["tokio", "tonic", "prost", "hyper"])?;
     ensure_without("inflight-traces", &IMPURE)?;
     ensure_without("inflight-kernels", &["inflight-worker", "inflight-router", "inflight-proto", "tokio"])
 }

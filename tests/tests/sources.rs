@@ -13,6 +13,7 @@ const SOURCES: [&str; 24] = [
     "bench/traces/src",
     "cli/src",
     "client/src",
+    "grammar/src",
     "kernels/src",
     "proto/contract/src",
     "proto/src",

@@ -6,7 +6,7 @@ use inflight_contract::{BlockHash, SamplingParams};
 use inflight_worker_core::{Chunk, Grant, Preemption, ScoredRange};
 use tracing::Span;
 
-use super::constraint::{Consumed, LiveConstraint};
+use super::live_constraint::{Consumed, LiveConstraint};
 use super::{ChoiceEvent, Failure, Request, RequestKey};
 
 /// Choice of a request, from submission to finish.

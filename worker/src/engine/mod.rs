@@ -4,9 +4,11 @@
 //! and a deterministic simulation can drive it.
 
 mod calibrate;
-mod constraint;
 mod live_choice;
+mod live_constraint;
 mod mask_pool;
+mod masks;
+mod reports;
 mod request;
 mod submit;
 
@@ -14,10 +16,7 @@ use std::collections::{BTreeMap, VecDeque};
 use std::sync::Arc;
 use std::time::Duration;
 
-use inflight_contract::{
-    AdmissionCost, BlockHash, CostCoefficients, ModelLimits, Service, ServiceCounter, TokenCost,
-    VirtualTokenCounters,
-};
+use inflight_contract::{AdmissionCost, ModelLimits, TokenCost, VirtualTokenCounters};
 use inflight_grammar::Grammars;
 use inflight_runtime::{
     self as runtime, Batch, BlockCopy, PromptLogprobs, Runtime, SCORES_MAX, Sampled, ScoreRow, SlotSetup,
@@ -26,12 +25,13 @@ use inflight_runtime::{
 use inflight_worker_core::policy::PolicyKind;
 use inflight_worker_core::{
     CacheEvent, CacheTier, Capacity, Chunk, CostModel, CostPrior, DispatchAhead, Ended, Grant, Grants,
-    History, Iteration, IterationOutcome, LimitsError, Load, PrefillEstimate, Scheduler, SchedulerLimits,
-    SequenceId, StepTarget, Time, TokenVerdict,
+    History, Iteration, IterationOutcome, LimitsError, Load, Scheduler, SchedulerLimits, SequenceId,
+    StepTarget, Time, TokenVerdict,
 };
 
-use constraint::{ConstraintEnd, Consumed, IterationMasks, MaskState};
 use live_choice::LiveChoice;
+use live_constraint::{ConstraintEnd, Consumed};
+use masks::{IterationMasks, MaskState};
 pub use request::{ChoiceEvent, Command, Failure, Finish, Request, RequestKey, ResumedChoice, SessionId};
 
 /// Engine configuration beyond the runtime's capabilities.
@@ -267,63 +267,6 @@ impl Engine {
     /// Iteration planned last.
     pub fn last_plan(&self) -> &Iteration {
         self.scheduler.iteration()
-    }
-
-    /// Takes the recording since the last call; empty unless [`EngineOptions::record`].
-    pub fn take_log(&mut self) -> Vec<u8> {
-        self.scheduler.take_log()
-    }
-
-    /// Takes the prefix-cache events since the last call, in order.
-    pub fn drain_cache_events(&mut self) -> impl Iterator<Item = (CacheTier, CacheEvent)> + '_ {
-        self.cache_events.extend(self.scheduler.drain_cache_events());
-        self.cache_events.drain(..)
-    }
-
-    /// Blocks in the prefix cache, including changes whose events were not taken yet.
-    pub fn cache_contents(&self) -> impl Iterator<Item = (CacheTier, BlockHash)> + '_ {
-        self.scheduler.cache_contents()
-    }
-
-    /// Coefficients of the cost model.
-    pub fn cost_coefficients(&self) -> CostCoefficients {
-        self.scheduler.cost().coefficients()
-    }
-
-    /// Estimated prefill backlog ahead of a prompt that arrives now.
-    pub fn prefill_estimate(&self) -> PrefillEstimate {
-        self.scheduler.prefill_estimate()
-    }
-
-    /// Takes the tenants charged since the last call, with their total charges.
-    pub fn drain_charged(&mut self) -> impl Iterator<Item = (&str, ServiceCounter)> + '_ {
-        self.scheduler.drain_charged()
-    }
-
-    /// Total charges of all known tenants.
-    pub fn charged(&self) -> impl Iterator<Item = (&str, ServiceCounter)> + '_ {
-        self.scheduler.tenants().charged()
-    }
-
-    /// Virtual time: the highest virtual start time of the sequences that have started.
-    pub fn virtual_time(&self) -> Service {
-        self.scheduler.virtual_time()
-    }
-
-    /// Predicted TTFT of a new prompt with `tokens` tokens to compute.
-    pub fn predict_first_token(&self, tokens: u32) -> Duration {
-        self.scheduler.predict_first_token(tokens)
-    }
-
-    /// Predicted duration of the largest iteration: a full token budget at the end of the longest contexts.
-    pub fn predict_largest_step(&self) -> Duration {
-        let limits = self.scheduler.limits();
-        let seconds = self.cost_coefficients().largest_step(
-            limits.iteration_tokens,
-            limits.running_max,
-            limits.sequence_tokens,
-        );
-        Duration::try_from_secs_f64(seconds).unwrap_or(Duration::MAX)
     }
 
     /// Executes one command and appends the resulting events to `events`.

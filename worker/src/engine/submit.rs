@@ -3,9 +3,9 @@
 use inflight_contract::{BlockHash, FinishReason, Priority, RequestShape};
 use inflight_worker_core::{Grant, NewSequence, ScoredRange, SequenceId, SubmitError, Time};
 
-use super::constraint::LiveConstraint;
 use super::live_choice::{self, LiveChoice};
-use super::{ChoiceEvent, Engine, Failure, Finish, Request, empty_event};
+use super::live_constraint::LiveConstraint;
+use super::{ChoiceEvent, Engine, Failure, Finish, Request, ResumedChoice, empty_event};
 
 impl Engine {
     /// Submits a request, or pushes the events that reject it.
@@ -75,23 +75,14 @@ impl Engine {
         let mut lives: Vec<(SequenceId, LiveChoice)> = Vec::with_capacity(request.choices.len());
         for (choice, resumed) in request.choices.iter().enumerate().filter(|(_, resumed)| !resumed.finished) {
             let remaining = request.max_tokens - resumed.tokens.len() as u32;
-            // The previous worker may have generated the last token without reporting the end.
-            let ended = resumed.tokens.last().is_some_and(|last| {
-                live_choice::ends(&request.sampling, *last, resumed.tokens.len(), &self.eos_token_ids)
-            });
-            let constraint = if ended {
-                None
-            } else {
-                match LiveConstraint::new(&request.sampling, &resumed.tokens, self.grammars.as_deref()) {
-                    Ok(constraint) => constraint,
-                    Err(failure) => {
-                        self.withdraw(&lives);
-                        return Err(failure);
-                    }
+            let (ended, constraint) = match self.resume(request, resumed) {
+                Ok(resumed) => resumed,
+                Err(failure) => {
+                    self.withdraw(&lives);
+                    return Err(failure);
                 }
             };
-            let complete = constraint.as_ref().is_some_and(LiveConstraint::is_complete);
-            let reason = match (ended || complete, remaining) {
+            let reason = match (ended, remaining) {
                 (true, _) => Some(FinishReason::Stop),
                 (false, 0) => Some(FinishReason::Length),
                 (false, _) => None,
@@ -136,12 +127,7 @@ impl Engine {
                 }
                 Err(error) => {
                     self.withdraw(&lives);
-                    return Err(match error {
-                        SubmitError::QueueFull { .. } => Failure::Overloaded(error.to_string()),
-                        SubmitError::Empty | SubmitError::TooLong { .. } => {
-                            Failure::Invalid(error.to_string())
-                        }
-                    });
+                    return Err(refusal(error));
                 }
             }
         }
@@ -166,11 +152,37 @@ impl Engine {
 }
 
 impl Engine {
+    /// Returns whether a resumed choice has ended, and else the state of its constraint.
+    fn resume(
+        &self,
+        request: &Request,
+        resumed: &ResumedChoice,
+    ) -> Result<(bool, Option<LiveConstraint>), Failure> {
+        // The previous worker may have generated the last token without reporting the end.
+        let ended = resumed.tokens.last().is_some_and(|last| {
+            live_choice::ends(&request.sampling, *last, resumed.tokens.len(), &self.eos_token_ids)
+        });
+        if ended {
+            return Ok((true, None));
+        }
+        let grammars = self.grammars.as_deref();
+        let constraint = LiveConstraint::new(&request.sampling, &resumed.tokens, grammars)?;
+        Ok((constraint.as_ref().is_some_and(LiveConstraint::is_complete), constraint))
+    }
+
     /// Takes back the choices of a request whose submission fails.
     fn withdraw(&mut self, lives: &[(SequenceId, LiveChoice)]) {
         lives.iter().for_each(|(id, _)| self.scheduler.cancel(*id));
         // These choices were never live, so `settle` must not report them.
         self.scheduler.drain_ended().for_each(drop);
+    }
+}
+
+/// Returns the failure of a request that the scheduler rejects.
+fn refusal(error: SubmitError) -> Failure {
+    match error {
+        SubmitError::QueueFull { .. } => Failure::Overloaded(error.to_string()),
+        SubmitError::Empty | SubmitError::TooLong { .. } => Failure::Invalid(error.to_string()),
     }
 }
 

@@ -1,0 +1,83 @@
+//! State of a constrained choice: its matcher after the committed tokens.
+
+use inflight_contract::SamplingParams;
+use inflight_grammar::{GrammarError, Grammars, MatchError, Matcher};
+
+use super::request::Failure;
+
+/// Constraint of a live choice.
+pub(super) struct LiveConstraint {
+    /// State after the committed tokens; away while a mask is computed.
+    pub(super) matcher: Option<Box<Matcher>>,
+    pub(super) ignore_eos: bool,
+    /// End found while the mask of the next token was computed.
+    pub(super) end: Option<ConstraintEnd>,
+}
+
+/// End of a constrained choice without another token.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) enum ConstraintEnd {
+    /// The output matches as a whole, and nothing may follow.
+    Complete,
+    /// The grammar cannot go on.
+    Failed(String),
+}
+
+/// Effect of a sampled token on a constrained choice.
+#[derive(Debug, PartialEq, Eq)]
+pub(super) enum Consumed {
+    /// It is part of the output, which continues.
+    Continues,
+    /// It is part of the output, which is then complete.
+    Completes,
+    /// It is not part of the output, which has ended before it.
+    Ended(ConstraintEnd),
+}
+
+impl LiveConstraint {
+    /// Returns the constraint of a choice that has generated `tokens`, if it has one.
+    ///
+    /// # Errors
+    /// The grammar is refused, or does not allow the tokens.
+    pub(super) fn new(
+        sampling: &SamplingParams,
+        tokens: &[u32],
+        grammars: Option<&Grammars>,
+    ) -> Result<Option<Self>, Failure> {
+        let Some(constraint) = &sampling.constraint else { return Ok(None) };
+        let invalid = |error: GrammarError| Failure::Invalid(error.to_string());
+        let grammars = grammars.ok_or_else(|| {
+            Failure::Invalid("this worker has no vocabulary, which structured output needs".to_owned())
+        })?;
+        let mut matcher =
+            grammars.compile(&constraint.grammar).map_err(invalid)?.matcher(constraint.begins_after);
+        let consumed = tokens.iter().try_for_each(|token| matcher.consume(*token));
+        consumed.map_err(|error| Failure::Constraint(error.to_string()))?;
+        Ok(Some(Self { matcher: Some(Box::new(matcher)), ignore_eos: sampling.ignore_eos, end: None }))
+    }
+
+    /// Whether nothing may follow the tokens consumed.
+    pub(super) fn is_complete(&self) -> bool {
+        self.matcher.as_ref().is_some_and(|matcher| matcher.is_complete())
+    }
+
+    /// Consumes a sampled token.
+    pub(super) fn consume(&mut self, token: u32) -> Consumed {
+        if let Some(end) = self.end.take() {
+            return Consumed::Ended(end);
+        }
+        // Without a matcher, its mask was never computed: the pool is gone.
+        let Some(matcher) = &mut self.matcher else {
+            return Consumed::Ended(ConstraintEnd::Failed("its masks could not be computed".to_owned()));
+        };
+        match matcher.consume(token) {
+            Ok(()) if matcher.is_complete() => Consumed::Completes,
+            Ok(()) => Consumed::Continues,
+            Err(MatchError::TokenRefused { .. }) => Consumed::Ended(ConstraintEnd::Failed(
+                "allowed_token_ids, bad_words or min_tokens leave none of the tokens that the grammar allows next"
+                    .to_owned(),
+            )),
+            Err(error) => Consumed::Ended(ConstraintEnd::Failed(error.to_string())),
+        }
+    }
+}
