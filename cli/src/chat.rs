@@ -1,11 +1,12 @@
 //! `inflight chat`: a conversation with a model in the terminal.
 
 use std::io::{self, BufRead as _, IsTerminal as _, Write as _};
+use std::path::PathBuf;
 
 use inflight_client::GenerateStream;
 use inflight_proto::v1::{
-    Chat, FinishReason, GenerateRequest, ListModelsRequest, Model, generate_request::Input,
-    generate_response::Event, inference_client::InferenceClient,
+    Chat, FinishReason, GenerateRequest, ListModelsRequest, Model, ToolCall, ToolUse,
+    generate_request::Input, generate_response::Event, inference_client::InferenceClient,
 };
 use tokio::signal::unix::{Signal, SignalKind, signal};
 use tokio::sync::mpsc;
@@ -20,6 +21,7 @@ use crate::generate::{
 };
 use crate::sampling::SamplingArgs;
 use crate::tls::ClientArgs;
+use crate::tool_file;
 
 const HELP: &str = "\
 /reset  forgets the conversation; the system message stays
@@ -41,6 +43,9 @@ pub struct Args {
     /// System message of the conversation
     #[arg(long, value_name = "TEXT")]
     pub system: Option<String>,
+    /// JSON file with an array of tools, as in OpenAI's API; calls are printed
+    #[arg(long, value_name = "FILE")]
+    pub tools: Option<PathBuf>,
     #[command(flatten)]
     pub sampling: SamplingArgs,
     /// Tenant of the requests
@@ -78,6 +83,7 @@ impl From<Status> for AnswerError {
 /// # Errors
 /// The router is unreachable, serves no model to converse with, or input or output fail.
 pub async fn run(args: Args) -> Result<(), CommandError> {
+    let tools = args.tools.as_deref().map(tool_file::read).transpose()?;
     let channel = connect_with(&args.endpoint, &args.connection).await?;
     let key = ApiKey::new(args.connection.api_key.as_deref())?;
     args.connection.warn_of_plaintext_key([args.endpoint.as_str()]);
@@ -93,6 +99,7 @@ pub async fn run(args: Args) -> Result<(), CommandError> {
         interrupts: signal(SignalKind::interrupt())
             .map_err(|error| CommandError::chain("cannot watch for Ctrl-C", &error))?,
         args,
+        tools,
         client,
         model: model.name,
         terminal,
@@ -135,6 +142,7 @@ async fn chat_model(client: &mut AuthenticatedClient, name: Option<&str>) -> Res
 /// Loop of lines and answers.
 struct ChatLoop {
     args: Args,
+    tools: Option<ToolUse>,
     client: AuthenticatedClient,
     model: String,
     conversation: Conversation,
@@ -201,17 +209,20 @@ impl ChatLoop {
     /// The output cannot be written.
     async fn answer(&mut self, text: &str) -> io::Result<()> {
         let request = self.request(self.conversation.with(text));
-        let mut answer = String::new();
+        let (mut answer, mut calls) = (String::new(), Vec::new());
         let ended = {
-            let streaming = stream_answer(&self.client, request, &mut answer);
+            let streaming = stream_answer(&self.client, request, &mut answer, &mut calls);
             tokio::select! {
                 ended = streaming => ended,
                 // Dropping the call cancels it.
                 _ = self.interrupts.recv() => Ok(Ending::Interrupted),
             }
         };
-        if !answer.is_empty() || ended.is_ok() {
+        if !answer.is_empty() || (ended.is_ok() && calls.is_empty()) {
             writeln!(io::stdout())?;
+        }
+        for ToolCall { name, arguments, .. } in &calls {
+            writeln!(io::stdout(), "{name}({arguments})")?;
         }
         match ended {
             Ok(ending) => {
@@ -224,7 +235,9 @@ impl ChatLoop {
                     self.failed = Some(Exit::Interrupted);
                 }
                 if ending != Ending::Interrupted || !answer.is_empty() {
-                    self.conversation.keep(text, answer);
+                    // Arguments that were cut off are no JSON, which the router would refuse.
+                    let complete = ending == Ending::Complete;
+                    self.conversation.keep(text, answer, if complete { calls } else { Vec::new() });
                 }
                 Ok(())
             }
@@ -243,6 +256,7 @@ impl ChatLoop {
             sampling: Some(self.args.sampling.params()),
             stop: Some(self.args.sampling.stop_conditions()),
             tenant: self.args.tenant.clone().unwrap_or_default(),
+            tools: self.tools.clone(),
             ..GenerateRequest::default()
         }
     }
@@ -262,11 +276,12 @@ impl ChatLoop {
     }
 }
 
-/// Prints an answer while it arrives, and appends it to `answer`.
+/// Prints an answer while it arrives, and appends it to `answer` and its tool calls to `calls`.
 async fn stream_answer(
     client: &AuthenticatedClient,
     request: GenerateRequest,
     answer: &mut String,
+    calls: &mut Vec<ToolCall>,
 ) -> Result<Ending, AnswerError> {
     // An answer that breaks off continues when the router is back.
     let mut stream = GenerateStream::new(vec![client.clone()], request);
@@ -274,18 +289,28 @@ async fn stream_answer(
     while let Some(response) = stream.message().await? {
         match response.event {
             Some(Event::Delta(delta)) => {
-                let mut output = io::stdout().lock();
-                output.write_all(delta.text.as_bytes()).map_err(AnswerError::Output)?;
-                output.flush().map_err(AnswerError::Output)?;
+                print_text(&delta.text).map_err(AnswerError::Output)?;
                 answer.push_str(&delta.text);
+                tool_file::append(calls, delta.tool_calls);
             }
-            Some(Event::Finished(finished)) if finished.reason() == FinishReason::Length => {
-                ending = Ending::Length;
+            Some(Event::Finished(finished)) => {
+                print_text(&finished.text).map_err(AnswerError::Output)?;
+                answer.push_str(&finished.text);
+                if finished.reason() == FinishReason::Length {
+                    ending = Ending::Length;
+                }
+                tool_file::append(calls, finished.tool_calls);
             }
             _ => {}
         }
     }
     Ok(ending)
+}
+
+fn print_text(text: &str) -> io::Result<()> {
+    let mut output = io::stdout().lock();
+    output.write_all(text.as_bytes())?;
+    output.flush()
 }
 
 /// Reads lines from the standard input on a thread of its own, which ends with the input or the process.

@@ -1,6 +1,6 @@
 //! Conversation of `inflight chat`: its history and the lines that are typed.
 
-use inflight_proto::v1::{Chat, ChatMessage};
+use inflight_proto::v1::{Chat, ChatMessage, ToolCall};
 
 /// Meaning of a typed line.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -58,10 +58,10 @@ impl Conversation {
         Chat { messages: self.system.iter().chain(&self.turns).cloned().chain([user]).collect() }
     }
 
-    /// Keeps a message of the user and its answer.
-    pub fn keep(&mut self, text: &str, answer: String) {
+    /// Keeps a message of the user and its answer, with the tool calls in it.
+    pub fn keep(&mut self, text: &str, answer: String, tool_calls: Vec<ToolCall>) {
         self.turns.push(message("user", text.to_owned()));
-        self.turns.push(message("assistant", answer));
+        self.turns.push(ChatMessage { tool_calls, ..message("assistant", answer) });
     }
 
     /// Forgets all but the system message.
@@ -102,7 +102,7 @@ mod tests {
         };
         let mut conversation = Conversation::new(Some("s".to_owned()));
         assert_eq!(roles(&conversation.with("lost")), ["system:s", "user:lost"]);
-        conversation.keep("a", "b".to_owned());
+        conversation.keep("a", "b".to_owned(), Vec::new());
         assert_eq!(roles(&conversation.with("c")), ["system:s", "user:a", "assistant:b", "user:c"]);
         conversation.reset();
         assert!(conversation.is_empty());

@@ -27,6 +27,7 @@ mod supervisor;
 mod telemetry;
 mod temporary_secret;
 mod tls;
+mod tool_file;
 mod transcript;
 mod units;
 mod up;

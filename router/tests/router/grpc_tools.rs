@@ -58,6 +58,7 @@ async fn calls_are_streamed_and_a_resumed_stream_continues_them() {
         let mut worker = ScriptedWorker::start(profile(TEMPLATE)).await;
         let mut cluster = Cluster::start(&[&worker], Options::default()).await;
         let mut session = worker.granted().await;
+        cluster.handle.ready().await;
         let tokens = tokenizer().encode_rendered(OUTPUT).unwrap();
         let ask = weather(vec![message("user", "hi")]);
         let mut stream = cluster.client.generate(ask.clone()).await.unwrap().into_inner();
@@ -120,6 +121,7 @@ async fn an_output_in_one_message_has_calls_and_their_results_are_rendered() {
         let mut worker = ScriptedWorker::start(profile(TEMPLATE)).await;
         let cluster = Cluster::start(&[&worker], Options::default()).await;
         let mut session = worker.granted().await;
+        cluster.handle.ready().await;
         let call =
             v1::ToolCall { id: "c1".to_owned(), name: "now".to_owned(), arguments: String::from("{}") };
         let asked = v1::ChatMessage { tool_calls: vec![call], ..message("assistant", "") };
