@@ -298,7 +298,7 @@ mod tests {
                       '\n' + message['content'] %}{% endfor %}{{ ns.system }}";
         let template = ChatTemplate::new(source, "", "").unwrap();
         let conversation = |count: usize, bytes: usize| {
-            template.render(&vec![message("system", &"x".repeat(bytes / count - "system".len())); count])
+            template.render(&vec![message("system", &"x".repeat(bytes / count - "system".len())); count], &[])
         };
         assert!(conversation(1 << 10, 1 << 18).is_ok());
         let refused = conversation(1 << 14, 1 << 18).unwrap_err().to_string();

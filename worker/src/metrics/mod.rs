@@ -2,6 +2,8 @@
 
 mod step;
 
+use std::time::Duration;
+
 use inflight_runtime::{DEVICE_COMMANDS, PROMISED_BYTES};
 use metrics::{Gauge, Unit};
 pub(crate) use step::StepMetrics;
