@@ -62,7 +62,7 @@ async fn the_grammar_of_each_field_reaches_the_worker() {
 #[tokio::test]
 async fn a_grammar_that_does_not_compile_reaches_no_worker_and_names_its_field() {
     bounded(async {
-        let mut http = HttpCluster::start(with_http(HttpOptions::default())).await;
+        let http = HttpCluster::start(with_http(HttpOptions::default())).await;
         let format = json!({"type": "json_schema", "schema": {"$ref": "https://example.com/a.json"}});
         let cases = [
             ("/v1/responses", json!({"input": "a", "text": {"format": format}}), "text"),
