@@ -282,3 +282,60 @@ fn outputs_under_a_schema_are_valid_and_what_cannot_be_enforced_is_refused_befor
     assert!(stuck.is_empty(), "{stuck:#?}");
     assert!(valid >= OUTPUTS, "only {valid} outputs ended; {unfinished} reached max_tokens");
 }
+
+/// Runs a request alone and returns its tokens and its end.
+fn alone(engine: &mut Engine, request: Request) -> (Vec<u32>, Finish) {
+    let (mut events, mut tokens) = (Vec::new(), Vec::new());
+    engine.command(Command::Submit(Box::new(request)), Time::ZERO, &mut events);
+    loop {
+        for event in events.drain(..) {
+            tokens.extend(event.token);
+            if let Some(end) = event.finish {
+                return (tokens, end);
+            }
+        }
+        engine.step(Time::ZERO, &mut events).unwrap();
+    }
+}
+
+#[test]
+fn a_choice_resumed_after_any_token_gets_the_tokens_of_an_uncut_one() {
+    let (mut engine, vocabulary, _) = engine();
+    engine.command(Command::Open(SessionId(0)), Time::ZERO, &mut Vec::new());
+    let biases = biases(&vocabulary);
+    for (nth, schema) in tools().iter().enumerate() {
+        let request = || request(schema, nth as u64, &biases);
+        let (tokens, end) = alone(&mut engine, request());
+        for cut in (0..=tokens.len()).step_by(7).chain([tokens.len()]) {
+            let resumed = ResumedChoice { tokens: tokens[..cut].to_vec(), finished: false };
+            let (rest, found) = alone(&mut engine, Request { choices: vec![resumed], ..request() });
+            assert_eq!((&rest[..], &found), (&tokens[cut..], &end), "{schema} after {cut} of {tokens:?}");
+        }
+        let mut other = tokens.clone();
+        other[0] = u32::from(b'x');
+        let resumed = ResumedChoice { tokens: other, finished: false };
+        let (none, refused) = alone(&mut engine, Request { choices: vec![resumed], ..request() });
+        assert!(none.is_empty() && matches!(refused, Finish::Failed(Failure::Constraint(_))), "{refused:?}");
+    }
+}
+
+#[test]
+fn a_choice_whose_masks_leave_no_token_of_the_grammar_ends_with_the_reason() {
+    let (mut engine, vocabulary, _) = engine();
+    engine.command(Command::Open(SessionId(0)), Time::ZERO, &mut Vec::new());
+    let letters = (0..vocabulary.len() as u32).filter(|id| vocabulary.bytes(*id) == b"a");
+    let sampling = SamplingSpec {
+        allowed_token_ids: letters.collect(),
+        constraint: Some(Arc::new(Constraint {
+            grammar: Grammar::Regex("aa[0-9]".to_owned()),
+            begins_after: None,
+        })),
+        ..SamplingSpec::default()
+    };
+    let sampling = Arc::new(sampling.validate().unwrap());
+    let request = Request { sampling, ..request(&json!({}), 0, &[]) };
+    let (tokens, end) = alone(&mut engine, request);
+    assert_eq!(tokens.len(), 2, "{tokens:?}");
+    let Finish::Failed(Failure::Constraint(reason)) = end else { panic!("{end:?}") };
+    assert!(reason.contains("allowed_token_ids, bad_words or min_tokens leave none"), "{reason}");
+}
