@@ -1,32 +1,11 @@
 //! Parsers of the calls that follow a marker, one for each format.
 
 use crate::call_object::CallObject;
+use crate::call_part::{CallPart, Progress};
 use crate::marker::Symbol;
 use crate::mistral::MistralCalls;
 use crate::qwen_xml::XmlCall;
 use crate::{ToolCallFormat, ToolTypes};
-
-/// Maximum bytes of a tool's name.
-pub(crate) const NAME_BYTES_MAX: usize = 256;
-
-/// Part of a call.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) enum CallPart {
-    Begin(String),
-    Arguments(String),
-    End,
-}
-
-/// Result of a symbol.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Progress {
-    /// More follows.
-    More,
-    /// The call, or the last one of a list, is complete with this symbol.
-    Done,
-    /// The text is no call, or none any more.
-    Invalid,
-}
 
 /// Parser of what follows a marker, or the first brace of an object without one.
 #[derive(Debug, Clone)]

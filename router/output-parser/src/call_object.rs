@@ -1,6 +1,6 @@
 //! A tool call written as a JSON object with its name and its arguments.
 
-use crate::call_machine::{CallPart, Progress};
+use crate::call_part::{CallPart, NAME_BYTES_MAX, Progress};
 use crate::json_scanner::{JsonScanner, Scan};
 
 /// Keys of a call's arguments.
@@ -109,7 +109,7 @@ impl CallObject {
                     return self.name_end(out);
                 }
                 *escaped = c == '\\' && !*escaped;
-                self.hold(c, crate::call_machine::NAME_BYTES_MAX)
+                self.hold(c, NAME_BYTES_MAX)
             }
             State::QuotedArguments { escaped } => {
                 if c == '"' && !*escaped {

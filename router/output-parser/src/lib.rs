@@ -6,6 +6,7 @@
 mod call_ids;
 mod call_machine;
 mod call_object;
+mod call_part;
 mod event;
 mod format;
 #[cfg(feature = "fuzz")]

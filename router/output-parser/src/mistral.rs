@@ -1,7 +1,7 @@
 //! Mistral's calls: a JSON array of objects, or a name and its arguments.
 
-use crate::call_machine::{CallPart, NAME_BYTES_MAX, Progress};
 use crate::call_object::CallObject;
+use crate::call_part::{CallPart, NAME_BYTES_MAX, Progress};
 use crate::json_scanner::{JsonScanner, Scan};
 use crate::marker::Marker;
 

@@ -3,8 +3,9 @@
 use std::sync::Arc;
 
 use crate::call_ids::CallIds;
-use crate::call_machine::{CallMachine, CallPart, Progress};
+use crate::call_machine::CallMachine;
 use crate::call_object::CallObject;
+use crate::call_part::{CallPart, Progress};
 use crate::event::Events;
 use crate::marker::{MarkerScanner, Symbol};
 use crate::{Marker, OutputEvent, ReasoningFormat, ToolCallFormat, ToolTypes};

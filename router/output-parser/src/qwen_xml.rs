@@ -1,7 +1,7 @@
 //! Qwen3-Coder's calls: `<function=NAME>`, then `<parameter=KEY>` with values as plain text, written as JSON.
 
 use crate::ToolTypes;
-use crate::call_machine::{CallPart, NAME_BYTES_MAX, Progress};
+use crate::call_part::{CallPart, NAME_BYTES_MAX, Progress};
 use crate::tool_types::ParameterKind;
 
 const FUNCTION: &str = "<function=";

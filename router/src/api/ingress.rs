@@ -170,7 +170,7 @@ impl Ingress {
         let words = BadWords::new(served.clone(), words)?;
         let words = self.tokenize_words(words, &tokenize).instrument(span.clone()).await?;
         request.sampling.bad_word_token_ids.extend(words);
-        let output = OutputPlan::new(&mut request, &served, &self.options)?;
+        let output = OutputPlan::new(&mut request, (&served.name, &served.model), &self.options)?;
         if let Some(constraint) = request.sampling.constraint.clone() {
             let check = GrammarCheck::new(served.clone(), constraint, request.constraint_field)?;
             self.check_grammar(check, &tokenize).instrument(span.clone()).await?;

@@ -11,7 +11,6 @@ use inflight_output_parser::{
 use crate::api::generation::GenerationRequest;
 use crate::api::tool_use::{ToolChoice, ToolUse};
 use crate::cluster::bundle::Model;
-use crate::dispatcher::ServedModel;
 use crate::options::Options;
 use crate::outcome::Outcome;
 
@@ -25,21 +24,20 @@ pub(crate) struct OutputPlan {
 }
 
 impl OutputPlan {
-    /// Returns the plan of a request, and sets the constraint of its output; `None` if the output is text as it is.
+    /// Returns the plan of a request for a model with its name, and sets the constraint of its output; `None` if the output is text as it is.
     pub(crate) fn new(
         request: &mut GenerationRequest,
-        served: &ServedModel,
+        (name, model): (&str, &Model),
         options: &Options,
     ) -> Result<Option<Self>, Outcome> {
         if !request.parse_output {
             return Ok(None);
         }
-        let model = &served.model;
         let tools = request.tools.as_ref().filter(|tools| tools.is_active());
-        let calls = options.tool_call_format.of(&served.name, model.output.calls);
-        let reasoning = options.reasoning_format.of(&served.name, model.output.reasoning);
+        let calls = options.tool_call_format.of(name, model.output.calls);
+        let reasoning = options.reasoning_format.of(name, model.output.reasoning);
         if tools.is_some() && calls.is_none() {
-            return Err(unknown_format(&served.name));
+            return Err(unknown_format(name));
         }
         let mut format = OutputFormat {
             calls: calls.filter(|_| tools.is_some()),
