@@ -9,6 +9,7 @@
 #[path = "../../../router/src/dispatcher/handoff.rs"]
 mod handoff;
 #[allow(dead_code)]
+#[allow(clippy::reversed_empty_ranges, reason = "a thread of a model neither spins nor yields")]
 #[path = "../../../kernels/src/cpu/pool.rs"]
 mod pool;
 #[path = "../../../net/src/response_streams.rs"]
