@@ -164,7 +164,7 @@ impl Engine {
             step_target: options.step_target,
             iteration_scores: SCORES_MAX,
             iteration_samples: capabilities.sample_rows,
-            drafts_max: options.drafts_max,
+            drafts_max: if capabilities.sample_rows > capabilities.slots { options.drafts_max } else { 0 },
             govern_drafts: options.govern_drafts,
             ..SchedulerLimits::new(
                 capabilities.block_tokens,
@@ -173,6 +173,9 @@ impl Engine {
                 capabilities.batch_tokens,
             )
         };
+        if options.drafts_max > limits.drafts_max {
+            tracing::warn!("this device takes no drafts; --drafts has no effect");
+        }
         let tenants = VirtualTokenCounters::new(TokenCost::default(), Scheduler::TENANTS_MAX);
         let model = ModelLimits {
             vocab_size: capabilities.vocab_size,

@@ -107,7 +107,8 @@ impl LoadPlan {
             host_blocks: u32::try_from(host_bytes / self.block_bytes).unwrap_or(u32::MAX),
             slots: options.slots,
             batch_tokens: options.batch_tokens,
-            sample_rows: sample_rows(options.slots),
+            // No drafts: kernels and steps take them, but whole workers with drafts were not proven.
+            sample_rows: options.slots,
             depth: DEPTH,
             // Known when all ranks have read their tensors.
             fingerprint: String::new(),
