@@ -10,7 +10,7 @@ use inflight_runtime::{
 
 use super::forward::{CudaForward, ForwardCapacity, windows};
 use super::gpu::Gpu;
-use super::memory_plan::{PARTIALS, bucket, largest_bucket, sample_rows};
+use super::memory_plan::{PARTIALS, bucket, largest_bucket};
 use super::metadata::{MetadataPacker, PackerConfig, StepShape};
 use super::shard_plan::ShardPlan;
 use super::slots::GpuSlots;
@@ -97,7 +97,7 @@ impl<G: Gpu> ModelRunner<G> {
         let capacity = ForwardCapacity {
             // Graphs run padded to a whole bucket.
             rows: capabilities.batch_tokens.max(largest_bucket(capabilities.slots)),
-            samples: sample_rows(capabilities.slots),
+            samples: capabilities.slots.max(largest_bucket(capabilities.slots)),
             context: capabilities.context_tokens,
             block_tokens: capabilities.block_tokens,
             blocks: capabilities.blocks,
