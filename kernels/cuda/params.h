@@ -113,8 +113,6 @@ struct SamplingRow {
     uint32_t word_count;
     uint32_t generated; // tokens generated before
     uint32_t fallback;  // chosen where all tokens are masked; ~0: none
-    uint32_t draft;     // the row's input token, if it is a draft
-    uint32_t drafted;   // 1: the row counts only if the row before counts and its token is the draft
 };
 
 constexpr uint32_t RECENT_TOKENS = 32;
@@ -137,8 +135,6 @@ struct SamplingParams {
     uint32_t *sampled;       // [rows]
     uint32_t vocabulary;
     uint32_t stride;         // a multiple of 4
-    uint32_t count;          // rows
-    uint32_t unused;
 };
 
 // Token whose log probability is wanted of a row of logits.

@@ -477,11 +477,15 @@ DEVICE void report(SamplingShared &shared, uint32_t alternatives, const float *l
     }
 }
 
-// Samples row AT: chooses its token, reports log probabilities, and adds the token to what the sequence has generated.
-DEVICE uint32_t sample_row(SamplingShared &shared, const SamplingParams &p, uint32_t at) {
-    const SamplingRow &row = p.rows[at];
+// One block a row.
+KERNEL(sample, SamplingParams, SAMPLING_THREADS, 1) {
+    SamplingShared &shared = *(SamplingShared *)shared_memory();
+    const SamplingRow &row = p.rows[block_index()];
+    if (!row.active) {
+        return;
+    }
     uint32_t vocabulary = p.vocabulary;
-    float *logits = p.logits + (uint64_t)at * p.stride;
+    float *logits = p.logits + (uint64_t)block_index() * p.stride;
     if (row.history || row.biases || row.masked || row.allowed || row.word_count) {
         adjust(row, logits, vocabulary);
     }
@@ -509,42 +513,19 @@ DEVICE uint32_t sample_row(SamplingShared &shared, const SamplingParams &p, uint
         Kept kept = {logits, cut, best, row.temperature, row.min_p};
         token = pick(shared, kept, vocabulary, draw(row.seed, row.choice, MUTANT(DrawPosition, row.position + 1, row.position)));
     }
-    SamplingResult &result = p.results[at];
+    SamplingResult &result = p.results[block_index()];
     if (row.logprobs) {
         report(shared, row.logprobs - 1, logits, vocabulary, best, token, result);
     }
     if (thread_index() == 0) {
         result.token = token;
-        p.sampled[at] = token;
+        p.sampled[block_index()] = token;
         if (row.history) {
             row.history[token] += 1;
         }
         if (row.recent) {
             row.recent[row.generated % RECENT_TOKENS] = token;
         }
-    }
-    return token;
-}
-
-// One block for the rows of a sequence, of which those behind the first are drafts. A row sees what the rows before it have
-// generated, and counts if the token of the one before is its draft.
-KERNEL(sample, SamplingParams, SAMPLING_THREADS, 1) {
-    SamplingShared &shared = *(SamplingShared *)shared_memory();
-    uint32_t at = block_index();
-    if (!p.rows[at].active || p.rows[at].drafted) {
-        return;
-    }
-    uint32_t token = sample_row(shared, p, at);
-    while (++at < p.count && p.rows[at].drafted && MUTANT(AcceptDrafts, true, p.rows[at].draft == token)) {
-        barrier();
-        token = sample_row(shared, p, at);
-    }
-    // Rows behind a draft that does not stand have no results.
-    for (; thread_index() == 0 && at < p.count && p.rows[at].drafted; at++) {
-        p.results[at].token = 0;
-        p.results[at].logprob = 0.0f;
-        p.results[at].top = 0;
-        p.sampled[at] = 0;
     }
 }
 

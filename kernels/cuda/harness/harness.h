@@ -63,7 +63,6 @@ enum class Mutant : uint32_t {
     MergeOrder,
     ScaleLine,
     DrawPosition,
-    AcceptDrafts,
     NoKernelWait,
     EarlyRead,
     LastWarp,

@@ -102,8 +102,6 @@ pub enum Mutant {
     ScaleLine,
     /// Sampling uses the random number of the next position.
     DrawPosition,
-    /// A draft stands whatever was sampled.
-    AcceptDrafts,
     /// A kernel does not wait for its predecessor.
     NoKernelWait,
     /// `skinny_gemm` reads activations before the kernel that writes them is complete.
@@ -118,7 +116,7 @@ pub enum Mutant {
 
 impl Mutant {
     /// Every mutant.
-    pub const ALL: [Self; 14] = [
+    pub const ALL: [Self; 13] = [
         Self::MissingWait,
         Self::BlockEdge,
         Self::WindowEdge,
@@ -127,7 +125,6 @@ impl Mutant {
         Self::MergeOrder,
         Self::ScaleLine,
         Self::DrawPosition,
-        Self::AcceptDrafts,
         Self::NoKernelWait,
         Self::EarlyRead,
         Self::LastWarp,

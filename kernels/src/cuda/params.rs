@@ -76,16 +76,13 @@ blocks! {
         history: u64, adjustments: u64, allowed: u64, words: u64, recent: u64, seed: u64, biases: u32, masked: u32, choice: u32, position: u32,
         temperature: f32, top_p: f32, min_p: f32, top_k: u32, repetition: f32, frequency: f32, presence: f32,
         logprobs: u32, active: u32, word_count: u32, generated: u32, fallback: u32,
-        draft: u32, drafted: u32,
     }
     /// Sampled token of one row, with its logprobs.
     SamplingResult {
         token: u32, logprob: f32, top: u32, rank: u32, tokens: [u32; TOP_MAX], logprobs: [f32; TOP_MAX],
     }
     /// Parameters of `sample`.
-    SamplingParams {
-        logits: u64, rows: u64, results: u64, sampled: u64, vocabulary: u32, stride: u32, count: u32, unused: u32,
-    }
+    SamplingParams { logits: u64, rows: u64, results: u64, sampled: u64, vocabulary: u32, stride: u32 }
     /// Token whose log probability is wanted of a row of logits.
     ScoreRow { token: u32, top: u32 }
     /// Parameters of `score`.

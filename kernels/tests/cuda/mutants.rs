@@ -5,7 +5,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use inflight_kernels::cuda::{Harness, Mutant};
 
 use crate::device::TestDevice;
-use crate::{attention, drafts, product, sampling};
+use crate::{attention, product, sampling};
 
 /// Returns whether the property, a test function, panics with the mutant active.
 fn detects(property: fn(), mutant: Mutant) -> bool {
@@ -26,9 +26,6 @@ fn every_mutant_of_a_kernel_fails_the_property_it_breaks() {
             }
             Mutant::MergeOrder => {
                 &[("attention's bits", attention::rows_have_the_same_bits_for_any_key_splits)]
-            }
-            Mutant::AcceptDrafts => {
-                &[("drafts", drafts::drafted_rows_sample_what_the_rows_of_single_steps_do)]
             }
             Mutant::DrawPosition => &[("sampling", sampling::tokens_and_logprobs_equal_those_of_the_cpu)],
             Mutant::NoKernelWait => &[

@@ -250,7 +250,6 @@ pub(crate) fn tokens_and_logprobs_equal_those_of_the_cpu() {
                 word_count: words.len() as u32,
                 generated: generated.len() as u32,
                 fallback,
-                ..SamplingRow::default()
             });
             kept.push((history, recent_at, tokens_at, adjustments, bits, entries));
         }
@@ -266,8 +265,6 @@ pub(crate) fn tokens_and_logprobs_equal_those_of_the_cpu() {
             sampled: sampled.address(),
             vocabulary: vocabulary as u32,
             stride: stride as u32,
-            count: table.len() as u32,
-            unused: 0,
         };
         unsafe { sample(&device, table.len() as u32, &p) }.unwrap();
         let results = results.read::<SamplingResult>(table.len());
@@ -366,8 +363,6 @@ fn samples_follow_the_distribution() {
         sampled: sampled.address(),
         vocabulary: 5,
         stride: 8,
-        count: rows,
-        unused: 0,
     };
     unsafe { sample(&device, rows, &p) }.unwrap();
     let mut counts = [0u32; 5];

@@ -55,7 +55,7 @@ pub struct Capabilities {
     pub slots: u32,
     /// Maximum tokens per batch.
     pub batch_tokens: u32,
-    /// Maximum sample rows per batch; at least `slots`.
+    /// Maximum sample rows per batch; at least `slots`. If it equals `slots`, the runtime takes no drafts.
     pub sample_rows: u32,
     /// Maximum steps launched and not completed: 1, or 2 if steps run asynchronously.
     pub depth: u32,

@@ -183,7 +183,7 @@ impl Engine {
             iteration_scores: SCORES_MAX,
             min_decode_tokens: options.decode_reserve_tokens.unwrap_or(capabilities.block_tokens),
             iteration_samples: capabilities.sample_rows,
-            drafts_max: options.drafts_max,
+            drafts_max: if capabilities.sample_rows > capabilities.slots { options.drafts_max } else { 0 },
             govern_drafts: options.govern_drafts,
             ..SchedulerLimits::new(
                 capabilities.block_tokens,
@@ -192,6 +192,9 @@ impl Engine {
                 capabilities.batch_tokens,
             )
         };
+        if options.drafts_max > limits.drafts_max {
+            tracing::warn!("this device takes no drafts; --drafts has no effect");
+        }
         let tenants = VirtualTokenCounters::new(TokenCost::default(), Scheduler::TENANTS_MAX);
         let model = ModelLimits {
             vocab_size: capabilities.vocab_size,

@@ -207,7 +207,7 @@ impl<G: Gpu> CudaForward<G> {
         };
         let (Some(gathered), Some(shards)) = (&self.gathered, self.shard_plan.collective_shards()) else {
             let matmul = head(self.logits.address(), self.config.vocab_size, shapes.logits as usize);
-            // SAFETY: the logits have room for `sample_rows` samples.
+            // SAFETY: the logits have room for as many samples as there are slots.
             return unsafe { gpu.matmul(self.half, &matmul) };
         };
         let stride = shapes.gathered as usize / shards.len();
@@ -434,10 +434,8 @@ impl<G: Gpu> CudaForward<G> {
             sampled: self.sampled.address(),
             vocabulary: self.config.vocab_size as u32,
             stride: self.shapes.logits as u32,
-            count: step.samples,
-            unused: 0,
         };
-        // SAFETY: results have room for `sample_rows` samples; histories and adjustments are
+        // SAFETY: results have room for as many samples as there are slots; histories and adjustments are
         // those of attached slots.
         unsafe { sample(gpu, step.samples, &p) }
     }

@@ -8,8 +8,8 @@ use super::forward::windows;
 use super::load_job::LoadJob;
 use super::memory_plan::{
     BufferLimits, MemoryBudget, MemoryComponent, ModelShapes, PARTIALS, PoolSize, RESERVE_BYTES,
-    WORKSPACE_BYTES, allocated_bytes, component_table, mebibytes, options_to_lower, pool_blocks, sample_rows,
-    total_bytes,
+    WORKSPACE_BYTES, allocated_bytes, component_table, largest_bucket, mebibytes, options_to_lower,
+    pool_blocks, total_bytes,
 };
 use super::metadata::{MetadataCapacity, MetadataLayout};
 use super::result_slot::DEPTH;
@@ -37,7 +37,7 @@ impl LoadPlan {
     pub(super) fn new(job: &LoadJob, memory: (u64, u64)) -> Self {
         let LoadJob { config, shard_plan, options, context_tokens, .. } = job;
         let shapes = shard_plan.shapes(config);
-        let samples = sample_rows(options.slots);
+        let samples = options.slots.max(largest_bucket(options.slots));
         let rows = options.batch_tokens.max(samples);
         let table_entries =
             options.slots as usize * (*context_tokens as usize).div_ceil(options.block_tokens as usize);
@@ -108,7 +108,8 @@ impl LoadPlan {
             host_blocks: u32::try_from(host_bytes / self.block_bytes).unwrap_or(u32::MAX),
             slots: options.slots,
             batch_tokens: options.batch_tokens,
-            sample_rows: sample_rows(options.slots),
+            // A row for each slot: no drafts.
+            sample_rows: options.slots,
             depth: DEPTH,
             // Known when all ranks have read their tensors.
             fingerprint: String::new(),

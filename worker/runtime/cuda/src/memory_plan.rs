@@ -34,12 +34,6 @@ pub(super) fn largest_bucket(slots: u32) -> u32 {
     BUCKETS.into_iter().find(|bucket| *bucket >= slots).unwrap_or(BUCKETS[BUCKETS.len() - 1])
 }
 
-/// Returns the sample rows that buffers have room for: those of the largest bucket, which has a row for each
-/// slot. Drafts use the rows of slots without a sequence.
-pub(super) fn sample_rows(slots: u32) -> u32 {
-    slots.max(largest_bucket(slots))
-}
-
 /// Returns all buckets used with `slots` slots, largest first.
 pub(super) fn buckets(slots: u32) -> impl Iterator<Item = u32> {
     BUCKETS.into_iter().rev().filter(move |bucket| *bucket <= largest_bucket(slots))
@@ -355,7 +349,7 @@ mod tests {
             block_tokens in 0u32..9, fp8 in any::<bool>(), limit in prop::option::of(1u64 << 30..1 << 37),
         ) {
             let (rows, slots, context, metadata) = sizes;
-            let samples = u64::from(sample_rows(slots as u32));
+            let samples = slots.max(u64::from(largest_bucket(slots as u32)));
             let limits = BufferLimits { rows: rows.max(samples), samples, slots, context, metadata };
             let components = shapes.components(&limits);
             let store = if fp8 { KvStore::Fp8 } else { KvStore::Half };

@@ -98,7 +98,7 @@ impl<G: Gpu> ModelRunner<G> {
         let capacity = ForwardCapacity {
             // Graphs run padded to a whole bucket.
             rows: capabilities.batch_tokens.max(largest_bucket(capabilities.slots)),
-            samples: capabilities.sample_rows,
+            samples: capabilities.slots.max(largest_bucket(capabilities.slots)),
             context: capabilities.context_tokens,
             block_tokens: capabilities.block_tokens,
             blocks: capabilities.blocks,

@@ -75,10 +75,8 @@ pub(super) struct GpuSlots<G: Gpu> {
 struct GpuSlot {
     sampling: Arc<SamplingParams>,
     choice: u32,
-    /// Tokens generated before it was attached.
+    /// Tokens sampled so far, including steps in flight.
     generated: u32,
-    /// Position of its first generated token; `None` before the first sample.
-    output_start: Option<u32>,
     biases: u32,
     masked: u32,
     /// Device address of its token history; 0: none.
@@ -153,7 +151,6 @@ impl<G: Gpu> GpuSlots<G> {
         let mut state = GpuSlot {
             choice: setup.choice,
             generated: setup.generated.len() as u32,
-            output_start: None,
             biases,
             masked,
             history,
@@ -177,11 +174,10 @@ impl<G: Gpu> GpuSlots<G> {
         }
     }
 
-    /// Checks that every sample row's slot is attached and that none is sampled twice, but for drafts.
+    /// Checks that every sample row's slot is attached and that none is sampled twice.
     pub(super) fn check(&mut self, batch: &Batch) -> Result<(), Error> {
         self.sampled_slots.clear();
-        let undrafted = batch.samples.iter().filter(|sample| !sample.drafted);
-        self.sampled_slots.extend(undrafted.map(|sample| sample.slot));
+        self.sampled_slots.extend(batch.samples.iter().map(|sample| sample.slot));
         self.sampled_slots.sort_unstable();
         if let Some(pair) = self.sampled_slots.windows(2).find(|pair| pair[0] == pair[1]) {
             return Err(Error::Malformed(format!("slot {} is sampled from twice in one batch", pair[0])));
@@ -193,13 +189,13 @@ impl<G: Gpu> GpuSlots<G> {
         }
     }
 
-    /// Fills the sampling parameters of each sample row. The batch was checked.
+    /// Fills the sampling parameters of each sample row and counts its token as generated. The batch was
+    /// checked.
     pub(super) fn sampling_rows(&mut self, batch: &Batch, rows: &mut Vec<SamplingRow>) {
         rows.clear();
         let mut next_mask = self.step_masks.address();
         for sample in &batch.samples {
-            let draft = if sample.drafted { batch.tokens[sample.row as usize] } else { 0 };
-            let mut row = SamplingRow { draft, drafted: sample.drafted.into(), ..self.row(sample) };
+            let mut row = self.row(sample);
             if sample.masked {
                 // The slot's own mask of allowed tokens is a part of it.
                 row.allowed = next_mask;
@@ -233,10 +229,8 @@ impl<G: Gpu> GpuSlots<G> {
             return SamplingRow::default();
         };
         let sampling = &*state.sampling;
-        // Counted by position: how many drafts of the steps in flight stand is not known here.
-        let output_start = *state.output_start.get_or_insert(sample.position.wrapping_sub(state.generated));
-        let generated = sample.position.wrapping_sub(output_start);
-        let masks = generated < sampling.min_tokens;
+        let masks = state.generated < sampling.min_tokens;
+        state.generated += 1;
         SamplingRow {
             history: state.history,
             adjustments: self.adjustments.address() + at,
@@ -262,14 +256,12 @@ impl<G: Gpu> GpuSlots<G> {
                 0
             },
             word_count: state.words,
-            generated,
+            generated: state.generated - 1,
             fallback: match state.fallback {
                 // The token of a row whose masks leave none; the engine ends its sequence.
                 NO_FALLBACK if sample.masked => 0,
                 fallback => fallback,
             },
-            draft: 0,
-            drafted: 0,
         }
     }
 }

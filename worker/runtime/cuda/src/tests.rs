@@ -15,13 +15,11 @@ use serde_json::json;
 
 use super::gemm::GemmKernel;
 use super::gpu::{ColumnCopy, DeviceCollective, Gpu, GpuMemory, Matmul, bytes_of};
-use super::memory_plan::sample_rows;
 use super::model_runner::{ModelRunner, RunnerModes, check_model, sampled};
 use super::shard_model;
 use super::shard_plan::ShardPlan;
 use super::weights::find;
 
-mod drafts;
 mod gemm;
 mod masks;
 mod memory;
@@ -245,7 +243,7 @@ impl<G: Gpu<Memory = HostMemory>> HarnessRunner<G> {
             host_blocks: 0,
             slots: SLOTS,
             batch_tokens: 256,
-            sample_rows: sample_rows(SLOTS),
+            sample_rows: SLOTS,
             depth: 2,
             fingerprint: String::new(),
         };

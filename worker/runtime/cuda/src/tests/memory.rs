@@ -1,6 +1,6 @@
 //! Actual allocations and GEMMs, compared with the memory plan and the list of model GEMMs.
 
-use super::super::memory_plan::{BufferLimits, allocated_bytes, sample_rows};
+use super::super::memory_plan::{BufferLimits, allocated_bytes, largest_bucket};
 use super::super::model_gemms::{ModelGemm, model_gemms};
 use super::recording_device::RecordingDevice;
 use super::*;
@@ -27,7 +27,7 @@ fn every_device_allocation_is_in_the_memory_plan() {
             host_blocks: 0,
             slots,
             batch_tokens,
-            sample_rows: sample_rows(slots),
+            sample_rows: slots,
             depth: 2,
             fingerprint: String::new(),
         };
@@ -37,7 +37,7 @@ fn every_device_allocation_is_in_the_memory_plan() {
         let runner =
             ModelRunner::new(&gpu, config, shard_plan.clone(), half, weights, capabilities, modes).unwrap();
         let shapes = shard_plan.shapes(config);
-        let samples = sample_rows(slots);
+        let samples = slots.max(largest_bucket(slots));
         let limits = BufferLimits {
             rows: batch_tokens.max(samples).into(),
             samples: samples.into(),
