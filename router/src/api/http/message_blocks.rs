@@ -166,6 +166,7 @@ pub(super) enum Block<'a> {
 
 /// Fragment of a block.
 #[derive(Serialize)]
+#[allow(clippy::enum_variant_names, reason = "the names are those of the API")]
 #[serde(tag = "type", rename_all = "snake_case")]
 pub(super) enum Fragment<'a> {
     TextDelta { text: &'a str },
