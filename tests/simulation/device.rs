@@ -56,6 +56,7 @@ impl ContextHashRuntime {
             blocks: BLOCKS,
             host_blocks: 0,
             slots: SLOTS,
+            sample_rows: SLOTS,
             batch_tokens: 64,
             depth: 1,
             fingerprint: "remembering".to_owned(),

@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 use anyhow::{Context, Result, ensure};
 
 /// Folders with production code, relative to the repository.
-const SOURCES: [&str; 25] = [
+const SOURCES: [&str; 26] = [
     "bench/src",
     "bench/traces/src",
     "cli/src",
