@@ -267,7 +267,7 @@ mod tests {
         JsonTranscript(&mut output).show(&delta(0, "a\nb")).unwrap();
         assert_eq!(
             String::from_utf8(output).unwrap(),
-            "{\"choice\":0,\"event\":\"delta\",\"text\":\"a\\nb\"}\n"
+            "{\"event\":\"delta\",\"choice\":0,\"text\":\"a\\nb\"}\n"
         );
     }
 }
