@@ -185,7 +185,8 @@ impl<'a> Fields<'a> {
     }
 
     pub(super) fn number(&self, name: &str) -> Result<Option<f32>, Outcome> {
-        self.get(name, "a number")
+        // As f64: whether a number beyond f32 is one depends on features of the JSON library.
+        Ok(self.get::<f64>(name, "a number")?.map(|value| value as f32))
     }
 
     /// Returns a count, at most `u32::MAX`.

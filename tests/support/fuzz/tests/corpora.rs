@@ -132,6 +132,7 @@ replays!(
     config,
     configuration,
     gguf,
+    grammar,
     http_json,
     kserve,
     output_parser,
