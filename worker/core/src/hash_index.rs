@@ -1,16 +1,14 @@
-//! Bounded hash table from block hashes to blocks.
+//! Bounded hash table from block hashes to indices: of blocks, or of entries of a ring.
 
 use hashbrown::HashTable;
 use hashbrown::hash_table::Entry;
 use inflight_contract::BlockHash;
 
-use crate::Block;
-
-/// Map from block hashes to blocks with a fixed capacity, so that no operation allocates. It is not iterated:
+/// Map from block hashes to indices with a fixed capacity, so that no operation allocates. It is not iterated:
 /// the order of its entries decides nothing.
 #[derive(Debug)]
 pub(crate) struct HashIndex {
-    entries: HashTable<(BlockHash, Block)>,
+    entries: HashTable<(BlockHash, u32)>,
     capacity: u32,
 }
 
@@ -25,12 +23,12 @@ impl HashIndex {
         self.entries.len() as u32
     }
 
-    pub fn get(&self, hash: BlockHash) -> Option<Block> {
+    pub fn get(&self, hash: BlockHash) -> Option<u32> {
         self.entries.find(hash.short(), |(found, _)| *found == hash).map(|(_, block)| *block)
     }
 
     /// Inserts an entry unless the hash is present. Returns true if it was inserted.
-    pub fn insert(&mut self, hash: BlockHash, block: Block) -> bool {
+    pub fn insert(&mut self, hash: BlockHash, block: u32) -> bool {
         debug_assert!(self.len() <= self.capacity, "the table holds more entries than its capacity");
         match self.entries.entry(hash.short(), |(found, _)| *found == hash, |(found, _)| found.short()) {
             Entry::Occupied(_) => false,
@@ -65,8 +63,8 @@ mod tests {
                 let hash = BlockHash::from_raw((raw << 64) | (raw * 7 % 5 + 29));
                 if add && map.len() < 15 {
                     let free = !map.contains_key(&hash);
-                    prop_assert_eq!(index.insert(hash, block as Block), free);
-                    map.entry(hash).or_insert(block as Block);
+                    prop_assert_eq!(index.insert(hash, block as u32), free);
+                    map.entry(hash).or_insert(block as u32);
                 } else {
                     index.remove(hash);
                     map.remove(&hash);

@@ -29,7 +29,7 @@ impl PrefillLoad {
     /// Prefill time per decode time of a step at low load.
     pub const FACTOR_MIN: f64 = 3.0;
     /// Prefill time per decode time of a step with a single prompt, which is gone the sooner.
-    pub const FACTOR_ALONE: f64 = 3.3;
+    pub const FACTOR_ALONE: f64 = 4.0;
     /// Maximum prefill time per decode time of a step.
     pub const FACTOR_MAX: f64 = 8.0;
     /// Prefill time per decode time over the ratio of both on average: mixed steps are then at most a share of
