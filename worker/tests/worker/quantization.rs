@@ -20,7 +20,8 @@ fn load(model: &ModelDir, isa: Isa, quantize: Option<Quantization>, kv_dtype: Op
         kv_bytes: 64 << 20,
         host_bytes: 0,
         block_tokens: 16,
-        slots: 1,
+        // A sample row for each token of a story.
+        slots: 512,
         batch_tokens: 512,
         context_tokens: None,
         isa: Some(isa),
