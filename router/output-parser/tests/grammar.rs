@@ -1,5 +1,7 @@
 //! Grammars of tool calls: random outputs that they allow are read back as calls, with arguments of the right types.
 
+#![allow(clippy::unwrap_used, reason = "helpers of tests fail like tests")]
+
 use std::sync::Arc;
 
 use inflight_contract::Grammar;

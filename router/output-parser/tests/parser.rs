@@ -1,5 +1,7 @@
 //! The parser of model output: every format against what was written, and equal events however the output is divided.
 
+#![allow(clippy::unwrap_used, reason = "helpers of tests fail like tests")]
+
 use std::sync::Arc;
 
 use inflight_output_parser::{

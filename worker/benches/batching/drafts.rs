@@ -67,16 +67,16 @@ pub fn run(options: &Options) -> BenchResult<()> {
     );
     println!("|---|---|---|---|---|---|---|");
     let workloads = [
-        Workload { name: "repeating", streams: 1, sampling: repeating(seed.into()) },
-        Workload { name: "repeating", streams: 4, sampling: repeating(seed.into()) },
-        Workload { name: "plain", streams: 1, sampling: plain(seed.into()) },
-        Workload { name: "plain", streams: 4, sampling: plain(seed.into()) },
-        Workload { name: "plain", streams: 16, sampling: plain(seed.into()) },
+        Workload { name: "repeating", streams: 1, sampling: repeating(seed) },
+        Workload { name: "repeating", streams: 4, sampling: repeating(seed) },
+        Workload { name: "plain", streams: 1, sampling: plain(seed) },
+        Workload { name: "plain", streams: 4, sampling: plain(seed) },
+        Workload { name: "plain", streams: 16, sampling: plain(seed) },
     ];
     for workload in workloads.iter().filter(|workload| workload.streams <= size.sequences) {
         let (mut without, mut with, mut ratios) = (Vec::new(), Vec::new(), Vec::new());
         for pair in 0..pairs {
-            let mut once = |drafts| serve(&model, &size, workload, output, drafts, pair);
+            let once = |drafts| serve(&model, &size, workload, output, drafts, pair);
             // Alternates which one goes first.
             let (a, b) = if pair % 2 == 0 {
                 let a = once(0)?;
