@@ -55,7 +55,7 @@ impl Scheduler {
                 let min = self.cost.target_with_slack(decodes, self.fixed_slack(target, decodes, prompts));
                 let tight = is_tight(target, self.cost.step(decodes));
                 let all = if tight { target.max(min) } else { target };
-                Some(StepBound { all, first: all.max(min), shared: tight, usual: all.max(min) })
+                Some(StepBound { all, first: all.max(min), shared: true, usual: all.max(min) })
             }
             StepTarget::Adaptive(objectives) => {
                 let mut factor = self.prefill_load.factor(prompts);
