@@ -238,7 +238,7 @@ fn outputs_under_a_schema_are_valid_and_what_cannot_be_enforced_is_refused_befor
     for ((text, end), at) in outputs.iter().zip(&work) {
         let schema = &all[*at];
         match end {
-            Finish::Ended(FinishReason::Stop) => {}
+            Finish::Ended(FinishReason::Stop | FinishReason::Complete) => {}
             Finish::Ended(_) => {
                 unfinished += 1;
                 continue;
