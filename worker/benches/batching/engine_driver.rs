@@ -4,6 +4,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use inflight_contract::{SamplingParams, SamplingSpec, Weight};
+use inflight_grammar::Grammars;
 use inflight_runtime_cpu::{CpuOptions, CpuRuntime};
 use inflight_worker::engine::{
     ChoiceEvent, Command, Engine, EngineOptions, Finish, Request, RequestKey, ResumedChoice, SessionId,
@@ -86,6 +87,11 @@ impl EngineDriver {
     pub fn with_sampling(mut self, spec: SamplingSpec) -> BenchResult<Self> {
         self.sampling = Arc::new(spec.validate()?);
         Ok(self)
+    }
+
+    /// Grammars of the model's vocabulary, for constrained requests.
+    pub fn set_grammars(&mut self, grammars: Arc<Grammars>) {
+        self.engine.set_grammars(grammars);
     }
 
     /// Time since the engine was created.
