@@ -16,7 +16,7 @@ use crate::stats::{SplitMix64, machine_load, quantile};
 const CALL: &str = r#"{"type": "object", "additionalProperties": false, "required": ["name", "arguments"], "properties": {
     "name": {"const": "get_weather_forecast"},
     "arguments": {"type": "object", "additionalProperties": false, "required": ["city", "days", "unit", "include_hourly"],
-        "properties": {"city": {"type": "string", "maxLength": 16}, "days": {"type": "integer", "minimum": 1, "maximum": 14},
+        "properties": {"city": {"type": "string", "minLength": 6, "maxLength": 16}, "days": {"type": "integer", "minimum": 1, "maximum": 14},
             "unit": {"enum": ["celsius", "fahrenheit"]}, "include_hourly": {"type": "boolean"}}}}}"#;
 /// Words and punctuation of [`CALL`] that vocabularies have as tokens.
 const WORDS: [&str; 22] = [
@@ -97,7 +97,11 @@ pub fn run(options: &Options) -> BenchResult<()> {
     let vocab = model.dir.config().vocab_size as u32;
     let eos = vocab - 1;
     let vocabulary = Arc::new(vocabulary(vocab as usize, 1));
+    let is_word = |id: &u32| WORDS.iter().any(|word| word.as_bytes() == vocabulary.bytes(*id));
+    // As a trained model does, prefers the usual tokens of a text that a grammar forces to shorter ones.
+    let words = (0..vocab).filter(is_word).map(|id| (id, 20.0)).collect();
     let grammars = Arc::new(Grammars::new(vocab, &[eos], move || Ok(Arc::clone(&vocabulary))));
+    let server = Server { model: &model, size, grammars, words };
     println!("model: {}, {vocab} tokens; machine load {}", model.name, machine_load());
     let call = || Some(Grammar::JsonSchema(CALL.to_owned()));
     let forced = |name, streams| Workload {
@@ -123,7 +127,7 @@ pub fn run(options: &Options) -> BenchResult<()> {
     for workload in &workloads {
         let [mut base, mut other, mut ratios] = [Vec::new(), Vec::new(), Vec::new()];
         for pair in 0..pairs {
-            let once = |nth: usize| serve(&model, &size, &grammars, workload, nth, pair);
+            let once = |nth: usize| server.serve(workload, nth, pair);
             // Alternates which one goes first.
             let (a, b) = if pair % 2 == 0 {
                 let a = once(0)?;
@@ -150,53 +154,59 @@ pub fn run(options: &Options) -> BenchResult<()> {
     Ok(())
 }
 
-/// Serves a variant of a workload; returns tokens per second.
-fn serve(
-    model: &BenchModel,
-    size: &EngineSize,
-    grammars: &Arc<Grammars>,
-    workload: &Workload,
-    variant: usize,
-    pair: u32,
-) -> BenchResult<f64> {
-    let (grammar, drafts_max) = workload.variants[variant].clone();
-    // A grammar ends its output itself; without one the length is that of the variant with one.
-    let ignore_eos = grammar.is_none();
-    let constraint = grammar.map(|grammar| Arc::new(Constraint { grammar, begins_after: None }));
-    let sampling = SamplingSpec {
-        temperature: 1.0,
-        seed: u64::from(pair),
-        ignore_eos,
-        constraint,
-        ..SamplingSpec::default()
-    };
-    let engine_options = EngineOptions { drafts_max, ..EngineOptions::default() };
-    let mut driver = EngineDriver::new(model, size, engine_options)?.with_sampling(sampling)?;
-    driver.set_grammars(Arc::clone(grammars));
-    let vocab = model.dir.config().vocab_size as u32;
-    let mut random = SplitMix64(u64::from(pair));
-    let mut left = workload.streams * workload.requests;
-    let mut submit = |driver: &mut EngineDriver| {
-        if left > 0 {
-            left -= 1;
-            driver.submit(left, &random.tokens(PROMPT, vocab).into(), workload.max_tokens);
+/// What the variants have in common.
+struct Server<'m> {
+    model: &'m BenchModel,
+    size: EngineSize,
+    grammars: Arc<Grammars>,
+    /// Biases of the tokens in [`WORDS`].
+    words: Vec<(u32, f32)>,
+}
+
+impl Server<'_> {
+    /// Serves a variant of a workload; returns tokens per second.
+    fn serve(&self, workload: &Workload, variant: usize, pair: u32) -> BenchResult<f64> {
+        let (grammar, drafts_max) = workload.variants[variant].clone();
+        // A grammar ends its output itself; without one the length is that of the variant with one.
+        let ignore_eos = grammar.is_none();
+        let constraint = grammar.map(|grammar| Arc::new(Constraint { grammar, begins_after: None }));
+        let sampling = SamplingSpec {
+            temperature: 1.0,
+            seed: u64::from(pair),
+            ignore_eos,
+            constraint,
+            logit_bias: if workload.requests > 1 { self.words.clone() } else { Vec::new() },
+            ..SamplingSpec::default()
+        };
+        let engine_options = EngineOptions { drafts_max, ..EngineOptions::default() };
+        let mut driver =
+            EngineDriver::overlapped(self.model, &self.size, engine_options)?.with_sampling(sampling)?;
+        driver.set_grammars(Arc::clone(&self.grammars));
+        let vocab = self.model.dir.config().vocab_size as u32;
+        let mut random = SplitMix64(u64::from(pair));
+        let mut left = workload.streams * workload.requests;
+        let mut submit = |driver: &mut EngineDriver| {
+            if left > 0 {
+                left -= 1;
+                driver.submit(left, &random.tokens(PROMPT, vocab).into(), workload.max_tokens);
+            }
+        };
+        (0..workload.streams).for_each(|_| submit(&mut driver));
+        let (mut tokens, mut begun) = (0u64, None);
+        loop {
+            let step = driver.step()?;
+            if step.idle {
+                break;
+            }
+            // The first iteration of prefill does not count.
+            if begun.is_none() {
+                begun = Some(driver.now());
+                continue;
+            }
+            tokens += step.tokens.len() as u64;
+            step.ended.iter().for_each(|_| submit(&mut driver));
         }
-    };
-    (0..workload.streams).for_each(|_| submit(&mut driver));
-    let (mut tokens, mut begun) = (0u64, None);
-    loop {
-        let step = driver.step()?;
-        if step.idle {
-            break;
-        }
-        // The first iteration of prefill does not count.
-        if begun.is_none() {
-            begun = Some(driver.now());
-            continue;
-        }
-        tokens += step.tokens.len() as u64;
-        step.ended.iter().for_each(|_| submit(&mut driver));
+        let took = begun.map_or(0.0, |begun| (driver.now() - begun).as_secs_f64());
+        Ok(tokens as f64 / took)
     }
-    let took = begun.map_or(0.0, |begun| (driver.now() - begun).as_secs_f64());
-    Ok(tokens as f64 / took)
 }
