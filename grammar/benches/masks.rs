@@ -61,10 +61,18 @@ fn grammars() -> Vec<(&'static str, Grammar)> {
     ]
 }
 
+/// Returns the resident memory of the process; 0 where there is no /proc.
+fn resident_mib() -> f64 {
+    let pages = std::fs::read_to_string("/proc/self/statm").unwrap_or_default();
+    pages.split(' ').nth(1).and_then(|pages| pages.parse::<f64>().ok()).unwrap_or(0.0) / 256.0
+}
+
 fn main() {
-    let begun = Instant::now();
-    let compiler = Compiler::new(&vocabulary(), VOCAB_SIZE, &[END]).unwrap();
-    println!("vocabulary of {VOCAB_SIZE} tokens prepared in {:.0?}", begun.elapsed());
+    let vocabulary = vocabulary();
+    let (begun, before) = (Instant::now(), resident_mib());
+    let compiler = Compiler::new(&vocabulary, VOCAB_SIZE, &[END]).unwrap();
+    let memory = resident_mib() - before;
+    println!("vocabulary of {VOCAB_SIZE} tokens prepared in {:.0?}, {memory:.0} MiB", begun.elapsed());
     for (name, grammar) in grammars() {
         let begun = Instant::now();
         let compiled = compiler.compile(&grammar).unwrap();

@@ -17,6 +17,9 @@ const STACK_BYTES: usize = 16 << 20;
 /// Maximum bytes of a reason in an error: the library quotes parts of the grammar.
 const REASON_BYTES_MAX: usize = 500;
 
+/// Begin of the library's error about alternatives that are not known to exclude each other.
+const ONE_OF_REFUSED: &str = "oneOf constraints are not supported";
+
 /// Bounds on the work and the memory of one grammar, in the library's units of work.
 fn limits() -> ParserLimits {
     ParserLimits {
@@ -108,9 +111,20 @@ impl Compiler {
     /// # Errors
     /// [`GrammarError`]: the grammar is invalid, too large, or matches no text that the vocabulary can write.
     pub fn compile(&self, grammar: &Grammar) -> Result<CompiledGrammar, GrammarError> {
-        let grammar = top_level(grammar)?;
+        match (self.compile_as(grammar, false), grammar) {
+            (Err(GrammarError::Refused(reason)), Grammar::JsonSchema(_))
+                if reason.starts_with(ONE_OF_REFUSED) =>
+            {
+                self.compile_as(grammar, true)
+            }
+            (compiled, _) => compiled,
+        }
+    }
+
+    /// Compiles a grammar, if it is a schema with or without its `oneOf` expanded.
+    fn compile_as(&self, grammar: &Grammar, expand_one_of: bool) -> Result<CompiledGrammar, GrammarError> {
         let parser = guarded(|| {
-            let init = GrammarInit::Serialized(grammar);
+            let init = GrammarInit::Serialized(top_level(grammar, expand_one_of)?);
             let (logger, limits) = (Logger::new(0, 0), self.factory.limits().clone());
             let capabilities = InferenceCapabilities::default();
             let parser = self.factory.create_parser_from_init_ext(init, logger, capabilities, limits);
@@ -139,10 +153,12 @@ impl CompiledGrammar {
 }
 
 /// Returns a grammar in the library's terms.
-fn top_level(grammar: &Grammar) -> Result<TopLevelGrammar, GrammarError> {
+fn top_level(grammar: &Grammar, expand_one_of: bool) -> Result<TopLevelGrammar, GrammarError> {
     Ok(match grammar {
         Grammar::JsonObject => TopLevelGrammar::from_json_schema(json_schema::any_object()),
-        Grammar::JsonSchema(schema) => TopLevelGrammar::from_json_schema(json_schema::prepare(schema)?),
+        Grammar::JsonSchema(schema) => {
+            TopLevelGrammar::from_json_schema(json_schema::prepare(schema, expand_one_of)?)
+        }
         Grammar::Regex(regex) => {
             nesting::check(regex)?;
             TopLevelGrammar::from_regex(regex)

@@ -1,7 +1,8 @@
-//! Compiled grammars of one model: a compiler that starts at first use, and a bounded cache.
+//! Compiled grammars of one model: a compiler that is prepared in the background or at first use, and a bounded cache.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
+use std::time::Instant;
 
 use inflight_contract::Grammar;
 
@@ -59,7 +60,27 @@ impl Grammars {
         }
     }
 
-    /// Returns a compiled grammar, from the cache or compiled now. The first call also reads the vocabulary.
+    /// Starts a thread that prepares the vocabulary, which takes seconds for a large one, so that the first grammar does not wait
+    /// for it. A grammar that comes before it is ready waits for the rest. Returns at once.
+    pub fn prepare_in_background(self: &Arc<Self>) {
+        let grammars = Arc::downgrade(self);
+        let thread = std::thread::Builder::new().name("vocabulary".to_owned());
+        // Without the thread, the first grammar prepares it.
+        let _ = thread.spawn(move || {
+            if let Some(grammars) = grammars.upgrade() {
+                let begun = Instant::now();
+                match grammars.compiler() {
+                    Ok(_) => tracing::info!(
+                        seconds = begun.elapsed().as_secs_f64(),
+                        "vocabulary prepared for grammars"
+                    ),
+                    Err(error) => tracing::warn!(%error, "structured output is not available"),
+                }
+            }
+        });
+    }
+
+    /// Returns a compiled grammar, from the cache or compiled now. Reads the vocabulary if it is not prepared.
     ///
     /// # Errors
     /// [`GrammarError`].

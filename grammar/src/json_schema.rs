@@ -4,6 +4,7 @@ use serde_json::{Map, Value};
 
 use crate::GrammarError;
 use crate::nesting::{self, NESTING_MAX};
+use crate::rewrite::rewrite;
 
 /// Dialects that the compiler knows, without scheme and trailing `#`.
 const DIALECTS: [&str; 5] = [
@@ -27,16 +28,18 @@ const OPTIONS: &str = "x-guidance";
 /// a model write it to the end of its output.
 const WHITESPACE: &str = r" |\r?\n[ \t]{0,40}";
 
-/// Parses and checks a schema, and sets the options of its compilation.
+/// Parses and checks a schema, rewrites what the compiler does not know, and sets the options of its compilation. With
+/// `expand_one_of`, `oneOf` is rewritten, too.
 ///
 /// # Errors
 /// [`GrammarError`] of the first violation.
-pub(crate) fn prepare(text: &str) -> Result<Value, GrammarError> {
+pub(crate) fn prepare(text: &str, expand_one_of: bool) -> Result<Value, GrammarError> {
     let mut schema: Value =
         serde_json::from_str(text).map_err(|error| GrammarError::NotJson(error.to_string()))?;
     match &mut schema {
         Value::Object(object) => {
             check(object, 0)?;
+            rewrite(object, expand_one_of)?;
             set_options(object);
         }
         // Schema of any value: an object, so that it can carry the options.
@@ -112,7 +115,7 @@ mod tests {
 
     #[test]
     fn references_out_of_the_schema_other_dialects_and_non_schemas_are_refused_by_name() {
-        let refused = |text: &str| prepare(text).map(|_| ()).map_err(|error| error.to_string());
+        let refused = |text: &str| prepare(text, false).map(|_| ()).map_err(|error| error.to_string());
         let remote = r#"{"properties": {"a": {"$ref": "https://example.com/a.json"}}}"#;
         assert!(refused(remote).unwrap_err().contains("$ref https://example.com/a.json leads out"));
         let relative = r##"{"items": [{"$ref": "other.json#/a"}]}"##;
@@ -133,7 +136,7 @@ mod tests {
 
     #[test]
     fn options_of_the_compiler_are_not_taken_from_clients() {
-        let schema = prepare(r#"{"type": "string", "x-guidance": {"lenient": true}}"#).unwrap();
+        let schema = prepare(r#"{"type": "string", "x-guidance": {"lenient": true}}"#, false).unwrap();
         assert!(schema[OPTIONS].get("lenient").is_none());
     }
 }

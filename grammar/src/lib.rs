@@ -14,6 +14,7 @@ mod grammars;
 mod json_schema;
 mod matcher;
 mod nesting;
+mod rewrite;
 mod vocabulary;
 
 pub use cache::DigestCache;

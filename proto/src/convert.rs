@@ -43,7 +43,7 @@ impl From<v1::CostCoefficients> for CostCoefficients {
 impl From<FinishReason> for v1::FinishReason {
     fn from(reason: FinishReason) -> Self {
         match reason {
-            FinishReason::Stop => Self::Stop,
+            FinishReason::Stop | FinishReason::Complete => Self::Stop,
             FinishReason::Length => Self::Length,
             FinishReason::Cancelled => Self::Cancelled,
             FinishReason::Deadline => Self::Deadline,

@@ -230,8 +230,11 @@ async fn streams_of_any_parameters_that_are_cut_and_moved_equal_undisturbed_ones
 async fn failover(seed: u64) -> Result<()> {
     let _exclusive = exclusive().await;
     let mut workers = Vec::new();
-    for _ in 0..WORKERS {
-        workers.push(RoleProcess::start(program().to_owned(), "worker", &worker_flags()).await?);
+    for nth in 0..WORKERS {
+        // Streams move between workers with and without drafts.
+        let drafts = if nth == 0 { "off" } else { "prompt-lookup" };
+        let worker = [worker_flags(), flags(&[&format!("--drafts={drafts}")])].concat();
+        workers.push(RoleProcess::start(program().to_owned(), "worker", &worker).await?);
     }
     let addresses: Vec<String> = workers.iter().map(|worker| worker.address.to_string()).collect();
     let router = flags(&[

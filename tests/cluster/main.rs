@@ -20,6 +20,7 @@ mod resumption;
 mod rolling;
 mod startup_errors;
 mod storm;
+mod structured_failover;
 mod traces;
 
 use std::path::Path;

@@ -201,6 +201,7 @@ impl Worker {
     /// [`Error::Server`] or [`Error::Device`].
     pub async fn serve(self, drain: CancellationToken) -> Result<(), Error> {
         let Self { listener, address, tls, core, ledger: _reserved } = self;
+        core.sessions.grammars.prepare_in_background();
         let incoming = tokio::net::TcpListener::from_std(listener);
         let incoming = incoming.map_err(|source| Error::Listen { address, source })?;
         let incoming = Acceptor::new("grpc", incoming, tls, CONNECTION_LIMITS).incoming();

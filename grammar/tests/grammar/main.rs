@@ -3,5 +3,6 @@
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking, in its helpers too")]
 
 mod matching;
+mod preparation;
 mod refusals;
 mod vocabulary;

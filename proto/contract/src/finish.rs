@@ -13,6 +13,9 @@ pub enum FinishReason {
     Deadline,
     /// Failure on the worker, described by the accompanying message.
     Error,
+    /// The grammar of the output allows nothing more. Unlike with [`FinishReason::Stop`], the last token is output; clients
+    /// get both as one reason.
+    Complete,
 }
 
 impl FinishReason {
@@ -24,6 +27,7 @@ impl FinishReason {
             Self::Cancelled => "cancelled",
             Self::Deadline => "deadline",
             Self::Error => "error",
+            Self::Complete => "complete",
         }
     }
 }

@@ -30,6 +30,22 @@ pub enum OutputEvent {
     },
 }
 
+impl OutputEvent {
+    /// Merges neighbouring events of one kind, so that what they say does not depend on how the output was divided.
+    pub fn merged(events: impl IntoIterator<Item = Self>) -> Vec<Self> {
+        let mut merged = Events::default();
+        for event in events {
+            match event {
+                Self::Content(text) => merged.content(&text),
+                Self::Reasoning(text) => merged.reasoning(&text),
+                Self::CallArguments { index, fragment } => merged.arguments(index, &fragment),
+                Self::CallBegin { .. } | Self::CallEnd { .. } => merged.0.push(event),
+            }
+        }
+        merged.0
+    }
+}
+
 /// Collects events; text of one kind is merged.
 #[derive(Debug, Default)]
 pub(crate) struct Events(pub(crate) Vec<OutputEvent>);

@@ -40,7 +40,7 @@ pub fn output_parser(data: &[u8]) -> bool {
         pieces.extend(divided.push_text(c.encode_utf8(&mut buffer)));
     }
     pieces.extend(divided.finish());
-    let (events, pieces) = (merged(events), merged(pieces));
+    let (events, pieces) = (OutputEvent::merged(events), OutputEvent::merged(pieces));
     assert_eq!(events, pieces, "the events depend on the division");
     let mut open = None;
     let mut content = String::new();
@@ -62,21 +62,4 @@ pub fn output_parser(data: &[u8]) -> bool {
         assert_eq!(content, text, "text is lost");
     }
     whole.calls() > 0
-}
-
-/// Merges neighbouring text of one kind.
-fn merged(events: Vec<OutputEvent>) -> Vec<OutputEvent> {
-    let mut merged: Vec<OutputEvent> = Vec::new();
-    for event in events {
-        match (merged.last_mut(), &event) {
-            (Some(OutputEvent::Content(last)), OutputEvent::Content(text))
-            | (Some(OutputEvent::Reasoning(last)), OutputEvent::Reasoning(text)) => last.push_str(text),
-            (
-                Some(OutputEvent::CallArguments { index: last, fragment }),
-                OutputEvent::CallArguments { index, fragment: text },
-            ) if last == index => fragment.push_str(text),
-            _ => merged.push(event),
-        }
-    }
-    merged
 }

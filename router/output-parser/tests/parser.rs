@@ -62,23 +62,6 @@ fn parser(format: &OutputFormat) -> OutputParser {
     OutputParser::new(Arc::new(format.clone()), CallIds::new(7, 0, CallIdStyle::Prefixed))
 }
 
-/// Merges neighbouring text of one kind.
-fn merged(events: impl IntoIterator<Item = OutputEvent>) -> Vec<OutputEvent> {
-    let mut merged: Vec<OutputEvent> = Vec::new();
-    for event in events {
-        match (merged.last_mut(), &event) {
-            (Some(OutputEvent::Content(last)), OutputEvent::Content(text))
-            | (Some(OutputEvent::Reasoning(last)), OutputEvent::Reasoning(text)) => last.push_str(text),
-            (
-                Some(OutputEvent::CallArguments { index: last, fragment }),
-                OutputEvent::CallArguments { index, fragment: text },
-            ) if last == index => fragment.push_str(text),
-            _ => merged.push(event),
-        }
-    }
-    merged
-}
-
 fn push(parser: &mut OutputParser, format: &OutputFormat, piece: &Piece) -> Vec<OutputEvent> {
     match piece {
         Piece::Text(text) => parser.push_text(text),
@@ -93,7 +76,7 @@ fn parse(format: &OutputFormat, pieces: &[Piece]) -> Vec<OutputEvent> {
     let mut parser = parser(format);
     let mut events: Vec<_> = pieces.iter().flat_map(|piece| push(&mut parser, format, piece)).collect();
     events.extend(parser.finish());
-    merged(events)
+    OutputEvent::merged(events)
 }
 
 /// Parsed output in short: content, reasoning, and calls with their arguments.
@@ -417,9 +400,9 @@ proptest! {
         let divided = joined(&pieces, &cuts);
         let (mut parser, mut by_character) = (parser(&format), parser(&format));
         for piece in &divided {
-            let events = merged(push(&mut parser, &format, piece));
+            let events = OutputEvent::merged(push(&mut parser, &format, piece));
             let same = characters(std::slice::from_ref(piece));
-            let same = merged(same.iter().flat_map(|piece| push(&mut by_character, &format, piece)));
+            let same = OutputEvent::merged(same.iter().flat_map(|piece| push(&mut by_character, &format, piece)));
             prop_assert_eq!(events, same);
         }
     }

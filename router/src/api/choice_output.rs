@@ -98,7 +98,7 @@ impl ChoiceOutput {
             return self.take_parsed(fresh, call, vocabulary);
         }
         let UnreadOutput { mut tokens, mut logprobs, end } = fresh;
-        // With STOP, the last token is the stop token. The update has no token only if an earlier attempt, on
+        // With `Stop`, the last token is the stop token; with `Complete`, it is output. The update has no token only if an earlier attempt, on
         // a worker with another fingerprint, has delivered it.
         let stopped = end == Some(FinishReason::Stop);
         let has_stop_token = stopped && !tokens.is_empty();

@@ -127,7 +127,7 @@ impl InferResult {
 
 fn reason_name(reason: Option<FinishReason>) -> &'static str {
     match reason {
-        Some(FinishReason::Stop) => "stop",
+        Some(FinishReason::Stop | FinishReason::Complete) => "stop",
         Some(FinishReason::Length) => "length",
         Some(FinishReason::Cancelled) => "cancelled",
         Some(FinishReason::Deadline) => "deadline",

@@ -130,6 +130,11 @@ impl Model {
     pub(crate) fn grammars(&self) -> &Grammars {
         &self.grammars
     }
+
+    /// Prepares its vocabulary for grammars in the background.
+    pub(crate) fn prepare_grammars(&self) {
+        self.grammars.prepare_in_background();
+    }
 }
 
 /// What the chat template tells of the model's output.

@@ -75,6 +75,7 @@ fn sequence(update: v1::SequenceUpdate) -> SequenceUpdate {
             code: update.error_code,
             message: update.error,
         },
+        FinishReason::Stop if update.grammar_complete => SequenceEnd::Finished(FinishReason::Complete),
         reason => SequenceEnd::Finished(reason),
     });
     SequenceUpdate {

@@ -91,6 +91,7 @@ impl ModelCache {
         let model = load.map_err(|_| {
             SessionError::Protocol("loading its bundle failed on a fault of the tokenizer library".to_owned())
         })??;
+        model.prepare_grammars();
         let model = Arc::new(model);
         *loaded = Arc::downgrade(&model);
         Ok(model)

@@ -8,6 +8,7 @@ use serde_json::{Value, json};
 
 use crate::cluster::{bounded, tokens};
 use crate::http_client::{HttpCluster, with_http};
+use crate::worker::sequence;
 
 const SCHEMA: &str = r#"{"type":"object","properties":{"a":{"type":"integer"}}}"#;
 
@@ -72,6 +73,34 @@ async fn a_grammar_that_does_not_compile_reaches_no_worker_and_names_its_field()
         for (path, body, field) in cases.iter().chain(&cases) {
             let (status, error) = http.refused(path, &body.to_string()).await;
             assert_eq!((status, &error["param"]), (400, &json!(field)), "{error}");
+        }
+    })
+    .await;
+}
+
+#[tokio::test]
+async fn the_token_that_completes_a_grammar_is_output_and_a_stop_token_is_not() {
+    bounded(async {
+        let mut http = HttpCluster::start(with_http(HttpOptions::default())).await;
+        for (path, field, input) in [
+            ("/v1/completions", "text", json!({"prompt": "a"})),
+            ("/v1/chat/completions", "message", json!({"messages": [{"role": "user", "content": "a"}]})),
+        ] {
+            for complete in [true, false] {
+                // Two tokens: `y` and `es`.
+                let mut body = input.clone();
+                body.as_object_mut().unwrap().extend(
+                    json!({"guided_choice": ["yes", "no"], "max_tokens": 9}).as_object().unwrap().clone(),
+                );
+                let call = http.post(path, &body.to_string()).await;
+                let submit = http.session.submit().await;
+                let last = sequence(&submit, 0, &tokens("yes"), v1::FinishReason::Stop);
+                http.session.sequence(v1::SequenceUpdate { grammar_complete: complete, ..last });
+                let choice = call.response().await.json()["choices"][0].clone();
+                let text = if field == "text" { &choice["text"] } else { &choice[field]["content"] };
+                let expected = if complete { "yes" } else { "y" };
+                assert_eq!((text, &choice["finish_reason"]), (&json!(expected), &json!("stop")), "{path}");
+            }
         }
     })
     .await;

@@ -35,6 +35,8 @@ pub(super) struct LiveChoice {
     pub drafter: Drafter,
     /// Error to report at the end instead of the finish reason.
     pub failure: Option<Failure>,
+    /// Whether it ends because its grammar allows nothing more.
+    pub complete: bool,
     computed_reported: bool,
     span: Span,
     /// Span of the current phase, a child of `span`; closed when replaced or dropped.
@@ -71,6 +73,7 @@ impl LiveChoice {
             computed_tokens: 0,
             drafter: Drafter::default(),
             failure: None,
+            complete: false,
             computed_reported: false,
             span,
             phase,

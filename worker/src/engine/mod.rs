@@ -19,7 +19,7 @@ use std::collections::{BTreeMap, VecDeque};
 use std::sync::Arc;
 use std::time::Duration;
 
-use inflight_contract::{AdmissionCost, ModelLimits, TokenCost, VirtualTokenCounters};
+use inflight_contract::{AdmissionCost, FinishReason, ModelLimits, TokenCost, VirtualTokenCounters};
 use inflight_grammar::Grammars;
 use inflight_runtime::{
     self as runtime, Batch, BlockCopy, PromptLogprobs, Runtime, SCORES_MAX, Sampled, ScoreRow, SlotSetup,
@@ -555,6 +555,10 @@ impl Engine {
                 }
             }
             metrics::counter!(crate::metrics::ENDED, "reason" => reason.label()).increment(1);
+            let reason = match reason {
+                FinishReason::Stop if live.complete => FinishReason::Complete,
+                reason => reason,
+            };
             let finish = live.failure.take().map_or(Finish::Ended(reason), Finish::Failed);
             events.push(ChoiceEvent { finish: Some(finish), ..live.event() });
         }

@@ -44,15 +44,20 @@ impl Engine {
                 }
                 let consumed = live.consume(token);
                 if let Consumed::Ended(end) = consumed {
-                    if let ConstraintEnd::Failed(reason) = end {
-                        live.failure.get_or_insert(Failure::Constraint(reason));
+                    match end {
+                        ConstraintEnd::Complete => live.complete = true,
+                        ConstraintEnd::Failed(reason) => {
+                            live.failure.get_or_insert(Failure::Constraint(reason));
+                        }
                     }
                     self.verdicts.push(TokenVerdict { stop: true, hash: None });
                     (taken, stands) = (taken + 1, false);
                     continue;
                 }
                 let hash = live.push(token, block_tokens);
-                let stop = consumed == Consumed::Completes || live.ends_with(token, &self.eos_token_ids);
+                let stopped = live.ends_with(token, &self.eos_token_ids);
+                live.complete = consumed == Consumed::Completes && !stopped;
+                let stop = live.complete || stopped;
                 self.verdicts.push(TokenVerdict { stop, hash });
                 let computed_tokens = live.report_computed();
                 events.push(ChoiceEvent { token: Some(token), logprobs, computed_tokens, ..live.event() });

@@ -82,12 +82,8 @@ impl Engine {
                     return Err(failure);
                 }
             };
-            let reason = match (ended, remaining) {
-                (true, _) => Some(FinishReason::Stop),
-                (false, 0) => Some(FinishReason::Length),
-                (false, _) => None,
-            };
-            if let Some(reason) = reason {
+            let ended = ended.or((remaining == 0).then_some(FinishReason::Length));
+            if let Some(reason) = ended {
                 let finish = Some(Finish::Ended(reason));
                 finished.push(ChoiceEvent { finish, ..empty_event(request, choice as u32) });
                 continue;
@@ -152,22 +148,23 @@ impl Engine {
 }
 
 impl Engine {
-    /// Returns whether a resumed choice has ended, and else the state of its constraint.
+    /// Returns the end of a resumed choice that has ended, and else the state of its constraint.
     fn resume(
         &self,
         request: &Request,
         resumed: &ResumedChoice,
-    ) -> Result<(bool, Option<LiveConstraint>), Failure> {
+    ) -> Result<(Option<FinishReason>, Option<LiveConstraint>), Failure> {
         // The previous worker may have generated the last token without reporting the end.
         let ended = resumed.tokens.last().is_some_and(|last| {
             live_choice::ends(&request.sampling, *last, resumed.tokens.len(), &self.eos_token_ids)
         });
         if ended {
-            return Ok((true, None));
+            return Ok((Some(FinishReason::Stop), None));
         }
         let grammars = self.grammars.as_deref();
         let constraint = LiveConstraint::new(&request.sampling, &resumed.tokens, grammars)?;
-        Ok((constraint.as_ref().is_some_and(LiveConstraint::is_complete), constraint))
+        let complete = constraint.as_ref().is_some_and(LiveConstraint::is_complete);
+        Ok((complete.then_some(FinishReason::Complete), constraint))
     }
 
     /// Takes back the choices of a request whose submission fails.

@@ -3,7 +3,7 @@
 use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-use inflight_contract::ServiceCounter;
+use inflight_contract::{FinishReason, ServiceCounter};
 use inflight_proto::v1;
 use inflight_worker_core::{BlockHash, CacheEvent, CacheTier, Grant};
 use tokio::sync::Notify;
@@ -288,7 +288,10 @@ impl OutboxState {
         update.computed_tokens += event.computed_tokens;
         match event.finish {
             None => {}
-            Some(Finish::Ended(reason)) => update.finish_reason = v1::FinishReason::from(reason).into(),
+            Some(Finish::Ended(reason)) => {
+                update.finish_reason = v1::FinishReason::from(reason).into();
+                update.grammar_complete = reason == FinishReason::Complete;
+            }
             Some(Finish::Failed(failure)) => {
                 update.finish_reason = v1::FinishReason::Error.into();
                 update.error_code = code(&failure).into();
@@ -311,7 +314,6 @@ fn code(failure: &Failure) -> tonic::Code {
 mod tests {
     use super::*;
     use crate::engine::{RequestKey, SessionId};
-    use inflight_contract::FinishReason;
 
     fn event(request: u64, token: u32) -> ChoiceEvent {
         ChoiceEvent {

@@ -212,8 +212,8 @@ fn check_text_only(fields: &Fields<'_>) -> Result<(), Outcome> {
 /// Returns the finish reason in OpenAI's terms. `called`: the output has tool calls.
 pub(super) fn finish_reason(reason: FinishReason, called: bool) -> &'static str {
     match reason {
-        FinishReason::Stop if called => "tool_calls",
-        FinishReason::Stop => "stop",
+        FinishReason::Stop | FinishReason::Complete if called => "tool_calls",
+        FinishReason::Stop | FinishReason::Complete => "stop",
         FinishReason::Length => "length",
         FinishReason::Cancelled | FinishReason::Deadline | FinishReason::Error => "error",
     }

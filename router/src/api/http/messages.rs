@@ -199,7 +199,8 @@ pub(super) struct AssistantMessage<'a> {
 /// Returns the stop reason in Anthropic's terms, with the stop sequence that matched.
 pub(super) fn stop_reason(finished: &Finished) -> (&'static str, Option<&str>) {
     match finished.reason {
-        FinishReason::Stop if finished.called => ("tool_use", None),
+        FinishReason::Stop | FinishReason::Complete if finished.called => ("tool_use", None),
+        FinishReason::Complete => ("end_turn", None),
         FinishReason::Stop if finished.stop_string.is_empty() => ("end_turn", None),
         FinishReason::Stop => ("stop_sequence", Some(&finished.stop_string)),
         FinishReason::Length => ("max_tokens", None),

@@ -1,0 +1,291 @@
+//! Rewriting of JSON schemas: keywords that the compiler does not know become others that say the same.
+//!
+//! Each rule is exact: the schema allows the same values before and after. What no rule covers is left as it is, and the
+//! compiler refuses it. Rules go from the outside in, since what a keyword such as `unevaluatedProperties` means depends on the
+//! original subschemas. New constraints are appended to `allOf`, so that references by position stay valid.
+
+mod conditions;
+mod negation;
+mod references;
+mod unevaluated;
+
+use serde_json::{Map, Number, Value, json};
+
+use crate::GrammarError;
+use references::References;
+
+/// Maximum values in the schemas that rules copy.
+const COPIED_MAX: usize = 20_000;
+
+/// Keywords whose values are counts; JSON has them as 2 or as 2.0.
+const COUNTS: [&str; 8] = [
+    "minLength",
+    "maxLength",
+    "minItems",
+    "maxItems",
+    "minProperties",
+    "maxProperties",
+    "minContains",
+    "maxContains",
+];
+
+/// Keywords of a subschema, of a list of them, and of a map of them.
+const ONE: [&str; 12] = [
+    "items",
+    "additionalItems",
+    "additionalProperties",
+    "unevaluatedItems",
+    "unevaluatedProperties",
+    "contains",
+    "propertyNames",
+    "not",
+    "if",
+    "then",
+    "else",
+    "contentSchema",
+];
+const LISTS: [&str; 5] = ["allOf", "anyOf", "oneOf", "prefixItems", "items"];
+const MAPS: [&str; 6] =
+    ["properties", "patternProperties", "$defs", "definitions", "dependentSchemas", "dependencies"];
+
+/// Types of JSON values.
+const TYPES: [&str; 6] = ["null", "boolean", "number", "string", "array", "object"];
+
+/// Dialects, by the year or number in their names.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+enum Dialect {
+    Draft4,
+    Draft6,
+    Draft7,
+    Draft2019,
+    Draft2020,
+}
+
+impl Dialect {
+    fn of(schema: &Map<String, Value>) -> Self {
+        let name = schema.get("$schema").and_then(Value::as_str).unwrap_or_default();
+        let known = [
+            ("draft-04", Self::Draft4),
+            ("draft-06", Self::Draft6),
+            ("draft-07", Self::Draft7),
+            ("2019-09", Self::Draft2019),
+        ];
+        known.iter().find(|(part, _)| name.contains(part)).map_or(Self::Draft2020, |(_, dialect)| *dialect)
+    }
+}
+
+/// Rewrites a schema. With `expand_one_of`, `oneOf` is rewritten, too, as far as its alternatives can be negated.
+///
+/// # Errors
+/// [`GrammarError::Refused`] if the schema becomes too large.
+pub(crate) fn rewrite(schema: &mut Map<String, Value>, expand_one_of: bool) -> Result<(), GrammarError> {
+    let original = schema.clone();
+    let mut rewriter = Rewriter {
+        references: References::new(&original),
+        dialect: Dialect::of(&original),
+        expand_one_of,
+        copied: 0,
+    };
+    rewriter.object(schema)?;
+    loop {
+        let hoisted = std::mem::take(&mut rewriter.references.hoisted);
+        if hoisted.is_empty() {
+            return Ok(());
+        }
+        let definitions = schema.entry("$defs").or_insert_with(|| json!({}));
+        for (name, mut target) in hoisted {
+            rewriter.schema(&mut target)?;
+            if let Value::Object(definitions) = &mut *definitions {
+                definitions.insert(name, target);
+            }
+        }
+    }
+}
+
+struct Rewriter<'a> {
+    references: References<'a>,
+    dialect: Dialect,
+    expand_one_of: bool,
+    /// Values in the schemas copied so far.
+    copied: usize,
+}
+
+impl Rewriter<'_> {
+    fn schema(&mut self, schema: &mut Value) -> Result<(), GrammarError> {
+        match schema {
+            Value::Object(object) => self.object(object),
+            _ => Ok(()),
+        }
+    }
+
+    fn object(&mut self, object: &mut Map<String, Value>) -> Result<(), GrammarError> {
+        counts(object);
+        self.references.rewrite(object);
+        if self.dialect >= Dialect::Draft2019 {
+            self.unevaluated(object)?;
+        }
+        self.dependencies(object)?;
+        self.contains(object);
+        unique_items(object);
+        formats(object);
+        self.property_names(object);
+        self.conditional(object)?;
+        self.negated(object)?;
+        if self.expand_one_of {
+            self.one_of(object)?;
+        }
+        for keyword in ONE {
+            object.get_mut(keyword).map_or(Ok(()), |schema| self.schema(schema))?;
+        }
+        for keyword in LISTS {
+            let Some(Value::Array(schemas)) = object.get_mut(keyword) else { continue };
+            schemas.iter_mut().try_for_each(|schema| self.schema(schema))?;
+        }
+        for keyword in MAPS {
+            let Some(Value::Object(schemas)) = object.get_mut(keyword) else { continue };
+            schemas.iter_mut().try_for_each(|(_, schema)| self.schema(schema))?;
+        }
+        Ok(())
+    }
+
+    /// Copies a subschema.
+    fn copy(&mut self, schema: &Value) -> Result<Value, GrammarError> {
+        self.copied += size(schema);
+        if self.copied > COPIED_MAX {
+            let reason =
+                format!("the schema's conditions expand to more than {COPIED_MAX} values; simplify it");
+            return Err(GrammarError::Refused(reason));
+        }
+        Ok(schema.clone())
+    }
+
+    /// `contains` of nothing, of anything, or of no item at all.
+    fn contains(&self, object: &mut Map<String, Value>) {
+        if self.dialect < Dialect::Draft6 {
+            return;
+        }
+        let known = self.dialect >= Dialect::Draft2019;
+        let count = |keyword: &str| object.get(keyword).filter(|_| known).map(Value::as_u64);
+        let (least, most) = match (count("minContains"), count("maxContains")) {
+            (Some(None), _) | (_, Some(None)) => return,
+            (least, most) => (least.flatten().unwrap_or(1), most.flatten()),
+        };
+        let replacement = match object.get("contains") {
+            None => None,
+            Some(_) if least == 0 && most.is_none() => None,
+            Some(schema) if is_true(schema) => {
+                let mut bounds = json!({"minItems": least});
+                most.into_iter().for_each(|most| bounds["maxItems"] = most.into());
+                Some(bounds)
+            }
+            Some(Value::Bool(false)) if least == 0 => None,
+            Some(Value::Bool(false)) => Some(json!({"type": except(&["array"])})),
+            Some(_) => return,
+        };
+        object.remove("contains");
+        if known {
+            object.remove("minContains");
+            object.remove("maxContains");
+        }
+        replacement.into_iter().for_each(|bounds| push(object, bounds));
+    }
+
+    /// `propertyNames` of a list of names, of a pattern, or of a length.
+    fn property_names(&self, object: &mut Map<String, Value>) {
+        if self.dialect < Dialect::Draft6 {
+            return;
+        }
+        let Some(names) = object.get("propertyNames") else { return };
+        let closed =
+            |keyword: &str, keys: Map<String, Value>| json!({keyword: keys, "additionalProperties": false});
+        let texts = |values: &[Value]| {
+            let texts = values.iter().filter_map(Value::as_str);
+            closed("properties", texts.map(|name| (name.to_owned(), true.into())).collect())
+        };
+        let of_pattern =
+            |pattern: String| closed("patternProperties", Map::from_iter([(pattern, true.into())]));
+        let rules: Option<Vec<(&str, &Value)>> = match names {
+            Value::Bool(_) => Some(Vec::new()),
+            Value::Object(rules) => {
+                Some(rules.iter().map(|(keyword, value)| (keyword.as_str(), value)).collect())
+            }
+            _ => None,
+        };
+        let replacement = match (names, rules.as_deref()) {
+            (Value::Bool(false), _) => Some(json!({"maxProperties": 0})),
+            (_, Some([])) => None,
+            (_, Some([("const", Value::String(_))])) => Some(texts(&[names["const"].clone()])),
+            (_, Some([("enum", Value::Array(values))])) => Some(texts(values)),
+            (_, Some([("pattern", Value::String(pattern))])) => Some(of_pattern(pattern.clone())),
+            (_, Some([("maxLength", most)])) if most.as_u64().is_some_and(|most| most <= 1000) => {
+                Some(of_pattern(format!("^(.|\\n){{0,{most}}}$")))
+            }
+            (_, Some([("minLength", least)])) if least.as_u64().is_some_and(|least| least <= 1000) => {
+                Some(of_pattern(format!("^(.|\\n){{{least},}}$")))
+            }
+            _ => return,
+        };
+        object.remove("propertyNames");
+        replacement.into_iter().for_each(|schema| push(object, schema));
+    }
+}
+
+/// Appends a constraint.
+fn push(object: &mut Map<String, Value>, schema: Value) {
+    if let Value::Array(all) = object.entry("allOf").or_insert_with(|| json!([])) {
+        all.push(schema);
+    }
+}
+
+/// Whether a schema allows every value.
+fn is_true(schema: &Value) -> bool {
+    matches!(schema, Value::Bool(true)) || schema.as_object().is_some_and(Map::is_empty)
+}
+
+/// Returns all types but these.
+fn except(types: &[&str]) -> Vec<&'static str> {
+    TYPES.iter().copied().filter(|name| !types.contains(name)).collect()
+}
+
+/// Number of values in a schema.
+fn size(schema: &Value) -> usize {
+    match schema {
+        Value::Object(object) => 1 + object.values().map(size).sum::<usize>(),
+        Value::Array(values) => 1 + values.iter().map(size).sum::<usize>(),
+        _ => 1,
+    }
+}
+
+/// Counts that are written as floating-point numbers.
+fn counts(object: &mut Map<String, Value>) {
+    for keyword in COUNTS {
+        let Some(Value::Number(number)) = object.get_mut(keyword) else { continue };
+        let float = number.as_f64().filter(|_| !number.is_u64());
+        if let Some(float) = float.filter(|float| float.fract() == 0.0 && (0.0..1e9).contains(float)) {
+            *number = Number::from(float as u64);
+        }
+    }
+}
+
+/// `uniqueItems` that is false, or of arrays of at most one item.
+fn unique_items(object: &mut Map<String, Value>) {
+    let single = object.get("maxItems").and_then(Value::as_u64).is_some_and(|most| most <= 1);
+    match object.get("uniqueItems") {
+        Some(Value::Bool(unique)) if !unique || single => _ = object.remove("uniqueItems"),
+        _ => {}
+    }
+}
+
+/// Formats that are a regular language and that the compiler does not know.
+fn formats(object: &mut Map<String, Value>) {
+    let pattern = match object.get("format").and_then(Value::as_str) {
+        Some("json-pointer") => "^(/([^~/]|~[01])*)*$",
+        Some("relative-json-pointer") => "^(0|[1-9][0-9]*)(#|(/([^~/]|~[01])*)*)$",
+        _ => return,
+    };
+    object.remove("format");
+    push(object, json!({"pattern": pattern}));
+}
+
+#[cfg(test)]
+mod tests;
