@@ -155,10 +155,8 @@ impl Rewriter<'_> {
                     }
                     each.into_iter().take(1).for_each(|one| evaluated.extend(one));
                 }
-                "if" | "then" | "else" => {
-                    if self.properties_of(value, depth)? != Properties::default() {
-                        return None;
-                    }
+                "if" | "then" | "else" if self.properties_of(value, depth)? != Properties::default() => {
+                    return None;
                 }
                 "dependentSchemas" => {
                     for schema in value.as_object()?.values() {
@@ -234,11 +232,7 @@ impl Rewriter<'_> {
                     }
                     each.into_iter().take(1).for_each(&mut extend);
                 }
-                "if" | "then" | "else" => {
-                    if self.items_of(value, depth)? != Items::default() {
-                        return None;
-                    }
-                }
+                "if" | "then" | "else" if self.items_of(value, depth)? != Items::default() => return None,
                 "dependentSchemas" => {
                     for schema in value.as_object()?.values() {
                         if self.items_of(schema, depth)? != Items::default() {

@@ -56,8 +56,8 @@ fn each_placement_beats_the_simpler_one_on_generated_conversations() {
 
 /// Generates bursts of prompts without common prefixes, of very different lengths, each within ten
 /// milliseconds.
-fn bursts(count: usize, size: usize) -> Vec<ClusterRequest> {
-    let mut random = SplitMix64::new(7);
+fn bursts(seed: u64, count: usize, size: usize) -> Vec<ClusterRequest> {
+    let mut random = SplitMix64::new(seed);
     let lengths = LengthDistribution::new(&[(0.0, 100.0), (0.5, 1500.0), (0.9, 6000.0), (1.0, 16_000.0)]);
     let mut requests: Vec<ClusterRequest> = (0..count * size)
         .map(|nth| {
@@ -77,25 +77,29 @@ fn bursts(count: usize, size: usize) -> Vec<ClusterRequest> {
 #[test]
 fn a_burst_is_balanced_with_one_router_and_with_two_independent_ones() {
     let size = 40 * WORKERS;
-    let requests = bursts(5, size);
     for routers in [1, 2] {
         let options = ClusterOptions { routers, ..options(|seed| PlacementKind::Cost.build(seed)) };
-        let report = simulate(&options, &requests).unwrap();
-        let mut sum = 0.0;
-        for (nth, burst) in requests.chunks(size).enumerate() {
-            let in_burst = |index: usize| (nth * size..(nth + 1) * size).contains(&index);
-            let tokens = report.imbalance(|index, _| {
-                if in_burst(index) { f64::from(requests[index].prompt_tokens) } else { 0.0 }
-            });
-            let count = report.imbalance(|index, _| f64::from(u8::from(in_burst(index))));
-            println!(
-                "{routers} routers, burst {nth} of {}: max over mean {tokens:.3} in tokens, {count:.3} in requests",
-                burst.len()
-            );
-            assert!(tokens <= 1.3, "{routers} routers, burst {nth}: {tokens}");
-            sum += tokens;
+        let mut all = Vec::new();
+        for seed in 7..13 {
+            let requests = bursts(seed, 5, size);
+            let report = simulate(&options, &requests).unwrap();
+            for nth in 0..5 {
+                let in_burst = |index: usize| (nth * size..(nth + 1) * size).contains(&index);
+                let tokens = report.imbalance(|index, _| {
+                    if in_burst(index) { f64::from(requests[index].prompt_tokens) } else { 0.0 }
+                });
+                let count = report.imbalance(|index, _| f64::from(u8::from(in_burst(index))));
+                println!(
+                    "{routers} routers, seed {seed}, burst {nth}: max over mean {tokens:.3} in tokens, {count:.3} in requests"
+                );
+                // The longest prompt alone is up to a tenth of what a worker gets.
+                assert!(tokens <= 1.4, "{routers} routers, seed {seed}, burst {nth}: {tokens}");
+                all.push(tokens);
+            }
         }
-        assert!(sum / 5.0 <= 1.2, "{routers} routers: {} on average", sum / 5.0);
+        let mean = all.iter().sum::<f64>() / all.len() as f64;
+        println!("{routers} routers: max over mean {mean:.3} on average");
+        assert!(mean <= 1.16, "{routers} routers: {mean} on average");
     }
 }
 
@@ -103,7 +107,7 @@ fn a_burst_is_balanced_with_one_router_and_with_two_independent_ones() {
 fn simultaneous_requests_with_a_new_common_prefix_share_its_computation() {
     // The prefix is not computed yet at their arrival: only recent placements predict where it will be
     // cached.
-    let mut requests = bursts(1, 64);
+    let mut requests = bursts(7, 1, 64);
     for (nth, request) in requests.iter_mut().enumerate() {
         request.prompt_tokens = 8192;
         request.output_tokens = 8;

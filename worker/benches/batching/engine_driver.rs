@@ -4,6 +4,8 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use inflight_contract::{SamplingParams, SamplingSpec, Weight};
+use inflight_grammar::Grammars;
+use inflight_runtime::Runtime;
 use inflight_runtime_cpu::{CpuOptions, CpuRuntime};
 use inflight_worker::engine::{
     ChoiceEvent, Command, Engine, EngineOptions, Finish, Request, RequestKey, ResumedChoice, SessionId,
@@ -58,22 +60,21 @@ pub struct EngineDriver {
 impl EngineDriver {
     /// Creates a calibrated engine without prefix cache and with KV blocks for all slots.
     pub fn new(model: &BenchModel, size: &EngineSize, engine_options: EngineOptions) -> BenchResult<Self> {
-        let options = CpuOptions {
-            threads: size.threads,
-            kv_bytes: 2 << 30,
-            host_bytes: 0,
-            block_tokens: size.block_tokens,
-            slots: size.sequences,
-            batch_tokens: size.batch_tokens,
-            context_tokens: None,
-            isa: None,
-            quantize: None,
-            kv_dtype: None,
-            tensor_parallel: 1,
-        };
-        let runtime = CpuRuntime::load(&model.dir, &options, &|_, _| {})?;
+        Self::with_runtime(Box::new(load(model, size)?), engine_options)
+    }
+
+    /// Like [`Self::new`], but with two iterations in flight, as in a worker: the last plan is one ahead of the last step.
+    pub fn overlapped(
+        model: &BenchModel,
+        size: &EngineSize,
+        engine_options: EngineOptions,
+    ) -> BenchResult<Self> {
+        Self::with_runtime(Box::new(load(model, size)?.overlapped()?), engine_options)
+    }
+
+    fn with_runtime(runtime: Box<dyn Runtime>, engine_options: EngineOptions) -> BenchResult<Self> {
         let engine_options = EngineOptions { waiting_max: 65_536, prefix_cache: false, ..engine_options };
-        let mut engine = Engine::new(Box::new(runtime), &[], engine_options)?;
+        let mut engine = Engine::new(runtime, &[], engine_options)?;
         engine.calibrate()?;
         let mut events = Vec::new();
         engine.command(Command::Open(SESSION), Time::ZERO, &mut events);
@@ -86,6 +87,11 @@ impl EngineDriver {
     pub fn with_sampling(mut self, spec: SamplingSpec) -> BenchResult<Self> {
         self.sampling = Arc::new(spec.validate()?);
         Ok(self)
+    }
+
+    /// Grammars of the model's vocabulary, for constrained requests.
+    pub fn set_grammars(&mut self, grammars: Arc<Grammars>) {
+        self.engine.set_grammars(grammars);
     }
 
     /// Time since the engine was created.
@@ -150,6 +156,24 @@ impl EngineDriver {
     pub fn load(&self) -> Load {
         self.engine.history().iter().next_back().map(|step| step.load).unwrap_or_default()
     }
+}
+
+/// Loads a model on the CPU, with KV blocks for all slots.
+fn load(model: &BenchModel, size: &EngineSize) -> BenchResult<CpuRuntime> {
+    let options = CpuOptions {
+        threads: size.threads,
+        kv_bytes: 2 << 30,
+        host_bytes: 0,
+        block_tokens: size.block_tokens,
+        slots: size.sequences,
+        batch_tokens: size.batch_tokens,
+        context_tokens: None,
+        isa: None,
+        quantize: None,
+        kv_dtype: None,
+        tensor_parallel: 1,
+    };
+    Ok(CpuRuntime::load(&model.dir, &options, &|_, _| {})?)
 }
 
 fn time(since: Duration) -> Time {

@@ -4,22 +4,25 @@
 //! cargo bench -p inflight-worker --bench batching -- continuous
 //! cargo bench -p inflight-worker --bench batching -- drafts --random 1024x16
 //! cargo bench -p inflight-worker --bench batching -- storm
+//! cargo bench -p inflight-worker --bench batching -- structured --random 1024x16 --vocab 131072
 //! ```
 //!
 //! `continuous` serves one list of requests three times with the same number of slots: with continuous
 //! batching, with static batching, and with static batching whose finished sequences are computed as padding
 //! until the longest is done. `storm` measures the inter-token latency of steady streams: alone, beside long
 //! prompts with chunked prefill under a step target, and beside long prompts without chunking. `drafts` compares
-//! drafts by prompt lookup with none, where the output repeats itself and where it does not. Compared
+//! drafts by prompt lookup with none, where the output repeats itself and where it does not. `structured` compares
+//! masks with none, and tokens forced by a grammar as drafts with none. Compared
 //! variants alternate within one run; results are medians.
 //!
 //! | option | default | |
 //! |---|---|---|
 //! | `--model DIR` | the demo model | a Hugging Face directory |
 //! | `--random WxL` | | a Llama of width W and L layers with random weights instead |
+//! | `--vocab N` | 2048 | tokens of the vocabulary of `--random` |
 //! | `--context N` | storm: 4500 | overrides the model's context length; output is then meaningless, the work realistic |
 //! | `--threads N` | all | threads of the kernels |
-//! | `--runs N` | 3, drafts: 10 | rounds |
+//! | `--runs N` | 3, drafts, structured: 10 | rounds |
 //! | `--seed N` | 1 | seed of lengths and contents |
 //! | `--sequences N` | 16, storm: 32 | slots |
 //! | `--batch-tokens N` | 2048, storm: 512 | token budget of an iteration |
@@ -30,8 +33,8 @@
 //! | `--prompt N` | 4000 | storm: tokens of a long prompt |
 //! | `--every S` | 3 | storm: seconds between long prompts |
 //! | `--seconds S` | 15 | storm: duration of each phase |
-//! | `--output N` | 200 | drafts: tokens of each stream |
-//! | `--drafts-max N` | 8 | drafts: maximum drafts of a stream and iteration |
+//! | `--output N` | 200, structured: 100 | drafts, structured: tokens of each stream |
+//! | `--drafts-max N` | 8 | drafts, structured: maximum drafts of a stream and iteration |
 //! | `--target-factor F` | 1.8 | storm: step target as a multiple of the P99 inter-token latency of the calm phase before |
 
 mod continuous;
@@ -41,6 +44,7 @@ mod model;
 mod options;
 mod stats;
 mod storm;
+mod structured;
 
 use std::process::ExitCode;
 
@@ -53,7 +57,8 @@ fn main() -> ExitCode {
             "continuous" => continuous::run(&options),
             "drafts" => drafts::run(&options),
             "storm" => storm::run(&options),
-            other => Err(format!("unknown scenario `{other}`; there are `continuous`, `drafts` and `storm`").into()),
+            "structured" => structured::run(&options),
+            other => Err(format!("unknown scenario `{other}`; there are `continuous`, `drafts`, `storm` and `structured`").into()),
         });
     match outcome {
         Ok(()) => ExitCode::SUCCESS,

@@ -31,7 +31,9 @@ impl BenchModel {
         let shape: Option<String> = options.get("random")?;
         let given: Option<PathBuf> = options.get("model")?;
         let folder = match (shape, &given, context) {
-            (Some(shape), ..) => random(&shape, context.unwrap_or(1024))?,
+            (Some(shape), ..) => {
+                random(&shape, context.unwrap_or(1024), options.number("vocab", 2048, 512)?)?
+            }
             (None, given, Some(context)) => stretch(given.as_deref().unwrap_or(DEMO.as_ref()), context)?,
             (None, given, None) => {
                 let source = given.clone().map_or(ModelSource::Embedded, ModelSource::Directory);
@@ -57,8 +59,8 @@ fn stretch(model: &Path, context: u32) -> BenchResult<TempDir> {
     Ok(folder)
 }
 
-/// Creates a Llama model of the shape `WIDTHxLAYERS` with random bf16 weights.
-fn random(shape: &str, context: u32) -> BenchResult<TempDir> {
+/// Creates a Llama model of the shape `WIDTHxLAYERS` with `vocab` tokens and random bf16 weights.
+fn random(shape: &str, context: u32, vocab: u32) -> BenchResult<TempDir> {
     let wrong = || format!("--random is `{shape}`; it must be WIDTHxLAYERS, the width a multiple of 128");
     let (width, layers) = shape.split_once('x').ok_or_else(wrong)?;
     let (width, layers): (usize, usize) = (width.parse()?, layers.parse()?);
@@ -68,7 +70,7 @@ fn random(shape: &str, context: u32) -> BenchResult<TempDir> {
     let folder = TempDir::new("inflight-batching")?;
     let config = link(DEMO.as_ref(), &folder, &["config.json", "model.safetensors"])?;
     let mut config: serde_json::Value = serde_json::from_slice(&std::fs::read(config)?)?;
-    let (inner, head, vocab) = (width * 8 / 3 / 64 * 64, 64, 2048);
+    let (inner, head, vocab) = (width * 8 / 3 / 64 * 64, 64, vocab as usize);
     let (heads, kv_heads) = (width / head, width / head / 2);
     for (field, value) in [
         ("hidden_size", json!(width)),

@@ -5,7 +5,7 @@ use std::str::FromStr;
 
 pub type BenchResult<T> = Result<T, Box<dyn std::error::Error>>;
 
-const NAMES: [&str; 18] = [
+const NAMES: [&str; 19] = [
     "model",
     "random",
     "context",
@@ -24,6 +24,7 @@ const NAMES: [&str; 18] = [
     "target-factor",
     "output",
     "drafts-max",
+    "vocab",
 ];
 
 /// Scenario with its options, `--name value`.
@@ -35,7 +36,8 @@ pub struct Options {
 impl Options {
     pub fn parse(arguments: impl Iterator<Item = String>) -> BenchResult<Self> {
         let mut arguments = arguments.peekable();
-        let scenario = arguments.next().ok_or("name a scenario: `continuous`, `drafts` or `storm`")?;
+        let scenario =
+            arguments.next().ok_or("name a scenario: `continuous`, `drafts`, `storm` or `structured`")?;
         let mut given = BTreeMap::new();
         while let Some(argument) = arguments.next() {
             let name = argument.strip_prefix("--").unwrap_or_default();

@@ -368,7 +368,7 @@ impl Harness {
                 FinishReason::Cancelled => assert!(model.cancelled),
                 FinishReason::Deadline => assert!(model.deadline.is_some_and(|d| d <= self.now)),
                 FinishReason::Length => assert_eq!(model.remaining, 0),
-                FinishReason::Stop | FinishReason::Error => {}
+                FinishReason::Stop | FinishReason::Complete | FinishReason::Error => {}
             }
         }
         for slot in self.scheduler.drain_freed_slots().collect::<Vec<_>>() {

@@ -1,0 +1,212 @@
+//! Structured output: the cost of masks beside no masks, and tokens that a grammar forces as drafts beside none.
+
+use std::collections::BTreeSet;
+use std::sync::Arc;
+
+use inflight_contract::{Constraint, Grammar, SamplingSpec};
+use inflight_grammar::{Grammars, Vocabulary};
+use inflight_worker::engine::EngineOptions;
+
+use crate::engine_driver::{EngineDriver, EngineSize};
+use crate::model::BenchModel;
+use crate::options::{BenchResult, Options};
+use crate::stats::{SplitMix64, machine_load, quantile};
+
+/// Text of the call of a tool whose arguments are short.
+const CALL: &str = r#"{"type": "object", "additionalProperties": false, "required": ["name", "arguments"], "properties": {
+    "name": {"const": "get_weather_forecast"},
+    "arguments": {"type": "object", "additionalProperties": false, "required": ["city", "days", "unit", "include_hourly"],
+        "properties": {"city": {"type": "string", "minLength": 6, "maxLength": 16}, "days": {"type": "integer", "minimum": 1, "maximum": 14},
+            "unit": {"enum": ["celsius", "fahrenheit"]}, "include_hourly": {"type": "boolean"}}}}}"#;
+/// Words and punctuation of [`CALL`] that vocabularies have as tokens.
+const WORDS: [&str; 22] = [
+    "name",
+    "arguments",
+    "city",
+    "days",
+    "unit",
+    "include",
+    "_h",
+    "hour",
+    "ly",
+    "cel",
+    "sius",
+    "fahren",
+    "heit",
+    "get",
+    "_weather",
+    "_fore",
+    "cast",
+    "{\"",
+    "\":",
+    "\": \"",
+    "\", \"",
+    "\": {\"",
+];
+const PROMPT: u32 = 16;
+
+/// Compared variants of a workload.
+struct Workload {
+    name: &'static str,
+    streams: u64,
+    /// Requests of each stream, one after another.
+    requests: u64,
+    max_tokens: u32,
+    /// Grammar and maximum drafts, of the baseline and of the variant.
+    variants: [(Option<Grammar>, u32); 2],
+}
+
+/// Returns a vocabulary like those of byte-level BPE: all bytes, words of [`CALL`], words of 2 to 12 letters, half of them
+/// behind a space, and runs of punctuation. The last `ends` tokens are control tokens.
+fn vocabulary(size: usize, ends: usize) -> Vocabulary {
+    const LETTERS: &[u8] = b"etaoinshrdlucmfwypvbgkjqxzETAOINS";
+    const MARKS: &[u8] = b"\"{}[]:,.()<>=/\\\n\t -_#";
+    let mut random = SplitMix64(1);
+    let mut below = |bound: usize| (random.next() % bound as u64) as usize;
+    let mut words: BTreeSet<Vec<u8>> = (0..=u8::MAX).map(|byte| vec![byte]).collect();
+    words.extend(WORDS.map(|word| word.as_bytes().to_vec()));
+    while words.len() < size - ends {
+        let kind = below(10);
+        let (letters, most) = if kind == 0 { (MARKS, 3) } else { (LETTERS, 11) };
+        let mut word = if kind > 5 { vec![b' '] } else { Vec::new() };
+        for _ in 0..2 + below(most) {
+            // The first letters of the list are the most frequent ones.
+            let first = below(letters.len());
+            word.push(letters[below(first + 1)]);
+        }
+        words.insert(word);
+    }
+    let control = std::iter::repeat_n((&b"<control>"[..], true), ends);
+    Vocabulary::from_tokens(words.iter().map(|word| (word.as_slice(), false)).chain(control))
+}
+
+/// Grammar of output that does not end within the workload: records with free text, numbers and names.
+fn records() -> Grammar {
+    let schema = r#"{"type": "array", "minItems": 400, "items": {"type": "object", "additionalProperties": false,
+        "required": ["query", "limit", "field"], "properties": {"query": {"type": "string", "maxLength": 60},
+        "limit": {"type": "integer", "minimum": 1, "maximum": 50}, "field": {"enum": ["author", "year", "title"]}}}}"#;
+    Grammar::JsonSchema(schema.to_owned())
+}
+
+pub fn run(options: &Options) -> BenchResult<()> {
+    let model = BenchModel::open(options, Some(2048))?;
+    let size = EngineSize::of(options, 16, 512, 16)?;
+    let pairs = options.number("runs", 10, 1)?;
+    let output = options.number("output", 100, 1)?;
+    let drafts_max = options.number("drafts-max", 8, 1)?;
+    let vocab = model.dir.config().vocab_size as u32;
+    let eos = vocab - 1;
+    let vocabulary = Arc::new(vocabulary(vocab as usize, 1));
+    let is_word = |id: &u32| WORDS.iter().any(|word| word.as_bytes() == vocabulary.bytes(*id));
+    // As a trained model does, prefers the usual tokens of a text that a grammar forces to shorter ones.
+    let words = (0..vocab).filter(is_word).map(|id| (id, 20.0)).collect();
+    let grammars = Arc::new(Grammars::new(vocab, &[eos], move || Ok(Arc::clone(&vocabulary))));
+    let server = Server { model: &model, size, grammars, words };
+    println!("model: {}, {vocab} tokens; machine load {}", model.name, machine_load());
+    let call = || Some(Grammar::JsonSchema(CALL.to_owned()));
+    let forced = |name, streams| Workload {
+        name,
+        streams,
+        requests: 6,
+        max_tokens: 200,
+        variants: [(call(), 0), (call(), drafts_max)],
+    };
+    let workloads = [
+        Workload {
+            name: "masks against none",
+            streams: u64::from(size.sequences),
+            requests: 1,
+            max_tokens: output,
+            variants: [(None, 0), (Some(records()), 0)],
+        },
+        forced("tool calls, forced tokens against none", 1),
+        forced("tool calls, forced tokens against none", 4),
+    ];
+    println!("{pairs} pairs; ratio of tokens per second: median (lowest to highest pair)");
+    println!("| workload | streams | tok/s baseline | variant | ratio |\n|---|---|---|---|---|");
+    for workload in &workloads {
+        let [mut base, mut other, mut ratios] = [Vec::new(), Vec::new(), Vec::new()];
+        for pair in 0..pairs {
+            let once = |nth: usize| server.serve(workload, nth, pair);
+            // Alternates which one goes first.
+            let (a, b) = if pair % 2 == 0 {
+                let a = once(0)?;
+                (a, once(1)?)
+            } else {
+                let b = once(1)?;
+                (once(0)?, b)
+            };
+            ratios.push(b / a);
+            base.push(a);
+            other.push(b);
+        }
+        println!(
+            "| {} | {} | {:.1} | {:.1} | {:.3} ({:.3} to {:.3}) |",
+            workload.name,
+            workload.streams,
+            quantile(&base, 0.5),
+            quantile(&other, 0.5),
+            quantile(&ratios, 0.5),
+            quantile(&ratios, 0.0),
+            quantile(&ratios, 1.0),
+        );
+    }
+    Ok(())
+}
+
+/// What the variants have in common.
+struct Server<'m> {
+    model: &'m BenchModel,
+    size: EngineSize,
+    grammars: Arc<Grammars>,
+    /// Biases of the tokens in [`WORDS`].
+    words: Vec<(u32, f32)>,
+}
+
+impl Server<'_> {
+    /// Serves a variant of a workload; returns tokens per second.
+    fn serve(&self, workload: &Workload, variant: usize, pair: u32) -> BenchResult<f64> {
+        let (grammar, drafts_max) = workload.variants[variant].clone();
+        // A grammar ends its output itself; without one the length is that of the variant with one.
+        let ignore_eos = grammar.is_none();
+        let constraint = grammar.map(|grammar| Arc::new(Constraint { grammar, begins_after: None }));
+        let sampling = SamplingSpec {
+            temperature: 1.0,
+            seed: u64::from(pair),
+            ignore_eos,
+            constraint,
+            logit_bias: if workload.requests > 1 { self.words.clone() } else { Vec::new() },
+            ..SamplingSpec::default()
+        };
+        let engine_options = EngineOptions { drafts_max, ..EngineOptions::default() };
+        let mut driver =
+            EngineDriver::overlapped(self.model, &self.size, engine_options)?.with_sampling(sampling)?;
+        driver.set_grammars(Arc::clone(&self.grammars));
+        let vocab = self.model.dir.config().vocab_size as u32;
+        let mut random = SplitMix64(u64::from(pair));
+        let mut left = workload.streams * workload.requests;
+        let mut submit = |driver: &mut EngineDriver| {
+            if left > 0 {
+                left -= 1;
+                driver.submit(left, &random.tokens(PROMPT, vocab).into(), workload.max_tokens);
+            }
+        };
+        (0..workload.streams).for_each(|_| submit(&mut driver));
+        let (mut tokens, mut begun) = (0u64, None);
+        loop {
+            let step = driver.step()?;
+            if step.idle {
+                break;
+            }
+            // The first iteration of prefill does not count.
+            if begun.is_none() {
+                begun = Some(driver.now());
+                continue;
+            }
+            tokens += step.tokens.len() as u64;
+            step.ended.iter().for_each(|_| submit(&mut driver));
+        }
+        let took = begun.map_or(0.0, |begun| (driver.now() - begun).as_secs_f64());
+        Ok(tokens as f64 / took)
+    }
+}
