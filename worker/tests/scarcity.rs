@@ -385,7 +385,9 @@ fn run(engine: &mut Engine, specs: &[RequestSpec], coverage: &mut Coverage) -> B
                 output.steps.push((token, bits.map(|one| one.logprob.to_bits()).collect()));
             }
             match event.finish {
-                None | Some(Finish::Ended(FinishReason::Stop | FinishReason::Length)) => {}
+                None
+                | Some(Finish::Ended(FinishReason::Stop | FinishReason::Complete | FinishReason::Length)) => {
+                }
                 Some(Finish::Ended(FinishReason::Cancelled | FinishReason::Deadline)) => {
                     output.cut_short = true
                 }
