@@ -129,7 +129,7 @@ impl Output {
     }
 }
 
-/// Checks that an output which its grammar has ended is whole.
+/// Checks that an output that ended because its grammar was complete is valid JSON to its last brace.
 fn check_whole(request: &GenerateRequest, output: &Output) -> Result<()> {
     if output.end != Some(FinishReason::Stop) {
         return Ok(());

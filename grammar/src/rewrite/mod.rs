@@ -9,6 +9,8 @@ mod negation;
 mod references;
 mod unevaluated;
 
+use std::cell::Cell;
+
 use serde_json::{Map, Number, Value, json};
 
 use crate::GrammarError;
@@ -16,6 +18,9 @@ use references::References;
 
 /// Maximum values in the schemas that rules copy.
 const COPIED_MAX: usize = 20_000;
+/// Maximum subschemas and property names visited to find what a schema evaluates; references can make a small schema a large
+/// tree.
+const VISITED_MAX: usize = 20_000;
 
 /// Keywords whose values are counts; JSON has them as 2 or as 2.0.
 const COUNTS: [&str; 8] = [
@@ -29,7 +34,7 @@ const COUNTS: [&str; 8] = [
     "maxContains",
 ];
 
-/// Keywords of a subschema, of a list of them, and of a map of them.
+/// Keywords whose value is a schema, a list of schemas, and a map of schemas.
 const ONE: [&str; 12] = [
     "items",
     "additionalItems",
@@ -85,6 +90,7 @@ pub(crate) fn rewrite(schema: &mut Map<String, Value>, expand_one_of: bool) -> R
         dialect: Dialect::of(&original),
         expand_one_of,
         copied: 0,
+        visited: Cell::new(0),
     };
     rewriter.object(schema)?;
     loop {
@@ -108,6 +114,8 @@ struct Rewriter<'a> {
     expand_one_of: bool,
     /// Values in the schemas copied so far.
     copied: usize,
+    /// Subschemas and property names visited so far to find what a schema evaluates.
+    visited: Cell<usize>,
 }
 
 impl Rewriter<'_> {
@@ -120,7 +128,7 @@ impl Rewriter<'_> {
 
     fn object(&mut self, object: &mut Map<String, Value>) -> Result<(), GrammarError> {
         counts(object);
-        self.references.rewrite(object);
+        self.references.rewrite(object, &mut self.copied)?;
         if self.dialect >= Dialect::Draft2019 {
             self.unevaluated(object)?;
         }
@@ -150,13 +158,13 @@ impl Rewriter<'_> {
 
     /// Copies a subschema.
     fn copy(&mut self, schema: &Value) -> Result<Value, GrammarError> {
-        self.copied += size(schema);
-        if self.copied > COPIED_MAX {
-            let reason =
-                format!("the schema's conditions expand to more than {COPIED_MAX} values; simplify it");
-            return Err(GrammarError::Refused(reason));
-        }
-        Ok(schema.clone())
+        copy(schema, &mut self.copied)
+    }
+
+    /// Counts visits; `None` beyond [`VISITED_MAX`].
+    fn visit(&self, count: usize) -> Option<()> {
+        self.visited.set(self.visited.get() + count);
+        (self.visited.get() <= VISITED_MAX).then_some(())
     }
 
     /// `contains` of nothing, of anything, or of no item at all.
@@ -228,6 +236,18 @@ impl Rewriter<'_> {
         object.remove("propertyNames");
         replacement.into_iter().for_each(|schema| push(object, schema));
     }
+}
+
+/// Copies a schema and adds its size to that of earlier copies.
+fn copy(schema: &Value, copied: &mut usize) -> Result<Value, GrammarError> {
+    *copied += size(schema);
+    if *copied > COPIED_MAX {
+        let reason = format!(
+            "the schema's conditions and references expand to more than {COPIED_MAX} values; simplify it"
+        );
+        return Err(GrammarError::Refused(reason));
+    }
+    Ok(schema.clone())
 }
 
 /// Appends a constraint.

@@ -19,7 +19,7 @@ const ANNOTATIONS: [&str; 11] = [
     "contentEncoding",
 ];
 
-/// Integers up to this are exact as f64.
+/// Largest integer up to which every integer is exact as f64.
 const EXACT_MAX: f64 = 9_007_199_254_740_991.0;
 
 /// Returns the types that a schema allows by its `type`; those of integers are numbers.
@@ -75,7 +75,7 @@ fn violations(
         if bound == 0 { Vec::new() } else { vec![json!({"type": kind, most: bound - 1})] }
     };
     let above = |kind: &str, least: &str, bound: u64| vec![json!({"type": kind, least: bound + 1})];
-    // Of draft 4, exclusive bounds are flags.
+    // In draft 4, `exclusiveMinimum` and `exclusiveMaximum` are booleans.
     let bound = |keyword: &str| value.is_number().then(|| vec![json!({"type": "number", keyword: value})]);
     let numeric = dialect >= Dialect::Draft6;
     Some(match keyword {
@@ -121,7 +121,7 @@ fn violations(
     })
 }
 
-/// Returns the schemas of the values of other types.
+/// Returns schemas of the values whose type is none of those of a `type` keyword.
 fn not_types(value: &Value) -> Option<Vec<Value>> {
     let names: Vec<&str> = match value {
         Value::String(name) => vec![name],

@@ -4,14 +4,15 @@ use std::collections::HashMap;
 
 use serde_json::{Map, Value, json};
 
-use super::{LISTS, MAPS, ONE, push};
+use super::{LISTS, MAPS, ONE, copy, push};
+use crate::GrammarError;
 
 /// References of a schema that is one resource.
 pub(super) struct References<'a> {
     root: &'a Map<String, Value>,
     /// Schemas by their anchors.
     anchors: HashMap<&'a str, &'a Value>,
-    /// Whether subschemas are resources of their own, which references are relative to.
+    /// Whether a subschema has an `$id` of its own, to which references within it are relative.
     nested: bool,
     /// Targets that no plain pointer names, by their names among `$defs`.
     pub(super) hoisted: Map<String, Value>,
@@ -62,10 +63,17 @@ impl<'a> References<'a> {
         })
     }
 
-    /// Rewrites the references of an object to plain pointers.
-    pub(super) fn rewrite(&mut self, object: &mut Map<String, Value>) {
+    /// Rewrites the references of an object to plain pointers; adds the size of copied targets to `copied`.
+    ///
+    /// # Errors
+    /// [`GrammarError::Refused`] if the copies become too large.
+    pub(super) fn rewrite(
+        &mut self,
+        object: &mut Map<String, Value>,
+        copied: &mut usize,
+    ) -> Result<(), GrammarError> {
         if self.nested {
-            return;
+            return Ok(());
         }
         // Within one resource, what is dynamic refers to that resource.
         for keyword in ["$dynamicRef", "$recursiveRef"] {
@@ -81,26 +89,28 @@ impl<'a> References<'a> {
         }
         object.remove("$dynamicAnchor");
         object.remove("$recursiveAnchor");
-        let Some(reference) = object.get("$ref").and_then(Value::as_str) else { return };
+        let Some(reference) = object.get("$ref").and_then(Value::as_str) else { return Ok(()) };
         let plain = reference == "#" || (reference.starts_with("#/") && !reference.contains(['%', '~']));
         if plain {
-            return;
+            return Ok(());
         }
         if let Some(known) = self.names.get(reference) {
             let pointer = format!("#/$defs/{known}");
             object.insert("$ref".to_owned(), pointer.into());
-            return;
+            return Ok(());
         }
-        let Some(target) = self.resolve(reference).cloned() else { return };
+        let Some(target) = self.resolve(reference) else { return Ok(()) };
+        let target = copy(target, copied)?;
         let taken =
             |name: &str| self.root.get("$defs").is_some_and(|definitions| definitions.get(name).is_some());
         let Some(name) = (self.names.len()..).map(|at| format!("reference-{at}")).find(|name| !taken(name))
         else {
-            return;
+            return Ok(());
         };
         self.hoisted.insert(name.clone(), target);
         self.names.insert(reference.to_owned(), name.clone());
         object.insert("$ref".to_owned(), format!("#/$defs/{name}").into());
+        Ok(())
     }
 }
 

@@ -155,3 +155,45 @@ fn nested_conditions_are_bounded() {
     let refused = rewrite(json!({"oneOf": wide}).as_object_mut().unwrap(), true).unwrap_err();
     assert!(refused.to_string().contains("expand"), "{refused}");
 }
+
+#[test]
+fn references_that_expand_to_a_large_tree_are_given_up_after_bounded_work() {
+    // Level `n` refers eight times to level `n + 1`: 8^30 paths.
+    let level =
+        |keyword: &str, next: u32| json!({keyword: vec![json!({"$ref": format!("#/$defs/{next}")}); 8]});
+    let levels = |keyword: &str| -> Value {
+        let mut levels: serde_json::Map<_, _> =
+            (0..30).map(|n| (n.to_string(), level(keyword, n + 1))).collect();
+        levels.insert("30".to_owned(), json!({"properties": {"a": true}}));
+        levels.into()
+    };
+    for (closed, keyword) in [
+        ("unevaluatedProperties", "allOf"),
+        ("unevaluatedProperties", "anyOf"),
+        ("unevaluatedItems", "allOf"),
+    ] {
+        let schema = json!({"$defs": levels(keyword), "$ref": "#/$defs/0", closed: false});
+        assert_eq!(
+            rewritten(schema)[closed],
+            json!(false),
+            "{closed} {keyword}: the compiler refuses what is left"
+        );
+    }
+}
+
+#[test]
+fn targets_of_references_that_are_copied_are_bounded() {
+    let large: Vec<Value> = (0..500).map(|n| json!({"const": n})).collect();
+    // 500 spellings of one pointer.
+    let spelled = |n: u32| -> String {
+        let name = b"abcdefghij".iter().enumerate();
+        let letter = |(at, c): (usize, &u8)| {
+            if n >> at & 1 == 1 { format!("%{c:x}") } else { char::from(*c).to_string() }
+        };
+        format!("#/$defs/{}", name.map(letter).collect::<String>())
+    };
+    let uses: Vec<Value> = (1..500).map(|n| json!({"$ref": spelled(n)})).collect();
+    let mut schema = json!({"$defs": {"abcdefghij": {"anyOf": large}}, "prefixItems": uses});
+    let error = rewrite(schema.as_object_mut().unwrap(), false).unwrap_err();
+    assert!(error.to_string().contains("references expand"), "{error}");
+}

@@ -121,9 +121,15 @@ impl Rewriter<'_> {
     }
 
     fn properties_of(&self, schema: &Value, depth: usize) -> Option<Properties> {
+        self.visit(1)?;
         match schema {
             Value::Bool(_) => Some(Properties::default()),
-            Value::Object(object) if depth < DEPTH_MAX => self.properties(object, depth + 1),
+            Value::Object(object) if depth < DEPTH_MAX => {
+                let evaluated = self.properties(object, depth + 1)?;
+                // The caller merges them with its own.
+                self.visit(evaluated.names.len() + evaluated.patterns.len())?;
+                Some(evaluated)
+            }
             _ => None,
         }
     }
@@ -185,6 +191,7 @@ impl Rewriter<'_> {
     }
 
     fn items_of(&self, schema: &Value, depth: usize) -> Option<Items> {
+        self.visit(1)?;
         match schema {
             Value::Bool(_) => Some(Items::default()),
             Value::Object(object) if depth < DEPTH_MAX => self.items(object, depth + 1),

@@ -98,8 +98,8 @@ impl ChoiceOutput {
             return self.take_parsed(fresh, call, vocabulary);
         }
         let UnreadOutput { mut tokens, mut logprobs, end } = fresh;
-        // With `Stop`, the last token is the stop token; with `Complete`, it is output. The update has no token only if an earlier attempt, on
-        // a worker with another fingerprint, has delivered it.
+        // With `Stop`, the last token is the stop token; with `Complete`, it is output. The update has no token
+        // only if an earlier attempt, on a worker with another fingerprint, has delivered it.
         let stopped = end == Some(FinishReason::Stop);
         let has_stop_token = stopped && !tokens.is_empty();
         self.last_token = tokens.last().copied().or(self.last_token);

@@ -159,12 +159,12 @@ struct Server<'m> {
     model: &'m BenchModel,
     size: EngineSize,
     grammars: Arc<Grammars>,
-    /// Biases of the tokens in [`WORDS`].
+    /// Logit biases in favour of the tokens in [`WORDS`].
     words: Vec<(u32, f32)>,
 }
 
 impl Server<'_> {
-    /// Serves a variant of a workload; returns tokens per second.
+    /// Runs the baseline (0) or the variant (1) of a workload; returns tokens per second.
     fn serve(&self, workload: &Workload, variant: usize, pair: u32) -> BenchResult<f64> {
         let (grammar, drafts_max) = workload.variants[variant].clone();
         // A grammar ends its output itself; without one the length is that of the variant with one.

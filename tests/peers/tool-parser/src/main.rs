@@ -1,7 +1,7 @@
 //! Compares tool calls that Inflight reads in model output with those of SMG's `tool-parser`: outputs of one to three calls with
-//! random arguments, in four formats, whole and randomly divided. `cargo run --release [OUTPUTS [SEED]]`; fails if Inflight's
-//! calls are not those that were written, or if the other parser, given the whole output, reads other ones. Where it reads other
-//! ones from a divided output, that is counted and printed: its streaming is not the reference.
+//! random arguments, in four formats, as one piece and in random pieces. `cargo run --release [OUTPUTS [SEED]]`. It fails if
+//! Inflight parses other calls than those in the output, or if `tool-parser` does, given the output as one piece. Differences of
+//! `tool-parser`'s streaming are counted and printed only.
 
 use std::collections::BTreeMap;
 use std::process::ExitCode;

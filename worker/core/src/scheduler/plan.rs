@@ -256,7 +256,7 @@ impl Scheduler {
         let (start, max) = (self.sequence(index).computed_tokens, self.chunk_max(index, draft));
         let Some(bound) = draft.bound else { return max };
         let mut work = draft.work;
-        if let (true, Some((start, len))) = (bound.shared, draft.reserved_prefill) {
+        if let Some((start, len)) = draft.reserved_prefill {
             work.add(start, len);
         }
         self.cost.chunk_within(&work, start, max, bound.all)

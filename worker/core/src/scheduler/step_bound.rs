@@ -20,11 +20,9 @@ const PREFILL_TIME_FACTOR_MIN: f64 = 0.25;
 pub(super) struct StepBound {
     /// Bound for the chunks of all prompts.
     pub all: Duration,
-    /// Bound for the chunk that is reserved for the first prompt in policy order.
+    /// Bound for the chunk that is reserved for the first prompt in policy order; the chunk counts towards
+    /// `all`.
     pub first: Duration,
-    /// Whether the reserved chunk counts towards `all`; else the first prompt may take as much time again as
-    /// the others.
-    pub shared: bool,
     /// Duration beyond which the step counts as longer, see [`crate::PrefillLoad`].
     pub usual: Duration,
 }
@@ -55,7 +53,7 @@ impl Scheduler {
                 let min = self.cost.target_with_slack(decodes, self.fixed_slack(target, decodes, prompts));
                 let tight = is_tight(target, self.cost.step(decodes));
                 let all = if tight { target.max(min) } else { target };
-                Some(StepBound { all, first: all.max(min), shared: true, usual: all.max(min) })
+                Some(StepBound { all, first: all.max(min), usual: all.max(min) })
             }
             StepTarget::Adaptive(objectives) => {
                 let mut factor = self.prefill_load.factor(prompts);
@@ -74,7 +72,7 @@ impl Scheduler {
                 // Half of the prefill time is for the first prompt in policy order; the rest goes to the
                 // shortest.
                 let first = (decode + (all - decode) / 2).max(min);
-                Some(StepBound { all, first, shared: true, usual: usual.max(min) })
+                Some(StepBound { all, first, usual: usual.max(min) })
             }
         }
     }
