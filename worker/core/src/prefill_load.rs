@@ -13,6 +13,10 @@ use std::time::Duration;
 /// `HEADROOM * r`. A single long prompt raises `r` although no other waits for it, so beyond the minimum, `k` is
 /// bounded by the number of prompts.
 ///
+/// Where prompts are rare, `r` is small, and a single prompt that is computed in one long step leaves the P99 of the gaps
+/// alone, which more and shorter steps would raise: hardly one gap in a hundred is as long. So a prompt that fits into
+/// one step with [`ALONE_SHARE`](Self::ALONE_SHARE) over `r` for `k` is not divided.
+///
 /// Few long steps do not change the P99 of the gaps but finish prompts earlier, so a share of the steps may be
 /// longer: each step earns a part of a credit, and a longer one costs a whole one.
 #[derive(Debug, Clone, Default)]
@@ -28,10 +32,11 @@ pub struct PrefillLoad {
 impl PrefillLoad {
     /// Prefill time per decode time of a step at low load.
     pub const FACTOR_MIN: f64 = 3.0;
-    /// Prefill time per decode time of a step with a single prompt, which is gone the sooner. With less than 3.3, whole
-    /// prompts in one step are better in first tokens and P99 gaps where few clients share a fast device; with more,
-    /// gaps grow and first tokens hardly gain.
-    pub const FACTOR_ALONE: f64 = 3.4;
+    /// Minimum prefill time per decode time of a step with a single prompt.
+    pub const FACTOR_ALONE: f64 = 2.7;
+    /// Ratio of prefill time to decode time, times the prefill time per decode time up to which a single prompt is computed
+    /// in one step.
+    pub const ALONE_SHARE: f64 = 0.6;
     /// Maximum prefill time per decode time of a step.
     pub const FACTOR_MAX: f64 = 8.0;
     /// Prefill time per decode time over the ratio of both on average: mixed steps are then at most a share of
@@ -77,5 +82,9 @@ impl PrefillLoad {
         let needed = (Self::HEADROOM * self.ratio()).min(Self::FACTOR_PER_PROMPT * f64::from(prompts));
         let min = if prompts <= 1 { Self::FACTOR_ALONE } else { Self::FACTOR_MIN };
         needed.clamp(min, Self::FACTOR_MAX)
+    }
+    /// Returns the prefill time per decode time up to which a single prompt is computed in one step.
+    pub fn factor_undivided(&self) -> f64 {
+        (Self::ALONE_SHARE / self.ratio().max(1e-3)).min(Self::FACTOR_MAX)
     }
 }

@@ -175,7 +175,9 @@ impl Scheduler {
                 prefills.push((index, sequence.uncomputed()));
             }
         }
-        draft.bound = self.step_bound(&draft.work, prefills.len() as u32 + self.waiting, Some(now));
+        let prompts = prefills.len() as u32 + self.waiting;
+        let single = if prompts == 1 { self.with_single_prompt(&prefills, &draft.work) } else { None };
+        draft.bound = self.step_bound(&draft.work, prompts, single, Some(now));
         let first = self.reserve_first(&mut prefills, now, draft);
         // The running prefills use the budget before waiting sequences are admitted; then all share it by
         // length.
@@ -208,6 +210,18 @@ impl Scheduler {
             let len = self.prefill_len(index, draft).max(reserved);
             self.push_prefill(index, len, draft);
         }
+    }
+
+    /// Returns the work of a step with the rest of the only prompt, which computes or waits.
+    fn with_single_prompt(&self, prefills: &[(u32, u32)], decodes: &StepWork) -> Option<StepWork> {
+        let index = match prefills {
+            [(index, _)] => *index,
+            _ => *self.flows.values().next()?.first_key_value()?.1,
+        };
+        let sequence = self.sequence(index);
+        let mut work = *decodes;
+        work.add(sequence.computed_tokens, sequence.uncomputed());
+        Some(work)
     }
 
     fn shortest_first(&self, prefills: &mut [(u32, u32)]) {
@@ -266,7 +280,7 @@ impl Scheduler {
     /// the steps; at least 1.
     pub(super) fn chunk_beside(&self, decodes: &StepWork, prompts: u32) -> u32 {
         let max = self.limits.iteration_tokens.saturating_sub(decodes.tokens).max(1);
-        let bound = self.step_bound(decodes, prompts, None);
+        let bound = self.step_bound(decodes, prompts, None, None);
         let within = |bound: StepBound| self.cost.chunk_within(decodes, 0, max, bound.all.max(bound.first));
         bound.map_or(max, within).max(1)
     }

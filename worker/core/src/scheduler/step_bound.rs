@@ -37,11 +37,13 @@ struct Backlog {
 
 impl Scheduler {
     /// Returns the bound for a step with these decodes while `prompts` prompts compute or wait; `None` without
-    /// one. Without `now`, the objective for first tokens has no effect.
+    /// one. `single` is the work of a step with the rest of the prompt, if there is only one. Without `now`, the
+    /// objective for first tokens has no effect.
     pub(super) fn step_bound(
         &self,
         decodes: &StepWork,
         prompts: u32,
+        single: Option<StepWork>,
         now: Option<Time>,
     ) -> Option<StepBound> {
         if decodes.sequences == 0 {
@@ -62,7 +64,12 @@ impl Scheduler {
                 }
                 let decode = self.cost.target_with_slack(decodes, 0.0);
                 let min = self.cost.target_with_slack(decodes, PREFILL_TIME_FACTOR_MIN);
-                let usual = self.cost.target_with_slack(decodes, factor);
+                let mut usual = self.cost.target_with_slack(decodes, factor);
+                if let Some(whole) = single.map(|work| self.cost.step_tail(&work))
+                    && whole <= self.cost.target_with_slack(decodes, self.prefill_load.factor_undivided())
+                {
+                    usual = usual.max(whole);
+                }
                 let target = if self.prefill_load.may_be_longer(prompts) {
                     usual.max(self.cost.target_with_slack(decodes, PrefillLoad::FACTOR_LONGER))
                 } else {
