@@ -18,8 +18,10 @@ use std::time::Duration;
 /// one step with [`ALONE_SHARE`](Self::ALONE_SHARE) over `r` for `k` is not divided.
 ///
 /// Few long steps do not change the P99 of the gaps but finish prompts earlier, so a share of the steps may be
-/// longer: each step earns a part of a credit, and a longer one costs a whole one.
-#[derive(Debug, Clone, Default)]
+/// longer: each step earns a part of a credit, and a longer one costs a whole one. Large prompts gain most from it, and
+/// theirs are the latest first tokens: the smallest prompt that may spend a credit grows with each one spent and shrinks
+/// while credits are left over, so that about as many prompts spend one as earn it.
+#[derive(Debug, Clone)]
 pub struct PrefillLoad {
     /// Decayed time of prefills in seconds.
     prefill_s: f64,
@@ -27,6 +29,14 @@ pub struct PrefillLoad {
     decode_s: f64,
     /// Credits for longer steps.
     credits: f64,
+    /// Prefill time per decode time that a prompt must still need to spend a credit.
+    longer_min: f64,
+}
+
+impl Default for PrefillLoad {
+    fn default() -> Self {
+        Self { prefill_s: 0.0, decode_s: 0.0, credits: 0.0, longer_min: Self::FACTOR_LONGER / 2.0 }
+    }
 }
 
 impl PrefillLoad {
@@ -48,6 +58,10 @@ impl PrefillLoad {
     pub const FACTOR_LONGER: f64 = 12.0;
     /// Share of the steps that may be longer; below 0.01, so that the P99 of the gaps does not change.
     pub const LONGER_SHARE: f64 = 0.009;
+    /// Growth of the smallest prompt that may spend a credit with each one spent, and its decay with each step while the
+    /// credits are at their maximum.
+    const LONGER_GROWTH: f64 = 1.25;
+    const LONGER_DECAY: f64 = 0.99;
     /// Maximum number of credits for longer steps.
     pub const CREDITS_MAX: f64 = 2.0;
     /// Time constant in steps.
@@ -60,16 +74,22 @@ impl PrefillLoad {
         self.decode_s = keep * self.decode_s + took * (1.0 - prefill_share);
     }
 
-    /// Returns true if a step may be longer while `prompts` prompts compute or wait. Where several do, all of
-    /// them would gain little, and the longest gaps would become the usual ones.
-    pub fn may_be_longer(&self, prompts: u32) -> bool {
-        prompts <= 1 && self.credits >= 1.0
+    /// Returns true if a step may be longer for a single prompt that still needs `needed` times the decode time. Where
+    /// several prompts compute or wait, all of them would gain little, and the longest gaps would become the usual ones.
+    pub fn may_be_longer(&self, needed: f64) -> bool {
+        self.credits >= 1.0 && needed >= self.longer_min
     }
 
     /// Earns the part of a credit of a step with decodes, and spends one if the step is longer.
     pub fn spend(&mut self, longer: bool) {
-        self.credits = (self.credits + Self::LONGER_SHARE).min(Self::CREDITS_MAX);
-        self.credits -= if longer { 1.0 } else { 0.0 };
+        self.credits += Self::LONGER_SHARE;
+        if longer {
+            self.credits -= 1.0;
+            self.longer_min = (self.longer_min * Self::LONGER_GROWTH).min(Self::FACTOR_LONGER);
+        } else if self.credits >= Self::CREDITS_MAX {
+            self.credits = Self::CREDITS_MAX;
+            self.longer_min = (self.longer_min * Self::LONGER_DECAY).max(Self::FACTOR_ALONE);
+        }
     }
 
     /// Returns the prefill time per decode time.

@@ -65,12 +65,15 @@ impl Scheduler {
                 let decode = self.cost.target_with_slack(decodes, 0.0);
                 let min = self.cost.target_with_slack(decodes, PREFILL_TIME_FACTOR_MIN);
                 let mut usual = self.cost.target_with_slack(decodes, factor);
-                if let Some(whole) = single.map(|work| self.cost.step_tail(&work))
+                let whole = single.map(|work| self.cost.step_tail(&work));
+                if let Some(whole) = whole
                     && whole <= self.cost.target_with_slack(decodes, self.prefill_load.factor_undivided())
                 {
                     usual = usual.max(whole);
                 }
-                let target = if self.prefill_load.may_be_longer(prompts) {
+                let needed =
+                    whole.map_or(0.0, |whole| whole.as_secs_f64() / decode.as_secs_f64().max(1e-9) - 1.0);
+                let target = if self.prefill_load.may_be_longer(needed) {
                     usual.max(self.cost.target_with_slack(decodes, PrefillLoad::FACTOR_LONGER))
                 } else {
                     usual
