@@ -32,6 +32,8 @@ const CONNECTIONS: usize = 20;
 const ROUNDS_MAX: usize = 6;
 /// Streams that must have been cut at each place.
 const CUT_MIN: usize = 20;
+/// Messages with tokens that a stream must get between two kills. The first may come from before a kill.
+const PROGRESS_MIN: u8 = 3;
 /// Places at which a stream can be cut, in the order of [`Place`].
 const PLACES: [&str; 3] = ["a string of JSON", "reasoning", "arguments of a call"];
 
@@ -48,8 +50,9 @@ enum Place {
     Text,
     Reasoning,
     Arguments,
-    /// Ended, not begun, or between the others.
+    /// Not begun, or between the others.
     Elsewhere,
+    Ended,
 }
 
 /// Everything of a stream that must not depend on where it runs.
@@ -120,7 +123,7 @@ impl Output {
 
     fn place(&self) -> Place {
         match (self.end, self.calls.last()) {
-            (Some(_), _) => Place::Elsewhere,
+            (Some(_), _) => Place::Ended,
             (None, Some((_, arguments))) if is_in_string(arguments) => Place::Arguments,
             (None, None) if is_in_string(&self.text) => Place::Text,
             (None, None) if self.text.is_empty() && !self.reasoning.is_empty() => Place::Reasoning,
@@ -188,13 +191,16 @@ fn request(random: &mut StdRng) -> GenerateRequest {
 struct Requests {
     all: Vec<GenerateRequest>,
     places: Vec<AtomicU8>,
+    /// Messages with tokens of each stream since the last kill; [`PROGRESS_MIN`] if it has ended.
+    progress: Vec<AtomicU8>,
 }
 
 impl Requests {
     fn draw(seed: u64) -> Self {
         let mut random = StdRng::seed_from_u64(seed);
         let all: Vec<_> = (0..STREAMS).map(|_| request(&mut random)).collect();
-        Self { all, places: (0..STREAMS).map(|_| AtomicU8::new(Place::Elsewhere as u8)).collect() }
+        let places = (0..STREAMS).map(|_| AtomicU8::new(Place::Elsewhere as u8)).collect();
+        Self { all, places, progress: (0..STREAMS).map(|_| AtomicU8::new(0)).collect() }
     }
 
     /// Reads a stream to its end; sends the number of tokens of each message to `received`.
@@ -209,11 +215,30 @@ impl Requests {
         while let Some(message) = stream.message().await? {
             let tokens = output.add(message.event.context("an empty message")?)?;
             self.places[nth].store(output.place() as u8, Ordering::Relaxed);
+            if output.usage.is_some() {
+                self.progress[nth].store(PROGRESS_MIN, Ordering::Relaxed);
+            } else if tokens > 0 && self.progress[nth].load(Ordering::Relaxed) < PROGRESS_MIN {
+                self.progress[nth].fetch_add(1, Ordering::Relaxed);
+            }
             // The receiver is gone once no more workers are killed.
             let _ = received.send(tokens);
         }
         ensure!(output.usage.is_some(), "the stream ended without `completed`");
         Ok(output)
+    }
+
+    /// Whether every stream has progressed. Otherwise a further kill would put those that have not under suspicion of
+    /// killing their workers: they would be quarantined, and the next kill would fail them.
+    fn all_progressed(&self) -> bool {
+        self.progress.iter().all(|progress| progress.load(Ordering::Relaxed) >= PROGRESS_MIN)
+    }
+
+    /// Begins to wait for progress, of all streams or of those that have not ended.
+    fn await_progress(&self, of_all: bool) {
+        for (place, progress) in self.places.iter().zip(&self.progress) {
+            let open = of_all || place.load(Ordering::Relaxed) != Place::Ended as u8;
+            progress.store(if open { 0 } else { PROGRESS_MIN }, Ordering::Relaxed);
+        }
     }
 
     /// Number of streams at each place.
@@ -310,6 +335,7 @@ async fn failover(seed: u64) -> Result<()> {
     for _ in 0..ROUNDS_MAX {
         let (sender, mut received) = mpsc::unbounded_channel();
         let mut streams = JoinSet::new();
+        requests.await_progress(true);
         for nth in 0..STREAMS {
             let (requests, undisturbed) = (Arc::clone(&requests), Arc::clone(&undisturbed));
             let (client, sender) = (cluster.client(nth), sender.clone());
@@ -324,7 +350,7 @@ async fn failover(seed: u64) -> Result<()> {
         let mut left: u64 = random.random_range(2_000..10_000);
         while let Some(tokens) = received.recv().await {
             left -= tokens.min(left);
-            if left > 0 {
+            if left > 0 || !requests.all_progressed() {
                 continue;
             }
             for (sum, count) in cut.iter_mut().zip(requests.count()) {
@@ -337,6 +363,7 @@ async fn failover(seed: u64) -> Result<()> {
             kills += 1;
             // What arrived meanwhile does not count.
             while received.try_recv().is_ok() {}
+            requests.await_progress(false);
             left = random.random_range(2_000..10_000);
         }
         while let Some(ended) = streams.join_next().await {
