@@ -103,6 +103,7 @@ impl PrefillLoad {
         let min = if prompts <= 1 { Self::FACTOR_ALONE } else { Self::FACTOR_MIN };
         needed.clamp(min, Self::FACTOR_MAX)
     }
+
     /// Returns the prefill time per decode time up to which a single prompt is computed in one step.
     pub fn factor_undivided(&self) -> f64 {
         (Self::ALONE_SHARE / self.ratio().max(1e-3)).min(Self::FACTOR_MAX)
