@@ -32,7 +32,8 @@ const CONNECTIONS: usize = 20;
 const ROUNDS_MAX: usize = 6;
 /// Streams that must have been cut at each place.
 const CUT_MIN: usize = 20;
-/// Messages with tokens that a stream must get between two kills. The first may come from before a kill.
+/// Minimum messages with tokens that each open stream receives between two kills; the first can have been sent before the
+/// earlier kill.
 const PROGRESS_MIN: u8 = 3;
 /// Places at which a stream can be cut, in the order of [`Place`].
 const PLACES: [&str; 3] = ["a string of JSON", "reasoning", "arguments of a call"];
@@ -50,7 +51,7 @@ enum Place {
     Text,
     Reasoning,
     Arguments,
-    /// Not begun, or between the others.
+    /// Before the first token, or outside strings, reasoning and arguments.
     Elsewhere,
     Ended,
 }
@@ -227,8 +228,8 @@ impl Requests {
         Ok(output)
     }
 
-    /// Whether every stream has progressed. Otherwise a further kill would put those that have not under suspicion of
-    /// killing their workers: they would be quarantined, and the next kill would fail them.
+    /// Whether every open stream has progressed since the last kill. The router quarantines requests that lose two workers
+    /// in a row without a token, and fails them if the next worker is lost, too.
     fn all_progressed(&self) -> bool {
         self.progress.iter().all(|progress| progress.load(Ordering::Relaxed) >= PROGRESS_MIN)
     }

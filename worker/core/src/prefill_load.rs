@@ -13,14 +13,14 @@ use std::time::Duration;
 /// `HEADROOM * r`. A single long prompt raises `r` although no other waits for it, so beyond the minimum, `k` is
 /// bounded by the number of prompts.
 ///
-/// Where prompts are rare, `r` is small, and a single prompt that is computed in one long step leaves the P99 of the gaps
-/// alone, which more and shorter steps would raise: hardly one gap in a hundred is as long. So a prompt that fits into
-/// one step with [`ALONE_SHARE`](Self::ALONE_SHARE) over `r` for `k` is not divided.
+/// If `r` is small, prompts are rare: a single prompt in one long step makes about 1 % of the gaps long, so it does not
+/// determine their P99, and chunks would only make more gaps long. So a single prompt is computed in one step if that step
+/// has at most `ALONE_SHARE / r` times its decode time of prefill.
 ///
 /// Few long steps do not change the P99 of the gaps but finish prompts earlier, so a share of the steps may be
-/// longer: each step earns a part of a credit, and a longer one costs a whole one. Large prompts gain most from it, and
-/// theirs are the latest first tokens: the smallest prompt that may spend a credit grows with each one spent and shrinks
-/// while credits are left over, so that about as many prompts spend one as earn it.
+/// longer: each step earns a part of a credit, and a longer one costs a whole one. Only large prompts may spend credits,
+/// since they have the highest TTFT and the most chunks. The minimum size adapts to the load: it grows with each credit
+/// spent and shrinks while the credits are at their maximum.
 #[derive(Debug, Clone)]
 pub struct PrefillLoad {
     /// Decayed time of prefills in seconds.
@@ -29,7 +29,7 @@ pub struct PrefillLoad {
     decode_s: f64,
     /// Credits for longer steps.
     credits: f64,
-    /// Prefill time per decode time that a prompt must still need to spend a credit.
+    /// Minimum remaining prefill time, per decode time, of a prompt that may spend a credit.
     longer_min: f64,
 }
 
@@ -44,8 +44,7 @@ impl PrefillLoad {
     pub const FACTOR_MIN: f64 = 3.0;
     /// Minimum prefill time per decode time of a step with a single prompt.
     pub const FACTOR_ALONE: f64 = 2.7;
-    /// Ratio of prefill time to decode time, times the prefill time per decode time up to which a single prompt is computed
-    /// in one step.
+    /// `ALONE_SHARE / r` is the prefill time per decode time up to which a single prompt is computed in one step.
     pub const ALONE_SHARE: f64 = 0.6;
     /// Maximum prefill time per decode time of a step.
     pub const FACTOR_MAX: f64 = 8.0;
@@ -58,9 +57,9 @@ impl PrefillLoad {
     pub const FACTOR_LONGER: f64 = 12.0;
     /// Share of the steps that may be longer; below 0.01, so that the P99 of the gaps does not change.
     pub const LONGER_SHARE: f64 = 0.009;
-    /// Growth of the smallest prompt that may spend a credit with each one spent, and its decay with each step while the
-    /// credits are at their maximum.
+    /// Factor on the minimum size of prompts that may spend a credit, for each credit spent.
     const LONGER_GROWTH: f64 = 1.25;
+    /// The same for each step with the maximum number of credits.
     const LONGER_DECAY: f64 = 0.99;
     /// Maximum number of credits for longer steps.
     pub const CREDITS_MAX: f64 = 2.0;
@@ -74,8 +73,9 @@ impl PrefillLoad {
         self.decode_s = keep * self.decode_s + took * (1.0 - prefill_share);
     }
 
-    /// Returns true if a step may be longer for a single prompt that still needs `needed` times the decode time. Where
-    /// several prompts compute or wait, all of them would gain little, and the longest gaps would become the usual ones.
+    /// Returns true if a step may be longer for a single prompt whose remaining prefill takes `needed` times the decode
+    /// time. Steps with several prompts are never longer: each prompt would gain little, and more than 1 % of the gaps would
+    /// be long.
     pub fn may_be_longer(&self, needed: f64) -> bool {
         self.credits >= 1.0 && needed >= self.longer_min
     }

@@ -415,7 +415,8 @@ proptest! {
                 let first = spec.scored.map_or(usize::MAX, |received| received as usize + 1);
                 let expected: Vec<_> =
                     (first..spec.prompt.len()).map(|at| score_of(&spec.prompt[..at], spec.prompt[at])).collect();
-                // The first choice delivers them; the others may end before it is cancelled.
+                // Choice 0 delivers the prompt's scores. If it was cancelled they are incomplete, whatever the other choices'
+                // finish reasons.
                 match &finish {
                     _ if choice > 0 => prop_assert!(expected.starts_with(&got)),
                     Some(Finish::Ended(FinishReason::Cancelled)) => prop_assert!(expected.starts_with(&got)),

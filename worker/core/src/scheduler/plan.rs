@@ -212,7 +212,7 @@ impl Scheduler {
         }
     }
 
-    /// Returns the work of a step with the rest of the only prompt, which computes or waits.
+    /// Returns the work of a step with these decodes and all uncomputed tokens of the only prompt, running or waiting.
     fn with_single_prompt(&self, prefills: &[(u32, u32)], decodes: &StepWork) -> Option<StepWork> {
         let index = match prefills {
             [(index, _)] => *index,

@@ -37,8 +37,8 @@ struct Backlog {
 
 impl Scheduler {
     /// Returns the bound for a step with these decodes while `prompts` prompts compute or wait; `None` without
-    /// one. `single` is the work of a step with the rest of the prompt, if there is only one. Without `now`, the
-    /// objective for first tokens has no effect.
+    /// one. `single`: work of a step with these decodes and all uncomputed tokens of the only prompt; `None` with several
+    /// prompts or none. Without `now`, the TTFT objective has no effect.
     pub(super) fn step_bound(
         &self,
         decodes: &StepWork,
