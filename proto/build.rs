@@ -4,8 +4,9 @@ use std::{env, error::Error, fs, path::PathBuf};
 
 use prost::Message as _;
 
-const FILES: [&str; 4] = [
+const FILES: [&str; 5] = [
     "inference/grpc_service.proto",
+    "inflight/v1/admin.proto",
     "inflight/v1/inference.proto",
     "inflight/v1/sampling.proto",
     "inflight/v1/worker.proto",

@@ -1,15 +1,18 @@
 //! `inflight diagnose`: prints the bottlenecks that workers report.
 
+mod cluster;
+
 use std::io::Write as _;
 
 use inflight_net::SecretFile;
 use inflight_proto::prove;
 use inflight_proto::v1::worker_client::WorkerClient;
-use inflight_proto::v1::{DiagnoseRequest, DiagnoseResponse, IterationSummary, Load};
+use inflight_proto::v1::{DiagnoseRequest, DiagnoseResponse, Finding, IterationSummary, Load};
 use serde_json::json;
 
 use crate::exit::{self, CommandError, Exit};
 use crate::generate::connect;
+use crate::tls::ClientArgs;
 use crate::units::Span;
 use crate::worker_secret::WorkerSecretArgs;
 
@@ -20,8 +23,12 @@ const DIAGNOSE_PATH: &str = "/inflight.v1.Worker/Diagnose";
 #[derive(Debug, Clone, clap::Args)]
 pub struct Args {
     /// Addresses of workers, such as 127.0.0.1:8652; `inflight up` prints those it started
-    #[arg(value_name = "ADDRESS", required = true)]
+    #[arg(value_name = "ADDRESS", required_unless_present = "router")]
     pub workers: Vec<String>,
+    /// Address of a router, such as 127.0.0.1:8650: diagnoses it and all workers that it is connected to. It must
+    /// run with --admin, and --api-key must be an administrator's
+    #[arg(long, value_name = "ADDRESS", conflicts_with = "workers", env = "INFLIGHT_DIAGNOSE_ROUTER")]
+    pub router: Option<String>,
     /// Also print this many of the last iterations
     #[arg(long, value_name = "N", default_value_t = 0, value_parser = clap::value_parser!(u32).range(0..=1024))]
     pub iterations: u32,
@@ -33,6 +40,8 @@ pub struct Args {
     pub json: bool,
     #[command(flatten)]
     pub secret: WorkerSecretArgs,
+    #[command(flatten)]
+    pub connection: ClientArgs,
 }
 
 /// Queries each worker in turn and prints its diagnosis.
@@ -40,11 +49,14 @@ pub struct Args {
 /// # Errors
 /// A worker did not answer; the others are queried nevertheless.
 pub async fn run(args: Args) -> Result<(), CommandError> {
+    let objective = u64::try_from(args.slo_queue.0.as_micros()).unwrap_or(u64::MAX);
+    let request = DiagnoseRequest { iterations: args.iterations, queue_objective_us: objective };
+    if let Some(router) = &args.router {
+        return cluster::run(router, request, &args).await;
+    }
     let secret = args.secret.open()?;
     let secrets = secret.as_ref().map(SecretFile::secrets).unwrap_or_default();
     let mut outcome = Ok(());
-    let objective = u64::try_from(args.slo_queue.0.as_micros()).unwrap_or(u64::MAX);
-    let request = DiagnoseRequest { iterations: args.iterations, queue_objective_us: objective };
     for worker in &args.workers {
         match diagnose(worker, request, &secrets).await {
             Ok(answer) => {
@@ -62,13 +74,17 @@ pub async fn run(args: Args) -> Result<(), CommandError> {
     outcome
 }
 
+/// Returns an address as a URL.
+fn url_of(address: &str) -> String {
+    if address.contains("://") { address.to_owned() } else { format!("http://{address}") }
+}
+
 async fn diagnose(
     worker: &str,
     request: DiagnoseRequest,
     secrets: &[Vec<u8>],
 ) -> Result<DiagnoseResponse, CommandError> {
-    let url = if worker.contains("://") { worker.to_owned() } else { format!("http://{worker}") };
-    let mut client = WorkerClient::new(connect(&url).await?);
+    let mut client = WorkerClient::new(connect(&url_of(worker)).await?);
     let request = prove(&mut client, secrets, DIAGNOSE_PATH, request).await;
     let (request, _) = request.map_err(|error| CommandError::new(Exit::Unavailable, error.to_string()))?;
     let answer = client.diagnose(request).await;
@@ -96,19 +112,30 @@ fn render(worker: &str, answer: &DiagnoseResponse) -> String {
         let what = if *window_iterations == 0 { "no iterations yet" } else { "no bottleneck found" };
         text.push_str(&format!("  {what}\n"));
     }
-    for finding in findings {
-        text.push_str(&format!(
-            "  {:>3.0} %  {}: {}\n         → {}\n",
-            finding.window_share * 100.0,
-            finding.bottleneck.replace('_', " "),
-            finding.evidence,
-            finding.advice
-        ));
-    }
+    findings.iter().for_each(|finding| text.push_str(&finding_lines(finding)));
     for step in iterations {
         text.push_str(&iteration_line(step));
     }
     text
+}
+
+fn finding_lines(finding: &Finding) -> String {
+    format!(
+        "  {:>3.0} %  {}: {}\n         → {}\n",
+        finding.window_share * 100.0,
+        finding.bottleneck.replace('_', " "),
+        finding.evidence,
+        finding.advice
+    )
+}
+
+fn finding_json(finding: &Finding) -> serde_json::Value {
+    json!({
+        "bottleneck": finding.bottleneck,
+        "window_share": finding.window_share,
+        "evidence": finding.evidence,
+        "advice": finding.advice,
+    })
 }
 
 /// Returns a diagnosis as a JSON object and a newline.
@@ -124,14 +151,7 @@ fn json_line(worker: &str, answer: &DiagnoseResponse) -> String {
             "preemptions": load.preemptions,
         })
     };
-    let findings = answer.findings.iter().map(|finding| {
-        json!({
-            "bottleneck": finding.bottleneck,
-            "window_share": finding.window_share,
-            "evidence": finding.evidence,
-            "advice": finding.advice,
-        })
-    });
+    let findings = answer.findings.iter().map(finding_json);
     let iterations = answer.iterations.iter().map(|step| {
         json!({
             "iteration": step.iteration,
@@ -180,7 +200,6 @@ fn iteration_line(step: &IterationSummary) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use inflight_proto::v1::Finding;
 
     #[test]
     fn a_diagnosis_shows_evidence_and_advice_of_each_finding() {

@@ -259,7 +259,10 @@ pub async fn connect_with(url: &str, connection: &ClientArgs) -> Result<Channel,
 }
 
 /// Returns the endpoint of a server.
-fn endpoint(url: &str, connection: &ClientArgs) -> Result<Endpoint, CommandError> {
+///
+/// # Errors
+/// The URL is malformed, or a certificate cannot be used.
+pub fn endpoint(url: &str, connection: &ClientArgs) -> Result<Endpoint, CommandError> {
     let mut endpoint = Endpoint::from_shared(url.to_owned()).map_err(|error| {
         CommandError::new(Exit::Usage, format!("--endpoint {url:?}: {error}; write it like http://HOST:PORT"))
     })?;

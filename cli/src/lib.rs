@@ -4,10 +4,14 @@ mod bench;
 mod chat;
 mod child_log;
 mod config;
+mod control_socket;
 mod conversation;
 mod diagnose;
+#[cfg(test)]
+mod documents;
 mod event;
 mod exit;
+mod exposition;
 #[cfg(feature = "fuzz")]
 #[doc(hidden)]
 pub mod fuzz;
@@ -15,7 +19,10 @@ mod generate;
 mod gpus;
 mod key;
 mod memory_share;
+mod metrics_compat;
 mod metrics_endpoint;
+mod otlp_metrics;
+mod recording_dir;
 mod renamed;
 mod replay;
 mod role;
@@ -28,6 +35,7 @@ mod telemetry;
 mod temporary_secret;
 mod tls;
 mod tool_file;
+mod top;
 mod transcript;
 mod units;
 mod up;
@@ -67,6 +75,8 @@ enum Subcommand {
     Replay(replay::Args),
     /// Runs a router: admits, queues and dispatches requests, streams tokens to clients
     Router(Box<router::Args>),
+    /// Shows what a cluster does now: workers, tenants and requests, in the terminal
+    Top(Box<top::Args>),
     /// Sums the usage logs of routers by tenant, model or day
     Usage(usage::Args),
     /// Runs a worker: loads a model and generates tokens on one device or tensor-parallel group
@@ -86,6 +96,7 @@ pub fn main() -> ExitCode {
             Subcommand::Key(args) => key::run(&args),
             Subcommand::Replay(args) => replay::run(&args),
             Subcommand::Router(args) => role::block_on(None, router::run(*args)),
+            Subcommand::Top(args) => role::block_on(Some(1), top::run(*args)),
             Subcommand::Usage(args) => usage::run(&args),
             // The engine has its own threads; the session service needs few.
             Subcommand::Worker(args) => role::block_on(Some(2), worker::run(*args)),

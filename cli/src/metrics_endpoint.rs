@@ -23,6 +23,7 @@ use tonic::transport::server::Connected as _;
 use tower::ServiceExt as _;
 
 use crate::exit::CommandError;
+use crate::metrics_compat::{self, MetricsCompat};
 use crate::renamed;
 
 /// Maximum connections of scrapers and probes.
@@ -50,13 +51,30 @@ const UPKEEP_INTERVAL: Duration = Duration::from_secs(5);
 static READY: OnceLock<Box<dyn Fn() -> bool + Send + Sync>> = OnceLock::new();
 
 /// Recorder of the process.
-static RECORDER: OnceLock<PrometheusHandle> = OnceLock::new();
+static RECORDER: OnceLock<ProcessRecorder> = OnceLock::new();
 
-/// Renders the metrics of the process for Prometheus; empty if no endpoint was started.
+/// Recorder, and the names under which its metrics are served beside ours.
+struct ProcessRecorder {
+    handle: PrometheusHandle,
+    compat: Option<MetricsCompat>,
+}
+
+/// Renders the metrics of the process for Prometheus; empty if no recorder was installed.
 pub fn render() -> String {
-    let Some(handle) = RECORDER.get() else { return String::new() };
+    let mut text = snapshot();
+    let compat = RECORDER.get().and_then(|recorder| recorder.compat);
+    if let Some(compat) = compat {
+        let added = metrics_compat::render(compat, &text);
+        text.push_str(&added);
+    }
+    text + &renamed_metrics()
+}
+
+/// Renders the metrics of the process under our names only.
+pub fn snapshot() -> String {
+    let Some(recorder) = RECORDER.get() else { return String::new() };
     sample_process();
-    handle.render() + &renamed_metrics()
+    recorder.handle.render()
 }
 
 /// Sets the readiness check of the process. Only the first call has an effect.
@@ -65,16 +83,11 @@ pub fn ready_when(ready: impl Fn() -> bool + Send + Sync + 'static) {
     let _ = READY.set(Box::new(ready));
 }
 
-/// Installs the metrics recorder of the process and serves it at `address`; returns the bound address.
+/// Installs the metrics recorder of the process. Must be called within a Tokio runtime.
 ///
 /// # Errors
-/// The port is taken, or a recorder is already installed.
-pub async fn start(address: SocketAddr, histograms: &[(&str, &[f64])]) -> Result<SocketAddr, CommandError> {
-    let listener = TcpListener::bind(address).await.map_err(|error| {
-        let context = format!("cannot listen on {address} for metrics; choose another with --metrics-listen");
-        CommandError::chain(&context, &error)
-    })?;
-    let bound = listener.local_addr().map_err(|error| CommandError::chain("no metrics address", &error))?;
+/// A recorder is already installed.
+pub fn install(histograms: &[(&str, &[f64])], compat: Option<MetricsCompat>) -> Result<(), CommandError> {
     let mut builder = PrometheusBuilder::new();
     for (name, buckets) in histograms {
         builder = builder
@@ -87,8 +100,8 @@ pub async fn start(address: SocketAddr, histograms: &[(&str, &[f64])]) -> Result
         .map_err(|error| CommandError::chain("metrics recorder", &error))?;
     describe_process();
     // Fails only if it was set before; a process has one recorder.
-    let _ = RECORDER.set(handle.clone());
-    let upkeep = handle.clone();
+    let _ = RECORDER.set(ProcessRecorder { handle: handle.clone(), compat });
+    let upkeep = handle;
     tokio::spawn(async move {
         let mut ticks = tokio::time::interval(UPKEEP_INTERVAL);
         loop {
@@ -96,12 +109,25 @@ pub async fn start(address: SocketAddr, histograms: &[(&str, &[f64])]) -> Result
             upkeep.run_upkeep();
         }
     });
-    tokio::spawn(serve(listener, handle));
+    Ok(())
+}
+
+/// Serves the metrics of the process at `address`; returns the bound address.
+///
+/// # Errors
+/// The port is taken.
+pub async fn start(address: SocketAddr) -> Result<SocketAddr, CommandError> {
+    let listener = TcpListener::bind(address).await.map_err(|error| {
+        let context = format!("cannot listen on {address} for metrics; choose another with --metrics-listen");
+        CommandError::chain(&context, &error)
+    })?;
+    let bound = listener.local_addr().map_err(|error| CommandError::chain("no metrics address", &error))?;
+    tokio::spawn(serve(listener));
     Ok(bound)
 }
 
-async fn serve(listener: TcpListener, handle: PrometheusHandle) {
-    let routes = routes(handle);
+async fn serve(listener: TcpListener) {
+    let routes = routes();
     let mut connections = Acceptor::new("metrics", listener, None, LIMITS).incoming();
     while let Some(Ok(connection)) = connections.next().await {
         let (routes, peer) = (routes.clone(), connection.connect_info());
@@ -126,13 +152,12 @@ async fn serve(listener: TcpListener, handle: PrometheusHandle) {
     }
 }
 
-fn routes(handle: PrometheusHandle) -> Router {
+fn routes() -> Router {
     let scrapes = Arc::new(Semaphore::new(SCRAPES_MAX));
     let metrics = async move || {
         // Cannot fail: the semaphore is never closed.
         let _permit = scrapes.acquire().await;
-        sample_process();
-        handle.render() + &renamed_metrics()
+        render()
     };
     let readiness = async || match READY.get().is_some_and(|ready| ready()) {
         true => (StatusCode::OK, "ready\n"),

@@ -8,7 +8,7 @@ use std::time::Duration;
 use inflight_net::ConnectionLimits;
 use inflight_router::metrics::{METRICS, MetricKind};
 use inflight_router::{
-    FormatChoice, HttpOptions, Options, PlacementKind, ReasoningFormat, Router, ToolCallFormat,
+    Admin, FormatChoice, HttpOptions, Options, PlacementKind, ReasoningFormat, Router, ToolCallFormat,
     UsageLogOptions, UsageLogPolicy,
 };
 
@@ -226,6 +226,18 @@ pub struct Args {
     /// Serve gRPC server reflection
     #[arg(long, value_name = "BOOL", default_value_t = Options::default().reflection, action = clap::ArgAction::Set, env = "INFLIGHT_ROUTER_REFLECTION")]
     pub reflection: bool,
+    /// Serve operators: gRPC's Admin service and, over HTTP, the live view at /ui: off, read-only, or on
+    #[arg(long, value_name = "MODE", default_value_t = Options::default().admin, env = "INFLIGHT_ROUTER_ADMIN")]
+    pub admin: Admin,
+    /// Maximum viewers of the live view
+    #[arg(long, value_name = "N", default_value_t = Options::default().viewers_max, env = "INFLIGHT_ROUTER_VIEWERS_MAX")]
+    pub viewers_max: u32,
+    /// Bytes a second that a viewer of the live view is sent
+    #[arg(long, value_name = "BYTES", default_value_t = ByteSize(Options::default().viewer_bytes_per_second), env = "INFLIGHT_ROUTER_VIEWER_BYTES_PER_SECOND")]
+    pub viewer_bytes_per_second: ByteSize,
+    /// Socket of the supervisor, which kills workers for the live view; set by `inflight up`
+    #[arg(long, hide = true)]
+    pub supervisor: Option<PathBuf>,
     #[command(flatten)]
     pub tls: tls::ServerArgs,
     #[command(flatten)]
@@ -328,6 +340,10 @@ impl Args {
             model_retention: self.model_retention.0,
             keepalive_interval: self.keepalive_interval.0,
             reflection: self.reflection,
+            admin: self.admin,
+            viewers_max: self.viewers_max,
+            viewer_bytes_per_second: self.viewer_bytes_per_second.0,
+            supervisor: self.supervisor.clone(),
         };
         options.validate().map_err(|error| CommandError::new(Exit::Usage, error.to_string()))?;
         Ok(options)

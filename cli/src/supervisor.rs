@@ -18,13 +18,14 @@ use futures::StreamExt as _;
 use rand::Rng as _;
 use tokio::io::AsyncRead;
 use tokio::process::{Child, ChildStdin, Command};
-use tokio::sync::mpsc;
+use tokio::sync::{mpsc, oneshot};
 use tokio::task::JoinHandle;
 use tokio_util::codec::{FramedRead, LinesCodec};
 use tokio_util::sync::CancellationToken;
 
 use crate::child_log;
 use crate::event::{ClusterMember, RoleEvent};
+use crate::recording_dir::RecordingDir;
 
 /// Number of last log lines of a child that are reported with its death.
 const TAIL_LINES_MAX: usize = 20;
@@ -54,6 +55,8 @@ pub struct ChildSpec {
     pub http: Option<SocketAddr>,
     /// Drain timeout of the child.
     pub drain_timeout: Duration,
+    /// Where the child records, if it does: each start in a file of its own.
+    pub record: Option<RecordingDir>,
 }
 
 /// Lifecycle event of a child process.
@@ -85,11 +88,30 @@ pub enum ChildEvent {
 /// Callback that receives the log lines of children with the child's name.
 pub type LogSink = Arc<dyn Fn(&str, &child_log::LogLine) + Send + Sync>;
 
+/// Kills a child, which its supervisor starts again. Cheap to clone.
+#[derive(Debug, Clone)]
+pub struct Killer(mpsc::Sender<oneshot::Sender<bool>>);
+
+impl Killer {
+    /// Creates a killer and the receiver of its requests, each answered by whether the child ran.
+    pub fn new() -> (Self, mpsc::Receiver<oneshot::Sender<bool>>) {
+        let (sender, receiver) = mpsc::channel(1);
+        (Self(sender), receiver)
+    }
+
+    /// Kills the child. Returns whether it ran.
+    pub async fn kill(&self) -> bool {
+        let (answer, killed) = oneshot::channel();
+        self.0.send(answer).await.is_ok() && killed.await.unwrap_or(false)
+    }
+}
+
 /// Handle to the task that runs and restarts a child process until it is stopped.
 #[derive(Debug)]
 pub struct ChildSupervisor {
     task: JoinHandle<()>,
     stop: CancellationToken,
+    killer: Killer,
 }
 
 impl ChildSupervisor {
@@ -103,8 +125,14 @@ impl ChildSupervisor {
     ) -> Self {
         let stop = CancellationToken::new();
         let sender = EventSender { index, events };
-        let task = tokio::spawn(supervise(spec, sender, log_sink, stop.clone(), abort));
-        Self { task, stop }
+        let (killer, kills) = Killer::new();
+        let task = tokio::spawn(supervise(spec, sender, log_sink, kills, stop.clone(), abort));
+        Self { task, stop, killer }
+    }
+
+    /// Returns what kills the child.
+    pub fn killer(&self) -> Killer {
+        self.killer.clone()
     }
 
     /// Asks the child to drain and waits until it has exited.
@@ -136,15 +164,18 @@ async fn supervise(
     mut spec: ChildSpec,
     sender: EventSender,
     log_sink: LogSink,
+    mut kills: mpsc::Receiver<oneshot::Sender<bool>>,
     stop: CancellationToken,
     abort: CancellationToken,
 ) {
     let mut ever_ready = false;
     let mut backoff = BACKOFF_FIRST;
+    let mut starts = 0u32;
     loop {
         let started = Instant::now();
-        let outcome = match RunningChild::start(&spec, &log_sink) {
-            Ok(running) => running.wait(&mut spec, &sender, &stop, &abort).await,
+        starts = starts.saturating_add(1);
+        let outcome = match RunningChild::start(&spec, starts, &log_sink) {
+            Ok(running) => running.wait(&mut spec, &sender, &mut kills, &stop, &abort).await,
             Err(error) => ChildExit::Died { status: error.to_string(), was_ready: false, tail: Vec::new() },
         };
         let (status, was_ready, tail) = match outcome {
@@ -163,10 +194,16 @@ async fn supervise(
         let retry_in = backoff.mul_f64(rand::rng().random_range(0.5..1.0));
         backoff = (backoff * 2).min(BACKOFF_MAX);
         sender.send(ChildEvent::Lost { status, retry_in }).await;
-        tokio::select! {
-            () = tokio::time::sleep(retry_in) => {}
-            () = stop.cancelled() => return,
-            () = abort.cancelled() => return,
+        let pause = tokio::time::sleep(retry_in);
+        tokio::pin!(pause);
+        loop {
+            tokio::select! {
+                () = &mut pause => break,
+                // Dead already.
+                Some(answer) = kills.recv() => drop(answer.send(false)),
+                () = stop.cancelled() => return,
+                () = abort.cancelled() => return,
+            }
         }
     }
 }
@@ -209,12 +246,14 @@ struct RunningChild {
 }
 
 impl RunningChild {
-    fn start(spec: &ChildSpec, log_sink: &LogSink) -> io::Result<Self> {
+    /// Starts the child; `starts` counts the starts so far, this one included.
+    fn start(spec: &ChildSpec, starts: u32, log_sink: &LogSink) -> io::Result<Self> {
         let mut child = Command::new(program()?)
             .args(&spec.arguments)
             .arg(format!("--listen={}", spec.listen))
             .arg(format!("--metrics-listen={}", spec.metrics))
             .args(spec.http.map(|http| format!("--http-listen={http}")))
+            .args(spec.record.as_ref().map(|record| record.flag(&spec.name, starts)))
             .arg("--supervised")
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
@@ -239,6 +278,7 @@ impl RunningChild {
         mut self,
         spec: &mut ChildSpec,
         sender: &EventSender,
+        kills: &mut mpsc::Receiver<oneshot::Sender<bool>>,
         stop: &CancellationToken,
         abort: &CancellationToken,
     ) -> ChildExit {
@@ -270,6 +310,8 @@ impl RunningChild {
                     Some(Err(_)) => {}
                     None => stdout_open = false,
                 },
+                // The next turn finds it dead.
+                Some(answer) = kills.recv() => drop(answer.send(self.child.start_kill().is_ok())),
                 () = stop.cancelled() => {
                     self.shut_down(spec.drain_timeout, abort).await;
                     return ChildExit::Stopped;

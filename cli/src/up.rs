@@ -1,5 +1,7 @@
 //! `inflight up`: a router and workers on this machine, as supervised child processes.
 
+mod announcement;
+
 use std::collections::BTreeMap;
 use std::ffi::OsString;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener};
@@ -13,19 +15,23 @@ use inflight_proto::v1::{ListModelsRequest, Model, inference_client::InferenceCl
 use inflight_worker::Device;
 use tokio::sync::mpsc;
 use tokio_util::sync::CancellationToken;
+use tokio_util::task::AbortOnDropHandle;
 
 use crate::child_log;
 use crate::config::given_flags;
+use crate::control_socket::{self, ControlSocket};
 use crate::event::{self, ClusterEvent, ClusterMember};
 use crate::exit::{self, CommandError, Exit};
 use crate::gpus;
 use crate::memory_share;
+use crate::recording_dir::RecordingDir;
 use crate::signals::{self, Stop};
 use crate::supervisor::{ChildEvent, ChildSpec, ChildSupervisor, LogSink};
 use crate::telemetry;
 use crate::temporary_secret::SecretPath;
 use crate::units::{OptionalPort, Span};
 use crate::worker::EngineArgs;
+use announcement::Announcement;
 
 /// Index of the router among the members; worker N has index N + 1.
 const ROUTER: usize = 0;
@@ -67,6 +73,10 @@ pub struct Args {
     /// File with the secret that router and workers share [default: a random one until `up` ends]
     #[arg(long, value_name = "FILE", env = "INFLIGHT_WORKER_SECRET_FILE")]
     pub worker_secret_file: Option<PathBuf>,
+    /// Directory in which router and workers record their decisions, for `inflight replay`; a process that is started
+    /// again begins a new file there
+    #[arg(long, value_name = "DIR", env = "INFLIGHT_UP_RECORD")]
+    pub record: Option<PathBuf>,
     /// Time for open streams to finish after Ctrl-C; a second Ctrl-C ends at once
     #[arg(long, value_name = "DURATION", default_value = "30s", env = "INFLIGHT_DRAIN_TIMEOUT")]
     pub drain_timeout: Span,
@@ -133,10 +143,14 @@ struct ClusterPlan {
     router_flags: Vec<OsString>,
     telemetry_flags: Vec<OsString>,
     drain_timeout: Duration,
+    /// Where the processes record, if they do.
+    record: Option<RecordingDir>,
     /// File with the secret of the workers.
     worker_secret: SecretPath,
     /// Key of the router that outlives its restarts.
     _resume_key: SecretPath,
+    /// Socket over which the router has workers killed.
+    control: ControlSocket,
 }
 
 impl ClusterPlan {
@@ -183,6 +197,7 @@ impl ClusterPlan {
             probes.push(probe_port(*address, "--metrics-port")?);
         }
         drop(probes);
+        let record = args.record.as_deref().map(RecordingDir::open).transpose()?;
         let group = |augment: fn(Command) -> Command| given_flags(&augment(Command::new("group")), matches);
         let mut worker_flags = group(<EngineArgs as clap::Args>::augment_args);
         if args.engine.threads.is_none() {
@@ -193,7 +208,13 @@ impl ClusterPlan {
         worker_flags.extend(memory_share::flags(&args.engine, &worker_flags, workers));
         let resume_key = SecretPath::new(args.resume_key_file.as_deref(), "resume-key")?;
         let worker_secret = SecretPath::new(args.worker_secret_file.as_deref(), "worker-secret")?;
-        let router_flags = router_flags(args, resume_key.path(), worker_secret.path());
+        let control = ControlSocket::create()
+            .map_err(|error| CommandError::chain("cannot create a folder for the control socket", &error))?;
+        let mut router_flags = router_flags(args, resume_key.path(), worker_secret.path());
+        // On an address of the network, only who has a key may kill workers.
+        let admin = if args.host.is_loopback() || args.tenants_file.is_some() { "on" } else { "read-only" };
+        router_flags.push(format!("--admin={admin}").into());
+        router_flags.push(path_flag("--supervisor=", control.path()));
         worker_flags.push(path_flag("--secret-file=", worker_secret.path()));
         let given = |flag: &OsString| flag.to_string_lossy().starts_with("--gpu-memory-utilization");
         let divide_memory = !worker_flags.iter().any(given);
@@ -220,8 +241,10 @@ impl ClusterPlan {
             router_flags,
             telemetry_flags,
             drain_timeout: args.drain_timeout.0,
+            record,
             worker_secret,
             _resume_key: resume_key,
+            control,
         })
     }
 
@@ -238,6 +261,7 @@ impl ClusterPlan {
             metrics: self.worker_metrics[number],
             http: None,
             drain_timeout: self.drain_timeout,
+            record: self.record.clone(),
         }
     }
 
@@ -253,6 +277,7 @@ impl ClusterPlan {
             metrics: self.router_metrics,
             http: self.router_http,
             drain_timeout: self.drain_timeout,
+            record: self.record.clone(),
         }
     }
 }
@@ -317,6 +342,12 @@ impl LocalCluster {
                 return Ok(());
             }
         }
+        let listener = self.plan.control.listen();
+        let listener =
+            listener.map_err(|error| CommandError::chain("cannot listen on the control socket", &error))?;
+        let killers = self.supervisors.iter().map(|(number, supervisor)| (*number, supervisor.killer()));
+        let control = control_socket::serve(listener, killers.collect());
+        let _control = AbortOnDropHandle::new(tokio::spawn(control));
         let addresses: Vec<SocketAddr> = self.members.values().map(|member| member.address).collect();
         self.start(ROUTER, self.plan.router(&addresses));
         // The router is ready once it has a worker's model bundle (tokenizer, chat template).
@@ -437,7 +468,7 @@ impl LocalCluster {
     fn print_ready(&self, models: &[Model]) {
         let endpoint = self.endpoint();
         let Some(router) = self.members.get(&ROUTER) else { return };
-        let members: Vec<&ClusterMember> =
+        let workers: Vec<&ClusterMember> =
             self.members.range(ROUTER + 1..).map(|(_, member)| member).collect();
         let http = router.http.map(|address| format!("http://{}", from_here(address)));
         if self.json {
@@ -445,47 +476,13 @@ impl LocalCluster {
                 endpoint: &format!("http://{endpoint}"),
                 http: http.as_deref(),
                 router,
-                workers: &members,
+                workers: &workers,
                 worker_secret_file: self.plan.worker_secret.path(),
             });
             return;
         }
-        let command = own_command();
-        let endpoint_flag = if endpoint == "127.0.0.1:8650" {
-            String::new()
-        } else {
-            format!("--endpoint http://{endpoint} ")
-        };
-        let mut text = String::from("\ninflight is ready\n\n");
-        for model in models {
-            let Model { name, architecture, context_tokens, .. } = model;
-            text.push_str(&format!(
-                "  model    {name} ({architecture}, context of {context_tokens} tokens)\n"
-            ));
-        }
-        text.push_str(&format!("  gRPC     {endpoint}\n"));
-        if let Some(http) = &http {
-            text.push_str(&format!("  HTTP     {http}/v1 (OpenAI), {http} (Anthropic)\n"));
-        }
-        for worker in &members {
-            text.push_str(&format!("  worker   {} ({})\n", worker.address, worker.name));
-        }
-        for member in std::iter::once(&router).chain(&members) {
-            if let Some(metrics) = member.metrics {
-                text.push_str(&format!("  metrics  http://{metrics}/metrics ({})\n", member.name));
-            }
-        }
-        let (secret, workers) = (self.plan.worker_secret.path().display(), addresses(&members));
-        text.push_str(&format!(
-            "\nSee what limits the workers:\n\n  {command} diagnose --worker-secret-file {secret} {workers}\n"
-        ));
-        let curl = http.map_or_else(String::new, |http| curl(&http, models.first()));
-        text.push_str(&format!(
-            "\nTry, from another terminal:\n\n  {command} generate {endpoint_flag}\"What is continuous batching?\"\n{curl}  \
-             grpcurl -plaintext -d '{{\"text\": \"Once upon a time\"}}' {endpoint} inflight.v1.Inference/Generate\n\n\
-             Stop it with Ctrl-C here, or with:\n\n  kill {}\n",
-            std::process::id()
-        ));
+        let worker_secret = self.plan.worker_secret.path();
+        let text = Announcement { endpoint, http, models, router, workers: &workers, worker_secret }.text();
         // A closed pipe is ignored: the cluster runs without a reader.
         let _ = std::io::Write::write_all(&mut std::io::stdout().lock(), text.as_bytes());
     }
@@ -531,28 +528,6 @@ fn from_here(address: SocketAddr) -> SocketAddr {
     SocketAddr::new(ip, address.port())
 }
 
-/// Returns the addresses of members as command-line arguments.
-fn addresses(members: &[&ClusterMember]) -> String {
-    members.iter().map(|member| member.address.to_string()).collect::<Vec<_>>().join(" ")
-}
-
-/// Returns a command line that calls the HTTP APIs: a conversation, or a text if the model has no chat
-/// template.
-fn curl(http: &str, model: Option<&Model>) -> String {
-    let (path, body) = match model {
-        Some(model) if !model.has_chat_template => {
-            ("completions", r#"{"prompt": "Once upon a time", "max_tokens": 64}"#)
-        }
-        _ => (
-            "chat/completions",
-            r#"{"messages": [{"role": "user", "content": "What is continuous batching?"}]}"#,
-        ),
-    };
-    // Without a key no model is known here: the router requires one.
-    let key = if model.is_none() { " -H \"authorization: Bearer $KEY\"" } else { "" };
-    format!("  curl {http}/v1/{path} -H 'content-type: application/json'{key} -d '{body}'\n")
-}
-
 fn workers(count: usize) -> String {
     if count == 1 { "1 worker".to_owned() } else { format!("{count} workers") }
 }
@@ -576,22 +551,5 @@ async fn wait_for_workers(endpoint: String, wanted: u32) -> Vec<Model> {
         }
         tokio::time::sleep(delay).await;
         delay = (delay * 2).min(Duration::from_millis(200));
-    }
-}
-
-/// Returns the command that runs this program from a shell in the current directory.
-fn own_command() -> String {
-    let Ok(program) = std::env::current_exe() else { return "inflight".to_owned() };
-    let on_path = std::env::var_os("PATH").is_some_and(|path| {
-        std::env::split_paths(&path)
-            .any(|directory| directory.join("inflight").canonicalize().is_ok_and(|p| p == program))
-    });
-    if on_path {
-        return "inflight".to_owned();
-    }
-    let here = std::env::current_dir().ok();
-    match here.and_then(|here| program.strip_prefix(here).map(|relative| relative.to_owned()).ok()) {
-        Some(relative) => format!("./{}", relative.display()),
-        None => program.display().to_string(),
     }
 }

@@ -121,6 +121,18 @@ pub struct EngineArgs {
     /// Output tokens for which a sequence reserves KV blocks at admission [default: one block]
     #[arg(long, value_name = "N", env = "INFLIGHT_WORKER_DECODE_RESERVE_TOKENS")]
     pub decode_reserve_tokens: Option<u32>,
+    /// Share of the KV blocks that admission keeps free for the growth of running sequences, from 0 to 0.5: more
+    /// means fewer preemptions and fewer sequences at once
+    #[arg(long, value_name = "PART", default_value_t = Options::default().kv_watermark, env = "INFLIGHT_WORKER_KV_WATERMARK")]
+    pub kv_watermark: f64,
+    /// Minimum difference of priorities for a waiting request to preempt a running one, at least 1: more means fewer
+    /// preemptions and longer waits of important requests
+    #[arg(long, value_name = "LEVELS", default_value_t = Options::default().preemption_threshold, env = "INFLIGHT_WORKER_PREEMPTION_THRESHOLD")]
+    pub preemption_threshold: u32,
+    /// Maximum number of sequences admitted past a waiting one for which too few KV blocks are free, at most 10000;
+    /// fewer means shorter waits of large requests and longer ones of small requests
+    #[arg(long, value_name = "N", default_value_t = Options::default().bypass_max, env = "INFLIGHT_WORKER_BYPASS_MAX")]
+    pub bypass_max: u32,
     /// Maximum sequence length, prompt and output together [default: the model's context length]
     #[arg(long, value_name = "N", env = "INFLIGHT_WORKER_MAX_CONTEXT_TOKENS")]
     pub max_context_tokens: Option<u32>,
@@ -229,6 +241,9 @@ impl Args {
             max_sequences: engine.max_sequences,
             max_batch_tokens: engine.max_batch_tokens,
             decode_reserve_tokens: engine.decode_reserve_tokens,
+            kv_watermark: engine.kv_watermark,
+            preemption_threshold: engine.preemption_threshold,
+            bypass_max: engine.bypass_max,
             max_context_tokens: engine.max_context_tokens,
             max_waiting: engine.max_waiting,
             max_sessions: self.max_sessions,

@@ -291,7 +291,7 @@ DEVICE void cp_async_wait_for(uint32_t count) {
     }
 }
 
-// Sums and maxima over a warp, the same in every lane, in one fixed order.
+// Sums, maxima and minima over a warp, the same in every lane, in one fixed order.
 DEVICE float warp_sum(float value) {
     UNROLL
     for (uint32_t mask = WARP / 2; mask > 0; mask /= 2) {
@@ -317,6 +317,13 @@ DEVICE uint32_t warp_sum(uint32_t value) {
     UNROLL
     for (uint32_t mask = WARP / 2; mask > 0; mask /= 2) {
         value += shuffle_xor(value, mask);
+    }
+    return value;
+}
+DEVICE uint32_t warp_min(uint32_t value) {
+    UNROLL
+    for (uint32_t mask = WARP / 2; mask > 0; mask /= 2) {
+        value = smaller(value, shuffle_xor(value, mask));
     }
     return value;
 }

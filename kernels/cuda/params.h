@@ -95,27 +95,39 @@ struct CopyParams {
     uint64_t block_bytes;  // a multiple of 16
 };
 
-// How a row's token is chosen.
+constexpr uint32_t RECENT_TOKENS = 32;
+
+// A sequence's output, as far as masks depend on it.
+struct SlotOutput {
+    uint32_t generated;             // tokens that count
+    uint32_t recent[RECENT_TOKENS]; // the last of them, as a ring
+};
+
+// How a row's token is chosen. The rows of a slot are neighbours: the first, then one behind each of its drafts. A draft is
+// the input token of its row.
 struct SamplingRow {
     uint32_t *history; // [vocabulary]: how often generated, top bit: in the prompt; or null
     const uint32_t *adjustments; // [biases + masked, (token, bias as bits)]
     const uint32_t *allowed;     // [vocabulary / 32] bits of the tokens allowed; or null: all
     const uint32_t *words;       // bad words: [word_count + 1] starts, then their tokens; or null
-    uint32_t *recent;            // [RECENT_TOKENS]: the last tokens generated, as a ring; or null
+    SlotOutput *output;          // or null, without bad words and min_tokens
     uint64_t seed;
-    uint32_t biases, masked;
+    uint32_t biases, masked;     // `masked` counts until `min_tokens` are generated
     uint32_t choice, position;
     float temperature, top_p, min_p; // temperature 0: the most probable
     uint32_t top_k;                  // 0: all
     float repetition, frequency, presence;
     uint32_t logprobs; // 0: none; else one more than the number of alternatives
-    uint32_t active;   // 0: the row is padding
+    uint32_t rows;     // of the slot in this batch; 0: the row is padding
+    uint32_t nth;      // this row among them: as many drafts precede it, at most DRAFTS_MAX
+    uint32_t draft;    // place in `tokens` of the slot's first draft
     uint32_t word_count;
-    uint32_t generated; // tokens generated before
-    uint32_t fallback;  // chosen where all tokens are masked; ~0: none
+    uint32_t min_tokens;
+    uint32_t fallback; // chosen where all tokens are masked; ~0: none
 };
 
-constexpr uint32_t RECENT_TOKENS = 32;
+// Drafts of a slot: a thread of its row's block holds one each.
+constexpr uint32_t DRAFTS_MAX = 512;
 
 constexpr uint32_t TOP_MAX = 20;
 
@@ -128,11 +140,13 @@ struct SamplingResult {
     float logprobs[TOP_MAX];
 };
 
+// Of `sample` and `accept_drafts`.
 struct SamplingParams {
     float *logits;           // [rows, stride]; changed where a row asks for adjustments
     const SamplingRow *rows;
     SamplingResult *results; // [rows]
     uint32_t *sampled;       // [rows]
+    const uint32_t *tokens;  // of the batch's rows
     uint32_t vocabulary;
     uint32_t stride;         // a multiple of 4
 };

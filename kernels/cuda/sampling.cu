@@ -377,23 +377,56 @@ DEVICE uint32_t pick(SamplingShared &shared, const Kept &kept, uint32_t vocabula
     return token;
 }
 
-DEVICE void adjust(const SamplingRow &row, float *logits, uint32_t vocabulary) {
-    if (row.history) {
-        for (uint32_t i = thread_index(); i < vocabulary; i += SAMPLING_THREADS) {
-            uint32_t seen = row.history[i];
-            if (seen) {
-                float x = clean(logits[i]);
-                x = x > 0.0f ? divide_exact(x, row.repetition) : multiply_exact(x, row.repetition);
-                uint32_t times = seen & 0x7fffffff;
-                if (times > 0) {
-                    x = x - multiply_exact((float)times, row.frequency);
-                    x = x - row.presence;
-                }
-                logits[i] = x;
-            }
+// The logit of a token that is in the prompt or was generated; SEEN as in a history.
+DEVICE float penalized(const SamplingRow &row, float logit, uint32_t seen) {
+    float x = clean(logit);
+    x = x > 0.0f ? divide_exact(x, row.repetition) : multiply_exact(x, row.repetition);
+    uint32_t times = seen & 0x7fffffff;
+    if (times > 0) {
+        x = x - multiply_exact((float)times, row.frequency);
+        x = x - row.presence;
+    }
+    return x;
+}
+
+// Penalties. A row counts only if the drafts before it stand, so to it they are generated, which the history does not know.
+DEVICE void penalize(const SamplingRow &row, const uint32_t *drafts, float *logits, uint32_t vocabulary) {
+    uint32_t before = MUTANT(DraftPenalty, 0, row.nth), own = thread_index(), token = 0, times = 0;
+    float with_drafts = 0.0f;
+    bool first = own < before; // the first draft of its token
+    if (first) {
+        token = drafts[own];
+        for (uint32_t i = 0; i < before; i++) {
+            bool same = drafts[i] == token;
+            times += same;
+            first = first && !(same && i < own);
+        }
+        with_drafts = penalized(row, logits[token], row.history[token] + times);
+    }
+    if (before > 0) {
+        barrier();
+    }
+    for (uint32_t i = thread_index(); i < vocabulary; i += SAMPLING_THREADS) {
+        uint32_t seen = row.history[i];
+        if (seen) {
+            logits[i] = penalized(row, logits[i], seen);
+        }
+    }
+    barrier();
+    if (before > 0) {
+        if (first) {
+            logits[token] = with_drafts;
         }
         barrier();
     }
+}
+
+DEVICE void adjust(const SamplingRow &row, const uint32_t *drafts, float *logits, uint32_t vocabulary) {
+    if (row.history) {
+        penalize(row, drafts, logits, vocabulary);
+    }
+    uint32_t counted = row.output ? row.output->generated : 0, generated = counted + row.nth;
+    uint32_t ending = MUTANT(DraftMinimum, counted, generated) < row.min_tokens ? row.masked : 0;
     for (uint32_t i = thread_index(); i < row.biases; i += SAMPLING_THREADS) {
         uint32_t token = row.adjustments[2 * i];
         if (token < vocabulary) {
@@ -401,7 +434,7 @@ DEVICE void adjust(const SamplingRow &row, float *logits, uint32_t vocabulary) {
         }
     }
     barrier();
-    for (uint32_t i = thread_index(); i < row.masked; i += SAMPLING_THREADS) {
+    for (uint32_t i = thread_index(); i < ending; i += SAMPLING_THREADS) {
         uint32_t token = row.adjustments[2 * (row.biases + i)];
         if (token < vocabulary) {
             logits[token] = -INFINITE;
@@ -418,9 +451,11 @@ DEVICE void adjust(const SamplingRow &row, float *logits, uint32_t vocabulary) {
     for (uint32_t i = thread_index(); i < row.word_count; i += SAMPLING_THREADS) {
         const uint32_t *tokens = row.words + row.word_count + 1 + row.words[i];
         uint32_t before = row.words[i + 1] - row.words[i] - 1;
-        bool ends = before <= row.generated;
+        bool ends = before <= generated;
         for (uint32_t j = 0; ends && j < before; j++) {
-            ends = row.recent[(row.generated - before + j) % RECENT_TOKENS] == tokens[j];
+            uint32_t at = generated - before + j;
+            bool drafted = MUTANT(DraftWord, false, at >= counted);
+            ends = (drafted ? drafts[at - counted] : row.output->recent[at % RECENT_TOKENS]) == tokens[j];
         }
         if (ends && tokens[before] < vocabulary) {
             logits[tokens[before]] = -INFINITE;
@@ -477,17 +512,18 @@ DEVICE void report(SamplingShared &shared, uint32_t alternatives, const float *l
     }
 }
 
-// One block a row.
+// One block a row. Rows of a slot with drafts are drawn at once, each as if all drafts before it stood, and only read the slot's
+// history and output; accept_drafts counts their tokens.
 KERNEL(sample, SamplingParams, SAMPLING_THREADS, 1) {
     SamplingShared &shared = *(SamplingShared *)shared_memory();
     const SamplingRow &row = p.rows[block_index()];
-    if (!row.active) {
+    if (row.rows == 0) {
         return;
     }
     uint32_t vocabulary = p.vocabulary;
     float *logits = p.logits + (uint64_t)block_index() * p.stride;
     if (row.history || row.biases || row.masked || row.allowed || row.word_count) {
-        adjust(row, logits, vocabulary);
+        adjust(row, p.tokens + row.draft, logits, vocabulary);
     }
     uint64_t top = best_of(shared, logits, vocabulary);
     uint32_t token = ~(uint32_t)top;
@@ -520,12 +556,44 @@ KERNEL(sample, SamplingParams, SAMPLING_THREADS, 1) {
     if (thread_index() == 0) {
         result.token = token;
         p.sampled[block_index()] = token;
-        if (row.history) {
+        if (row.rows == 1 && row.history) {
             row.history[token] += 1;
         }
-        if (row.recent) {
-            row.recent[row.generated % RECENT_TOKENS] = token;
+        if (row.rows == 1 && row.output) {
+            row.output->recent[row.output->generated % RECENT_TOKENS] = token;
+            row.output->generated += 1;
         }
+    }
+}
+
+constexpr uint32_t ACCEPT_THREADS = WARP;
+
+// One block a row; that of a slot's first row of several counts the slot's tokens: each but the first counts if all before it
+// equal the drafts behind them.
+KERNEL(accept_drafts, SamplingParams, ACCEPT_THREADS, 1) {
+    const SamplingRow &row = p.rows[block_index()];
+    if (row.rows < 2 || row.nth > 0) {
+        return;
+    }
+    const uint32_t *sampled = p.sampled + block_index(), *drafts = p.tokens + row.draft;
+    uint32_t count = row.rows;
+    for (uint32_t i = lane(); i + 1 < row.rows; i += WARP) {
+        count = sampled[i] == drafts[i] ? count : smaller(count, i + 1);
+    }
+    count = MUTANT(RejectedCounts, row.rows, warp_min(count));
+    uint32_t generated = row.output ? row.output->generated : 0;
+    for (uint32_t i = lane(); i < count; i += WARP) {
+        if (row.history) {
+            atomic_add(row.history + sampled[i], 1u);
+        }
+        // Each place of the ring is its last token's.
+        if (row.output && i + RECENT_TOKENS >= count) {
+            row.output->recent[(generated + i) % RECENT_TOKENS] = sampled[i];
+        }
+    }
+    warp_barrier();
+    if (row.output && lane() == 0) {
+        row.output->generated = generated + count;
     }
 }
 

@@ -11,6 +11,8 @@ pub mod cuda;
 mod dtype;
 mod encoding;
 mod philox;
+#[cfg(test)]
+mod test_size;
 
 pub use dtype::{Dtype, widen};
 pub use encoding::Encoding;

@@ -14,6 +14,7 @@ mod format_choice;
 #[cfg(feature = "fuzz")]
 #[doc(hidden)]
 pub mod fuzz;
+mod live;
 pub mod metrics;
 mod options;
 mod outcome;
@@ -35,6 +36,6 @@ pub use inflight_output_parser::{ReasoningFormat, ToolCallFormat};
 pub use inflight_router_core::{
     Command, Event, PlacementKind, UnknownPlacement, WorkerCommand, is_recording, replay,
 };
-pub use options::{HttpOptions, Options, OptionsError, UsageLogOptions, UsageLogPolicy};
+pub use options::{Admin, HttpOptions, Options, OptionsError, UsageLogOptions, UsageLogPolicy};
 pub use router::{Core, Error, Handle, Router};
 pub use stats::RouterStats;

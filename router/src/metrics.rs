@@ -90,6 +90,28 @@ metrics_table! {
         "Requests in the queue";
     QUEUE_TOKENS = "inflight_router_queue_tokens", MetricKind::Gauge, Unit::Count, [],
         "Tokens in the queue: prompts plus max_tokens of all choices";
+    QUEUE_REQUESTS_MAX = "inflight_router_queue_requests_max", MetricKind::Gauge, Unit::Count, [],
+        "Maximum requests in the queue (--queue-requests-max)";
+    QUEUE_TOKENS_MAX = "inflight_router_queue_tokens_max", MetricKind::Gauge, Unit::Count, [],
+        "Maximum tokens in the queue (--queue-tokens-max)";
+    STREAMS_MAX = "inflight_router_open_calls_max", MetricKind::Gauge, Unit::Count, [],
+        "Maximum open Generate calls (--streams-max)";
+    RECEIVE_BYTES_MAX = "inflight_router_receive_bytes_max", MetricKind::Gauge, Unit::Bytes, [],
+        "Maximum bytes of request messages that are being received or tokenized (--receive-bytes-max)";
+    TOKENIZE_WAITING_MAX = "inflight_router_tokenize_queue_requests_max", MetricKind::Gauge, Unit::Count, [],
+        "Maximum requests with large prompts that wait for a tokenizer thread (--tokenize-queue-max)";
+    BYPASS_MAX = "inflight_router_bypass_max", MetricKind::Gauge, Unit::Count, [],
+        "Maximum requests dispatched ahead of a head-of-line request that fits on no worker (--bypass-max)";
+    WORKER_COMMANDS_MAX = "inflight_router_worker_command_queue_messages_max", MetricKind::Gauge, Unit::Count, [],
+        "Maximum messages to a worker that it has not read (--worker-commands-max)";
+    RETRY_RATE = "inflight_router_retry_rate", MetricKind::Gauge, Unit::Count, [],
+        "Maximum resubmissions a second after losses of workers (--retry-rate)";
+    MODEL_WORKERS = "inflight_router_model_workers", MetricKind::Gauge, Unit::Count, ["model"],
+        "Workers that serve a model and do not drain";
+    MODEL_QUEUE_REQUESTS = "inflight_router_model_queue_requests", MetricKind::Gauge, Unit::Count, ["model"],
+        "Requests in the queue, by model";
+    FINISHED_CHOICES = "inflight_router_finished_choices_total", MetricKind::Counter, Unit::Count, ["model", "reason"],
+        "Choices of admitted requests that ended, by finish reason: stop, length, deadline, cancelled or error";
     QUEUE_SECONDS = "inflight_router_queue_seconds", MetricKind::Histogram(FIRST_TOKEN_BUCKETS), Unit::Seconds, ["model"],
         "Queueing time of a request, from arrival to its first dispatch";
     WORKERS_CONFIGURED = "inflight_router_workers_configured", MetricKind::Gauge, Unit::Count, [],
@@ -178,6 +200,14 @@ metrics_table! {
     FIRST_TOKEN_SECONDS = "gen_ai_server_time_to_first_token_seconds", MetricKind::Histogram(FIRST_TOKEN_BUCKETS),
         Unit::Seconds, ["gen_ai_request_model", "gen_ai_operation_name"],
         "Time to first token, from arrival";
+    VIEWERS = "inflight_router_viewers", MetricKind::Gauge, Unit::Count, [],
+        "Viewers of the live view (Watch and /ui/events)";
+    VIEWERS_REFUSED = "inflight_router_viewers_refused_total", MetricKind::Counter, Unit::Count, [],
+        "Viewers refused by the limit of --viewers-max";
+    VIEWER_BYTES = "inflight_router_viewer_bytes_total", MetricKind::Counter, Unit::Bytes, ["protocol"],
+        "Bytes sent to viewers of the live view, by protocol";
+    VIEWER_SKIPPED_UPDATES = "inflight_router_viewer_skipped_updates_total", MetricKind::Counter, Unit::Count, [],
+        "Updates left out because a viewer read too slowly or its --viewer-bytes-per-second were spent";
     INTER_TOKEN_SECONDS = "inflight_router_inter_token_seconds", MetricKind::Histogram(GAP_BUCKETS), Unit::Seconds,
         ["model"],
         "Every gap between tokens of a choice, as they come from the worker; tokens that come together are one";

@@ -13,6 +13,7 @@ use tonic::transport::Endpoint;
 
 use crate::cluster::discovery::{Source, SourceError};
 use crate::format_choice::FormatChoice;
+use crate::metrics as names;
 
 /// Options of the HTTP APIs.
 #[derive(Debug, Clone)]
@@ -85,6 +86,42 @@ impl UsageLogOptions {
     /// Returns the default options of a log in `directory`: 64 files of 64 MiB, about 10 million requests.
     pub fn new(directory: PathBuf) -> Self {
         Self { directory, file_bytes_max: 64 << 20, files_max: 64, on_error: UsageLogPolicy::Refuse }
+    }
+}
+
+/// The service for operators: gRPC's `Admin` and, over HTTP, `/ui`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum Admin {
+    /// Not served.
+    #[default]
+    Off,
+    /// Served, without anything that changes the cluster.
+    ReadOnly,
+    /// Served.
+    On,
+}
+
+impl Admin {
+    /// All modes.
+    const ALL: [Self; 3] = [Self::Off, Self::ReadOnly, Self::On];
+}
+
+impl fmt::Display for Admin {
+    fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
+        out.write_str(match self {
+            Self::Off => "off",
+            Self::ReadOnly => "read-only",
+            Self::On => "on",
+        })
+    }
+}
+
+impl FromStr for Admin {
+    type Err = String;
+
+    fn from_str(name: &str) -> Result<Self, String> {
+        let found = Self::ALL.into_iter().find(|mode| mode.to_string() == name);
+        found.ok_or_else(|| "not off, read-only or on".to_owned())
     }
 }
 
@@ -199,6 +236,14 @@ pub struct Options {
     pub resume_keys: Vec<Vec<u8>>,
     /// Time after its last message in which a stream can be resumed.
     pub resume_age_max: Duration,
+    /// The service for operators.
+    pub admin: Admin,
+    /// Maximum viewers of the live view, over gRPC and HTTP together.
+    pub viewers_max: u32,
+    /// Bytes a second that a viewer is sent.
+    pub viewer_bytes_per_second: u64,
+    /// Socket of the supervisor of `inflight up`, which kills workers for the live view.
+    pub supervisor: Option<PathBuf>,
 }
 
 impl Default for Options {
@@ -256,6 +301,10 @@ impl Default for Options {
             usage_log: None,
             resume_keys: Vec::new(),
             resume_age_max: Duration::from_secs(600),
+            admin: Admin::Off,
+            viewers_max: 8,
+            viewer_bytes_per_second: 1 << 20,
+            supervisor: None,
         }
     }
 }
@@ -302,6 +351,18 @@ pub enum OptionsError {
 }
 
 impl Options {
+    /// Sets the gauges of the router's limits.
+    pub(crate) fn export_limits(&self) {
+        metrics::gauge!(names::QUEUE_REQUESTS_MAX).set(self.queue_requests_max as f64);
+        metrics::gauge!(names::QUEUE_TOKENS_MAX).set(self.queue_tokens_max as f64);
+        metrics::gauge!(names::STREAMS_MAX).set(self.streams_max as f64);
+        metrics::gauge!(names::RECEIVE_BYTES_MAX).set(self.receive_bytes_max as f64);
+        metrics::gauge!(names::TOKENIZE_WAITING_MAX).set(self.tokenize_queue_max as f64);
+        metrics::gauge!(names::BYPASS_MAX).set(self.bypass_max);
+        metrics::gauge!(names::WORKER_COMMANDS_MAX).set(self.worker_commands_max as f64);
+        metrics::gauge!(names::RETRY_RATE).set(self.retry_rate);
+    }
+
     /// Validates the options.
     ///
     /// # Errors
@@ -341,6 +402,8 @@ impl Options {
             ("client_buffer_tokens", self.client_buffer_tokens == 0),
             ("discovery_interval", self.discovery_interval.is_zero()),
             ("stall_timeout", self.stall_timeout.is_zero()),
+            ("viewers_max", self.viewers_max == 0),
+            ("viewer_bytes_per_second", self.viewer_bytes_per_second == 0),
             ("connect_timeout", self.connect_timeout.is_zero()),
             ("reconnect_backoff_max", self.reconnect_backoff_max.is_zero()),
             ("session_timeout", self.session_timeout.is_zero()),

@@ -27,11 +27,13 @@ use crate::api::arrival::receive_budget;
 use crate::api::http::RenderMetrics;
 use crate::api::ingress::Ingress;
 use crate::api::key_failures::KeyFailures;
+use crate::api::operations::Operations;
 use crate::api::serve::Shared;
 use crate::clock;
 use crate::cluster::connector::Connector;
 use crate::cluster::discovery::Source;
 use crate::cluster::membership::Membership;
+use crate::cluster::worker_calls::WorkerCalls;
 use crate::dispatcher::SharedDispatcher;
 use crate::metrics as names;
 use crate::options::{Options, OptionsError};
@@ -251,6 +253,7 @@ impl Core {
         let Self { options, dispatch, sources, connector, tls: _, http_tls: _, tenants, metrics, usage } =
             self;
         names::describe();
+        options.export_limits();
         metrics::gauge!(names::WORKERS_CONNECTED).set(0.0);
         let open = TaskTracker::new();
         let (reporter, health) = tonic_health::server::health_reporter();
@@ -260,9 +263,11 @@ impl Core {
 
         // Dropping it when this function returns aborts the tasks.
         let mut tasks = JoinSet::new();
-        let (members, of_members) = (options.clone(), dispatch.clone());
+        let calls = Arc::new(WorkerCalls::new(&options));
+        let (members, of_members, of_calls) = (options.clone(), dispatch.clone(), calls.clone());
         tasks.spawn(restart_on_panic("membership", move || {
-            Membership::new(&members, of_members.clone(), connector.clone()).follow(sources.clone())
+            Membership::new(&members, of_members.clone(), connector.clone(), of_calls.clone())
+                .follow(sources.clone())
         }));
         let ticking = dispatch.clone();
         tasks.spawn(restart_on_panic("ticks", move || tick(ticking.clone())));
@@ -276,10 +281,22 @@ impl Core {
         }
 
         let admission = Admission::new(dispatch.clone());
+        let operations = dispatch.live().map(|hub| {
+            let (hub, drain, tenants) = (hub.clone(), drain.clone(), tenants.clone());
+            Operations { hub, calls, drain, tenants }
+        });
         let ingress = Arc::new(Ingress::new(&options, dispatch, open.clone(), usage.clone()));
         let key_failures = Arc::new(KeyFailures::new(&options));
-        let shared =
-            Shared { options, tenants, key_failures, admission, ingress, open, drain: drain.clone() };
+        let shared = Shared {
+            options,
+            tenants,
+            key_failures,
+            admission,
+            ingress,
+            operations,
+            open,
+            drain: drain.clone(),
+        };
         let budget = receive_budget(&shared.options);
         let grpc = shared.serve_grpc(incoming, health, budget.clone())?;
         let http = http.zip(shared.options.http.as_ref());

@@ -1,18 +1,20 @@
 //! Tenants: their keys, certificates and limits, from a file that is reloaded on changes.
 
+mod file;
+
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
 use std::time::{Duration, SystemTime};
 
-use inflight_contract::{Priority, Weight};
 use inflight_net::{FileWatcher, Identity};
-use inflight_router_core::{DailyBudget, QueueLimits, TenantGate, TenantLimits};
-use serde::Deserialize;
+use inflight_router_core::{DailyBudget, TenantGate, TenantLimits};
 use sha2::{Digest as _, Sha256};
 use subtle::ConstantTimeEq as _;
 use time::OffsetDateTime;
 use time::format_description::well_known::Rfc3339;
+
+use file::TenantsFile;
 
 /// Interval of checking the file for changes.
 const CHECK_INTERVAL: Duration = Duration::from_secs(1);
@@ -42,58 +44,6 @@ pub enum TenantsError {
     },
 }
 
-/// Tenants' file: TOML, or JSON by its extension.
-#[derive(Debug, Deserialize)]
-#[serde(deny_unknown_fields)]
-struct TenantsFile {
-    /// Tenant of callers without key and certificate; without it they are rejected.
-    anonymous: Option<String>,
-    /// Default limits of tenants.
-    #[serde(default)]
-    defaults: LimitsEntry,
-    #[serde(default)]
-    tenants: BTreeMap<String, TenantEntry>,
-}
-
-#[derive(Debug, Clone, Default, Deserialize)]
-#[serde(deny_unknown_fields)]
-struct LimitsEntry {
-    weight: Option<f32>,
-    priority_max: Option<i32>,
-    requests_per_minute: Option<u64>,
-    tokens_per_minute: Option<u64>,
-    tokens_per_day: Option<u64>,
-    concurrent_requests: Option<u32>,
-    connections: Option<u32>,
-    queue_requests: Option<usize>,
-    queue_tokens: Option<u64>,
-}
-
-// serde's `deny_unknown_fields` does not work with `flatten`, so the limits are a table of their own.
-#[derive(Debug, Deserialize)]
-#[serde(deny_unknown_fields)]
-struct TenantEntry {
-    #[serde(default)]
-    limits: LimitsEntry,
-    #[serde(default)]
-    keys: Vec<KeyEntry>,
-    /// Names in client certificates, or `sha256:` and a certificate's digest.
-    #[serde(default)]
-    certificates: Vec<String>,
-}
-
-#[derive(Debug, Deserialize)]
-#[serde(deny_unknown_fields)]
-struct KeyEntry {
-    /// Display name of the key.
-    #[serde(default)]
-    name: String,
-    /// SHA-256 of the key, in hex.
-    sha256: String,
-    /// Expiry in RFC 3339.
-    expires: Option<String>,
-}
-
 /// Authenticated caller, in the extensions of every call that passed authentication.
 #[derive(Debug, Clone)]
 pub(crate) enum Caller {
@@ -116,6 +66,14 @@ impl Caller {
             Self::Tenant { key_id, .. } => key_id,
         }
     }
+
+    /// Returns the tenant's name if the caller may not use the service for operators.
+    pub(crate) fn lacks_admin(&self) -> Option<&str> {
+        match self {
+            Self::Anyone => None,
+            Self::Tenant { tenant, .. } => (!tenant.lock().admin).then_some(&tenant.name),
+        }
+    }
 }
 
 /// Tenant with its usage of limits at this router.
@@ -128,15 +86,16 @@ pub(crate) struct Tenant {
 #[derive(Debug)]
 pub(crate) struct TenantState {
     pub(crate) limits: TenantLimits,
+    /// Whether its callers may use the service for operators.
+    admin: bool,
     pub(crate) gate: TenantGate,
     pub(crate) budget: DailyBudget,
 }
 
 impl Tenant {
     fn new(name: &str, limits: TenantLimits) -> Self {
-        let state =
-            Mutex::new(TenantState { limits, gate: TenantGate::default(), budget: DailyBudget::default() });
-        Self { name: Arc::from(name), state }
+        let (gate, budget) = Default::default();
+        Self { name: Arc::from(name), state: Mutex::new(TenantState { limits, admin: false, gate, budget }) }
     }
 
     pub(crate) fn lock(&self) -> MutexGuard<'_, TenantState> {
@@ -245,6 +204,14 @@ impl Tenants {
         }
     }
 
+    /// Whether what a caller has shown is still valid.
+    pub(crate) fn still_knows(&self, caller: &Caller, now: SystemTime) -> bool {
+        match caller {
+            Caller::Anyone => false,
+            Caller::Tenant { tenant, key_id } => self.table().knows(tenant, key_id, now),
+        }
+    }
+
     /// Returns the tenant of a key or, without one, of a certificate, with the id of either.
     pub(crate) fn authenticate(
         &self,
@@ -267,6 +234,15 @@ impl Tenants {
 }
 
 impl TenantTable {
+    /// Whether a key, a certificate or no key at all still stands for a tenant.
+    fn knows(&self, tenant: &Arc<Tenant>, key_id: &str, now: SystemTime) -> bool {
+        let same = |other: &Arc<Tenant>| Arc::ptr_eq(other, tenant);
+        let mut keys = self.keys.values().flatten().filter(|key| *key.id == *key_id && same(&key.tenant));
+        keys.any(|key| key.expires.is_none_or(|expires| expires > now))
+            || self.certificates.get(key_id).is_some_and(same)
+            || (key_id.is_empty() && self.anonymous.as_ref().is_some_and(same))
+    }
+
     /// Returns the tenant of callers without key and certificate.
     fn anonymous(&self) -> Option<(Arc<Tenant>, Arc<str>)> {
         self.anonymous.clone().map(|tenant| (tenant, Arc::from("")))
@@ -340,7 +316,7 @@ impl TenantTable {
                     return Err(format!("tenant {name:?}: the certificate {certificate:?} is given twice"));
                 }
             }
-            changed.push((tenant.clone(), limits));
+            changed.push((tenant.clone(), limits, entry.admin));
             table.tenants.insert(tenant.name.clone(), tenant);
         }
         if let Some(name) = &file.anonymous {
@@ -348,56 +324,13 @@ impl TenantTable {
             table.anonymous =
                 Some(tenant.cloned().ok_or_else(|| format!("anonymous names {name:?}, which is no tenant"))?);
         }
-        // Limits of existing tenants change only after the whole file is validated.
-        for (tenant, limits) in changed {
-            tenant.lock().limits = limits;
+        // Existing tenants change only after the whole file is validated. Those that are gone lose what they may.
+        before.tenants.values().for_each(|tenant| tenant.lock().admin = false);
+        for (tenant, limits, admin) in changed {
+            let mut state = tenant.lock();
+            (state.limits, state.admin) = (limits, admin);
         }
         Ok(table)
-    }
-}
-
-impl LimitsEntry {
-    fn over(&self, defaults: &Self) -> Self {
-        Self {
-            weight: self.weight.or(defaults.weight),
-            priority_max: self.priority_max.or(defaults.priority_max),
-            requests_per_minute: self.requests_per_minute.or(defaults.requests_per_minute),
-            tokens_per_minute: self.tokens_per_minute.or(defaults.tokens_per_minute),
-            tokens_per_day: self.tokens_per_day.or(defaults.tokens_per_day),
-            concurrent_requests: self.concurrent_requests.or(defaults.concurrent_requests),
-            connections: self.connections.or(defaults.connections),
-            queue_requests: self.queue_requests.or(defaults.queue_requests),
-            queue_tokens: self.queue_tokens.or(defaults.queue_tokens),
-        }
-    }
-
-    fn check(&self) -> Result<TenantLimits, String> {
-        let zero = [
-            ("requests_per_minute", self.requests_per_minute == Some(0)),
-            ("tokens_per_minute", self.tokens_per_minute == Some(0)),
-            ("tokens_per_day", self.tokens_per_day == Some(0)),
-            ("concurrent_requests", self.concurrent_requests == Some(0)),
-            ("connections", self.connections == Some(0)),
-            ("queue_requests", self.queue_requests == Some(0)),
-            ("queue_tokens", self.queue_tokens == Some(0)),
-        ];
-        if let Some((name, _)) = zero.into_iter().find(|(_, zero)| *zero) {
-            return Err(format!("{name} is 0; leave it out for no limit, or take the tenant's keys away"));
-        }
-        let weight = self.weight.map_or(Ok(Weight::default()), Weight::try_from);
-        Ok(TenantLimits {
-            weight: weight.map_err(|error| error.to_string())?,
-            priority_max: self.priority_max.map_or(Priority::MAX, Priority::clamped),
-            requests_per_minute: self.requests_per_minute,
-            tokens_per_minute: self.tokens_per_minute,
-            tokens_per_day: self.tokens_per_day,
-            concurrent_requests: self.concurrent_requests,
-            connections: self.connections,
-            queue: QueueLimits {
-                requests: self.queue_requests.unwrap_or(usize::MAX),
-                tokens: self.queue_tokens.unwrap_or(u64::MAX),
-            },
-        })
     }
 }
 

@@ -34,11 +34,19 @@ pub(crate) struct TraceContext {
 }
 
 impl TraceContext {
+    /// Returns the context of a span; `None` if spans are not traced.
+    pub(crate) fn traced(span: &Span) -> Option<Self> {
+        let context = span.context();
+        context.span().span_context().is_valid().then(|| Self::inject(&context))
+    }
+
     /// Returns the context of a span; the client's if spans are not traced.
     pub(crate) fn of(span: &Span, client: &Context) -> Self {
+        Self::traced(span).unwrap_or_else(|| Self::inject(client))
+    }
+
+    fn inject(context: &Context) -> Self {
         let mut carrier = HashMap::new();
-        let own = span.context();
-        let context = if own.span().span_context().is_valid() { &own } else { client };
         global::get_text_map_propagator(|propagator| propagator.inject_context(context, &mut carrier));
         let mut take = |key: &str| carrier.remove(key).unwrap_or_default();
         Self { traceparent: take("traceparent"), tracestate: take("tracestate") }

@@ -167,6 +167,7 @@ fn violation(kind: u32, submit: &v1::Submit) -> Option<session_response::Message
 impl Worker for Service {
     type SessionStream = ResponseStream<v1::SessionResponse>;
     type FetchBundleStream = ResponseStream<v1::FetchBundleResponse>;
+    type ObserveStream = ResponseStream<v1::ObserveResponse>;
 
     async fn challenge(
         &self,
@@ -229,6 +230,10 @@ impl Worker for Service {
         &self,
         _: Request<v1::DiagnoseRequest>,
     ) -> Result<Response<v1::DiagnoseResponse>, Status> {
+        Err(Status::unimplemented("a lying worker says nothing about itself"))
+    }
+
+    async fn observe(&self, _: Request<v1::ObserveRequest>) -> Result<Response<Self::ObserveStream>, Status> {
         Err(Status::unimplemented("a lying worker says nothing about itself"))
     }
 }

@@ -22,16 +22,16 @@ FLOORS = {
 }
 FLOORS_OF, FLOORS_COPY_TB_S, FLOORS_TFLOPS = "H200", 4.3, 790.0
 # In order: what everything else rests on first, what takes long and says least last.
-PHASES = ["machine", "kernels", "parity", "binary", "determinism", "tensor-parallel", "steps", "swap", "serve", "peer", "sanitizer", "deterministic-steps",
+PHASES = ["machine", "kernels", "parity", "binary", "determinism", "drafts", "tensor-parallel", "steps", "swap", "serve", "peer", "sanitizer", "deterministic-steps",
           "fp8-steps", "serial-steps"]
 # Of teacher-forced logits: the largest difference as a part of the largest logit; with a KV cache in 16 bits, and in 8.
 PARITY, PARITY_FP8 = 2e-2, 1e-1
 # What a checker runs of the kernels' tests: those over buffers, not the ones of single functions.
-KERNEL_TESTS = ["attention::", "overlap::", "product::", "rows::", "sampling::"]
+KERNEL_TESTS = ["attention::", "drafts::", "overlap::", "product::", "rows::", "sampling::"]
 # A property that fails is made small, but not for longer than this; what it then says is enough.
 KERNEL_TEST_ENVIRONMENT = {"INFLIGHT_TEST_GPU": "1", "PROPTEST_MAX_SHRINK_TIME": "15000", "RUST_BACKTRACE": "0"}
 KERNEL_TIMING = "timing::"
-SANITIZED_TESTS = ["attention::attention_over", "product::", "rows::", "sampling::tokens"]
+SANITIZED_TESTS = ["attention::attention_over", "drafts::", "product::", "rows::", "sampling::tokens"]
 
 
 class Suite:
@@ -235,6 +235,36 @@ class Suite:
                 self.row("determinism", "bits over batch sizes and chunks, fast mode (for comparison)", detail)
             results.append(result)
             self.json["phases"]["determinism"] = results
+
+    def drafts(self):
+        """Drafts change no bit in the deterministic mode, also with a KV cache in 8 bits and on two GPUs; and what they gain."""
+        torch = self.torch()
+        limits = dict(slots=16, batch_tokens=1024, context_tokens=1024)
+        task = {"streams": [1, 4, 16], "output": 100, "drafts_max": 8, "pairs": 1, "logprobs": True}
+        figures = self.json["phases"]["drafts"] = {}
+        modes = {"": {}, " fp8_kv_cache": {"fp8_kv_cache": True}, " without graphs": {"graphs": False}}
+        if torch.cuda.device_count() > 1:
+            modes[" two GPUs"] = {"gpus": [0, 1]}
+        path = self.model("qwen3-0.6b")
+        for label, mode in modes.items():
+            result = figures[f"bits{label}"] = self.job("drafts", path, {"drafts": task}, 200, deterministic=True, **limits, **mode)
+            different, accepted = sum(row["different"] for row in result), sum(row["accepted"] for row in result)
+            self.check("drafts", f"bits with drafts and without{label}", different == 0 and accepted > 0,
+                       f"{accepted} drafts stood, {different} streams differ")
+        for name in ["qwen3-0.6b"] if self.quick else ["qwen3-0.6b", "llama-3.1-8b"]:
+            task = {"streams": [1, 4, 16], "output": 200, "drafts_max": 8, "pairs": 3 if self.quick else 6, "logprobs": False}
+            try:
+                result = figures[name] = self.job("drafts", self.model(name), {"drafts": task}, 300, **limits)
+            except (RuntimeError, OSError) as error:
+                self.check("drafts", name, False, str(error)[:300])
+                continue
+            for row in result:
+                copies = row["workload"] == "copying"
+                goal = ("1.5 x" if row["streams"] == 1 else "") if copies else "0.97 x"
+                self.row("drafts", f"{name}, {row['streams']} streams, {'copied runs' if copies else 'no repetition'}",
+                         f"{row['without']:.0f} / {row['with']:.0f} tok/s = {row['ratio']:.2f} ({row['ratio_min']:.2f} to "
+                         f"{row['ratio_max']:.2f}), {row['tokens_per_step']:.2f} tokens a step", goal,
+                         row["ratio"] >= float(goal[:-2]) if goal else None)
 
     def tensor_parallel(self):
         """A communicator of one rank changes no bit, in captured graphs too; two GPUs agree with one, if there are two."""

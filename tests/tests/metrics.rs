@@ -72,7 +72,8 @@ fn the_documented_metrics_are_those_of_the_inventory() {
     let mut text = String::from(
         "# Metrics\n\nEvery process serves these at `/metrics` of its metrics port, for Prometheus. The tables come from the \
          inventories in\n`router/src/metrics.rs`, `worker/src/metrics/mod.rs` and `net/src/metrics.rs`. A dashboard for Grafana \
-         and alert rules are in\n`deploy/monitoring/`.\n",
+         and alert rules are in\n`deploy/monitoring/`. `--metrics-compat vllm` adds [vLLM's names](coming-from.md#metrics), \
+         `--otlp-signals metrics` exports all\nof them over [OTLP](operating.md#monitoring).\n",
     );
     text.push_str(&table("Router", &router()));
     text.push_str(&table("Worker", &worker()));

@@ -79,14 +79,17 @@ fn protobuf_types_appear_only_in_the_apis_and_the_session_modules() -> Result<()
     // `bundle.rs` takes the digest of a bundle from the crate, and no message.
     let allowed = [
         "proto/src/",
+        "router/src/api/admin.rs",
         "router/src/api/grpc.rs",
         "router/src/api/grpc_tools.rs",
         "router/src/api/kserve.rs",
         "router/src/api/kserve/",
         "router/src/api/serve.rs",
         "router/src/cluster/bundle.rs",
+        "router/src/cluster/observer.rs",
         "router/src/cluster/wire.rs",
         "router/src/cluster/wire/",
+        "router/src/cluster/worker_calls.rs",
         "router/src/cluster/worker_session.rs",
         "worker/src/bundle.rs",
         "worker/src/session/",

@@ -2,6 +2,8 @@
 
 use inflight_kernels::cpu::KvDtype;
 use inflight_models::ModelDir;
+#[cfg(feature = "cuda")]
+use inflight_runtime::DRAFT_ROWS;
 use inflight_runtime::{HostMemory, MemoryLedger, Runtime};
 use inflight_runtime_cpu::{CpuOptions, CpuRuntime};
 #[cfg(feature = "cuda")]
@@ -9,6 +11,8 @@ use inflight_runtime_cuda::{self as cuda, CudaOptions, CudaRuntime};
 use inflight_runtime_sim::{SimOptions, SimRuntime};
 use inflight_worker_core::CostPrior;
 
+#[cfg(feature = "cuda")]
+use crate::options::Drafts;
 use crate::options::{Device, KvCacheDtype, Options, OptionsError};
 use crate::worker::{Error, Progress};
 
@@ -123,6 +127,7 @@ fn load_cuda(
         host_bytes: options.host_cache_bytes,
         block_tokens: options.block_tokens,
         slots: options.max_sequences,
+        draft_rows: if options.drafts == Drafts::Off { 0 } else { DRAFT_ROWS },
         batch_tokens: options.max_batch_tokens,
         context_tokens: options.max_context_tokens,
         kv_store: match options.kv_cache_dtype {

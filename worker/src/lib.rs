@@ -21,7 +21,7 @@ pub use inflight_runtime_cpu::Quantization;
 pub use inflight_worker_core::policy::{PolicyKind, UnknownPolicy};
 pub use inflight_worker_core::{
     BlockedBy, FirstTokenParts, FirstTokens, Iteration, LatencyObjectives, Preemption, ReplayError,
-    ReplayEvent, StepTarget, replay,
+    ReplayEvent, SequenceId, StepTarget, replay,
 };
 
 pub use bundle::Bundle;

@@ -11,7 +11,7 @@ use inflight_runtime::sharding::RANKS_MAX;
 use inflight_runtime_cpu::Quantization;
 use inflight_runtime_sim::{SpecError, read_profile};
 use inflight_worker_core::policy::PolicyKind;
-use inflight_worker_core::{DeviceProfile, LatencyObjectives, StepTarget};
+use inflight_worker_core::{DeviceProfile, LatencyObjectives, SchedulerLimits, StepTarget};
 
 /// Device that runs the model.
 #[derive(Debug, Clone, Copy, PartialEq, Default)]
@@ -201,6 +201,13 @@ pub struct Options {
     pub max_batch_tokens: u32,
     /// Output tokens for which a sequence reserves KV blocks at admission; `None`: one block.
     pub decode_reserve_tokens: Option<u32>,
+    /// Share of the KV blocks that admission keeps free for the growth of running sequences; from 0 to
+    /// [`Options::KV_WATERMARK_MAX`].
+    pub kv_watermark: f64,
+    /// Minimum difference of priorities for a waiting sequence to preempt a running one.
+    pub preemption_threshold: u32,
+    /// Maximum number of sequences admitted past a waiting one that does not fit.
+    pub bypass_max: u32,
     /// Maximum tokens per sequence; by default, and at most, the model's context length.
     pub max_context_tokens: Option<u32>,
     /// Maximum waiting sequences.
@@ -250,6 +257,9 @@ impl Default for Options {
             max_sequences: 256,
             max_batch_tokens: 512,
             decode_reserve_tokens: None,
+            kv_watermark: SchedulerLimits::WATERMARK_SHARE,
+            preemption_threshold: SchedulerLimits::PREEMPTION_THRESHOLD,
+            bypass_max: SchedulerLimits::BYPASS_MAX,
             max_context_tokens: None,
             max_waiting: 1024,
             max_sessions: 64,
@@ -286,6 +296,11 @@ pub enum OptionsError {
 impl Options {
     /// Allowed KV cache dtypes on CPUs and on GPUs, as error sentences.
     pub(crate) const KV_CACHE_DTYPES_ON_CPUS: &str = "auto or int8 on CPUs: only GPUs compute with fp8";
+    /// Maximum of [`Options::kv_watermark`].
+    pub const KV_WATERMARK_MAX: f64 = 0.5;
+    /// Maximum of [`Options::bypass_max`]: more would let a stream of small requests keep a large one waiting for
+    /// hours.
+    pub const BYPASS_MAX: u32 = 10_000;
     pub(crate) const KV_CACHE_DTYPES_ON_GPUS: &str = "auto or fp8 on GPUs: int8 is for CPUs (--device cpu)";
 
     /// Checks every option that does not depend on the model.
@@ -302,6 +317,12 @@ impl Options {
         check(sequences, "max_sequences", &self.max_sequences, "from 1 to 4096")?;
         let batch = self.max_batch_tokens >= self.max_sequences && self.max_batch_tokens <= 65_536;
         check(batch, "max_batch_tokens", &self.max_batch_tokens, "from max_sequences to 65536")?;
+        let watermark = (0.0..=Self::KV_WATERMARK_MAX).contains(&self.kv_watermark);
+        check(watermark, "kv_watermark", &self.kv_watermark, "a share of the KV blocks from 0 to 0.5")?;
+        let threshold = self.preemption_threshold >= 1;
+        let range = "at least 1: a sequence is not preempted for one of its own priority";
+        check(threshold, "preemption_threshold", &self.preemption_threshold, range)?;
+        check(self.bypass_max <= Self::BYPASS_MAX, "bypass_max", &self.bypass_max, "from 0 to 10000")?;
         let drafts = (1..=32).contains(&self.drafts_max);
         check(drafts, "drafts_max", &self.drafts_max, "from 1 to 32")?;
         check(self.max_waiting >= 1, "max_waiting", &self.max_waiting, "at least 1")?;
@@ -438,6 +459,19 @@ mod tests {
         assert!(named(Options { max_sequences: 0, ..Options::default() }).contains("max_sequences"));
         assert!(named(Options { max_batch_tokens: 255, ..Options::default() }).contains("max_batch_tokens"));
         assert!(named(Options { max_waiting: 0, ..Options::default() }).contains("max_waiting"));
+        for kv_watermark in [-0.01, 0.51, 1.0, f64::NAN, f64::INFINITY] {
+            let error = named(Options { kv_watermark, ..Options::default() });
+            assert!(error.contains("kv_watermark") && error.contains("from 0 to 0.5"), "{error}");
+        }
+        let error = named(Options { preemption_threshold: 0, ..Options::default() });
+        assert!(error.contains("preemption_threshold is 0; it must be at least 1"), "{error}");
+        let error = named(Options { bypass_max: 10_001, ..Options::default() });
+        assert!(error.contains("bypass_max is 10001; it must be from 0 to 10000"), "{error}");
+        for (kv_watermark, bypass_max) in [(0.0, 0), (0.5, 10_000)] {
+            let preemption_threshold = u32::MAX;
+            let options = Options { kv_watermark, bypass_max, preemption_threshold, ..Options::default() };
+            assert_eq!(options.validate(), Ok(()));
+        }
         for drafts_max in [0, 33] {
             assert!(named(Options { drafts_max, ..Options::default() }).contains("drafts_max"));
         }

@@ -31,7 +31,7 @@ use crate::engine::{Engine, EngineOptions};
 use crate::options::{Device, Drafts, Options, OptionsError};
 use crate::session::{
     AuthenticationLayer, Authenticator, COMMANDS_MAX, Clock, EngineExecution, EngineThread, Message,
-    ServiceTables, SessionContext, Watchdog, WorkerService,
+    OBSERVERS_MAX, ServiceTables, SessionContext, Watchdog, WorkerService,
 };
 
 /// Maximum connections of routers, probes and tools.
@@ -247,6 +247,9 @@ impl Core {
             prefix_cache: options.prefix_cache,
             step_target: options.step_target,
             decode_reserve_tokens: options.decode_reserve_tokens,
+            kv_watermark: options.kv_watermark,
+            preemption_threshold: options.preemption_threshold,
+            bypass_max: options.bypass_max,
             drafts_max: match options.drafts {
                 Drafts::Off => 0,
                 Drafts::PromptLookup => options.drafts_max,
@@ -294,6 +297,7 @@ impl Core {
             clock,
             engine: sender,
             permits: Arc::new(Semaphore::new(options.max_sessions as usize)),
+            observers: Arc::new(Semaphore::new(OBSERVERS_MAX)),
             draining: Arc::new(AtomicBool::new(false)),
             next: AtomicU64::new(1),
             watchdog: watchdog.clone(),
@@ -322,6 +326,9 @@ impl Core {
         let Self { engine: engine_thread, sessions, drain_timeout } = self;
         let sessions_max = sessions.permits.available_permits();
         crate::metrics::describe();
+        crate::metrics::sessions_max(sessions_max);
+        let hello = &sessions.hello;
+        crate::metrics::model_info(&hello.model, &hello.architecture, &hello.fingerprint);
         let (ended, mut engine) = oneshot::channel();
         match execution {
             EngineExecution::Thread => spawn_engine_thread(engine_thread, ended)?,

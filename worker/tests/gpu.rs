@@ -85,6 +85,7 @@ fn a_gpu_agrees_with_the_cpu_for_all_gemms_and_tensor_parallel() {
         host_bytes: 0,
         block_tokens: BLOCK_TOKENS,
         slots: SLOTS,
+        draft_rows: 0,
         batch_tokens: BATCH_TOKENS,
         context_tokens: Some(256),
         kv_store: KvStore::Half,

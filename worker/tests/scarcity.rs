@@ -170,6 +170,7 @@ fn request(spec: &RequestSpec, id: u64, vocab: u32) -> Request {
         virtual_start_time: None,
         priority: spec.priority,
         deadline: spec.deadline_after.map(|steps| Time::from_nanos((spec.at + steps) as u64)),
+        queued: None,
         span: tracing::Span::none(),
     }
 }
@@ -226,6 +227,8 @@ enum TestDevice {
 const BLOCK_TOKENS: u32 = 8;
 const SLOTS: u32 = 6;
 const BATCH_TOKENS: u32 = 40;
+/// Few, so that few CUDA graphs are captured.
+const DRAFT_ROWS: u32 = 10;
 
 impl TestDevice {
     fn runtime(
@@ -261,6 +264,7 @@ fn on_gpu(folder: &TempDir, ranks: usize, overlap: bool, blocks: u64, host_block
         host_bytes: host_blocks * block,
         block_tokens: BLOCK_TOKENS,
         slots: SLOTS,
+        draft_rows: DRAFT_ROWS,
         batch_tokens: BATCH_TOKENS,
         context_tokens: Some(256),
         kv_store: KvStore::Half,
@@ -590,6 +594,12 @@ fn on_gpus(ranks: usize) -> impl Strategy<Value = Workload> {
             spec.n = spec.n.min(2);
             spec.preempt_after = spec.preempt_after.or(Some(4 + 3 * i));
         }
+        // Greedy, of few tokens, it repeats itself: drafts stand.
+        let repeating = &mut workload.specs[0];
+        (repeating.masked, repeating.grammar, repeating.temperature) = (true, None, 0.0);
+        (repeating.presence_penalty, repeating.n, repeating.max_tokens) = (0.0, 1, 24);
+        (repeating.cancel_after, repeating.deadline_after) = (None, None);
+        workload.drafts_max = workload.drafts_max.max(4);
         let host_blocks = workload.host_blocks.max(8);
         Workload { ranks, host_blocks, cheap_copies: true, ..workload }
     })
@@ -624,4 +634,5 @@ fn scarcity_never_changes_the_answer_of_a_gpu() {
     println!("seeds {:?}: {coverage:?}", seeds());
     assert!(coverage.swapped > 0 && coverage.group_swapped_in > 0 && coverage.forced > 0, "{coverage:?}");
     assert!(coverage.cached > 0 && coverage.overlapped > 30 && coverage.scored > 0, "{coverage:?}");
+    assert!(coverage.accepted > 5 && coverage.drafted > coverage.accepted, "{coverage:?}");
 }

@@ -1,4 +1,4 @@
-//! Batch invariance of the CPU runtime: under any batching, prefill chunking, drafting, block placement,
+//! Batch invariance of the CPU runtime, and of the CUDA runtime in the deterministic mode: under any batching, prefill chunking, drafting, block placement,
 //! preemption by recompute and number of threads, a request gets the logits and tokens, bit for bit, that it gets alone,
 //! one token at a time, on one thread with the same tensor-parallel degree.
 
@@ -8,12 +8,14 @@ use std::path::PathBuf;
 use std::sync::{Arc, Mutex};
 
 use inflight_contract::SamplingSpec;
-use inflight_fixtures::{Arch, Checkpoint, Dtype, TempDir, skipped};
+use inflight_fixtures::{Arch, BenchmarkShape, Checkpoint, Dtype, TempDir, skipped};
+use inflight_harness::SimulatedGpu;
 use inflight_kernels::cpu::{Isa, KvDtype};
 use inflight_kernels::philox4x32;
 use inflight_models::{ModelDir, ModelSource};
 use inflight_runtime::{Batch, BlockCopy, PromptLogprobs, Runtime, Sampled, ScoreRow, SlotSetup};
 use inflight_runtime_cpu::{CpuOptions, CpuRuntime, Quantization};
+use inflight_runtime_cuda::{CudaOptions, CudaRuntime, KvStore};
 use proptest::prelude::*;
 use proptest::test_runner::{Config, TestRunner};
 
@@ -59,6 +61,24 @@ impl ScheduleRng {
     fn below(&mut self, bound: usize) -> usize {
         self.count += 1;
         philox4x32([self.count, 0, 0, 0], [self.key, 0])[0] as usize % bound.max(1)
+    }
+}
+
+/// Runtime whose logits can be read.
+trait LogitsRuntime: Runtime {
+    /// Returns the logits of the last step's sample rows, [samples, vocab_size].
+    fn sample_logits(&mut self) -> Vec<f32>;
+}
+
+impl LogitsRuntime for CpuRuntime {
+    fn sample_logits(&mut self) -> Vec<f32> {
+        self.logits().to_vec()
+    }
+}
+
+impl LogitsRuntime for CudaRuntime {
+    fn sample_logits(&mut self) -> Vec<f32> {
+        self.logits().unwrap()
     }
 }
 
@@ -108,34 +128,41 @@ fn prompt(request: &Request, vocab: u32) -> Vec<u32> {
     (0..request.prompt as u32).map(|i| philox4x32([i, 7, 0, 0], [request.content, 1])[0] % vocab).collect()
 }
 
-fn attach(runtime: &mut CpuRuntime, slot: u32, request: &Request, prompt: &[u32], generated: &[u32]) {
+fn attach(runtime: &mut dyn LogitsRuntime, slot: u32, request: &Request, prompt: &[u32], generated: &[u32]) {
     let sampling = Arc::new(request.sampling.clone().validate().unwrap());
     let setup = SlotSetup { sampling, choice: request.content % 3, prompt, generated, eos_token_ids: &EOS };
     runtime.attach(slot, &setup).unwrap();
 }
 
-fn bits(runtime: &CpuRuntime, sample: usize) -> Vec<u32> {
-    let vocab = runtime.capabilities().vocab_size as usize;
-    runtime.logits()[sample * vocab..(sample + 1) * vocab].iter().map(|logit| logit.to_bits()).collect()
+/// Runs a step; returns the result of each sample row.
+fn execute(runtime: &mut dyn LogitsRuntime, batch: &mut Batch) -> Vec<StepBits> {
+    let mut sampled = Vec::new();
+    runtime.execute(batch, &mut sampled).unwrap();
+    if sampled.is_empty() {
+        return Vec::new();
+    }
+    let logits = runtime.sample_logits();
+    let rows = logits.chunks(runtime.capabilities().vocab_size as usize);
+    let bits = |row: &[f32]| row.iter().map(|logit| logit.to_bits()).collect();
+    rows.zip(sampled).map(|(row, sampled)| StepBits { logits: bits(row), sampled }).collect()
 }
 
 /// Runs a request alone, one token at a time.
-fn alone(runtime: &mut CpuRuntime, request: &Request) -> Vec<StepBits> {
+fn alone(runtime: &mut dyn LogitsRuntime, request: &Request) -> Vec<StepBits> {
     let mut tokens = prompt(request, runtime.capabilities().vocab_size);
     attach(runtime, 0, request, &tokens, &[]);
     let block_tokens = runtime.capabilities().block_tokens as usize;
     let blocks: Vec<u32> = (0..(tokens.len() + request.output).div_ceil(block_tokens) as u32).collect();
-    let (mut batch, mut sampled, mut steps) = (Batch::default(), Vec::new(), Vec::new());
+    let (mut batch, mut steps) = (Batch::default(), Vec::new());
     for position in 0..request.prompt + request.output - 1 {
         batch.clear();
         batch.push_sequence(&tokens[position..=position], position as u32, &blocks);
         if position + 1 >= request.prompt {
             batch.sample_last_row(0);
         }
-        runtime.execute(&mut batch, &mut sampled).unwrap();
-        if let Some(chosen) = sampled.pop() {
-            tokens.push(chosen.token);
-            steps.push(StepBits { logits: bits(runtime, 0), sampled: chosen });
+        if let Some(step) = execute(runtime, &mut batch).pop() {
+            tokens.push(step.sampled.token);
+            steps.push(step);
         }
     }
     runtime.detach(0);
@@ -172,7 +199,7 @@ fn draft(rng: &mut ScheduleRng, sequence: &RunningSequence, expected: &[StepBits
 /// Runs all requests, whose outputs are `expected`, under a random schedule with random drafts; calls `got` with
 /// request, step and result.
 fn together(
-    runtime: &mut CpuRuntime,
+    runtime: &mut dyn LogitsRuntime,
     workload: &Workload,
     expected: &[Vec<StepBits>],
     mut got: impl FnMut(usize, usize, StepBits) -> Result<(), TestCaseError>,
@@ -185,7 +212,7 @@ fn together(
     let mut live: Vec<RunningSequence> = Vec::new();
     // Bounded, or a long prompt in small chunks might never finish.
     let mut preemptions = rng.below(12);
-    let (mut batch, mut sampled) = (Batch::default(), Vec::new());
+    let mut batch = Batch::default();
     while !waiting.is_empty() || !live.is_empty() {
         while !waiting.is_empty() && (live.is_empty() || rng.below(3) > 0) {
             let request = waiting.pop().unwrap();
@@ -238,7 +265,7 @@ fn together(
             let mut drafts = Vec::new();
             if samples && batch.rows() + chunk + 6 <= bounds.batch_tokens as usize {
                 drafts = draft(&mut rng, sequence, &expected[sequence.request], bounds.vocab_size);
-                let room = (bounds.sample_rows as usize - SEQUENCES_MAX).saturating_sub(drafted);
+                let room = ((bounds.sample_rows - bounds.slots) as usize).saturating_sub(drafted);
                 drafts.truncate(room);
                 drafted += drafts.len();
             }
@@ -255,19 +282,18 @@ fn together(
         }
         // The sources of copies are free only after the step.
         let copied: Vec<u32> = batch.copies.iter().map(|copy| copy.from).collect();
-        runtime.execute(&mut batch, &mut sampled).unwrap();
+        let results = execute(runtime, &mut batch);
         free.extend(copied);
-        prop_assert_eq!(sampled.len(), ran.len() + drafted);
+        prop_assert_eq!(results.len(), ran.len() + drafted);
         let mut sample = 0;
         for (index, drafts) in &ran {
             let sequence = &mut live[*index];
             for nth in 0..=drafts.len() {
                 let step = sequence.tokens.len() - sequence.prompt;
-                let sampled = sampled[sample + nth].clone();
-                let token = sampled.token;
+                let result = results[sample + nth].clone();
+                let token = result.sampled.token;
                 sequence.tokens.push(token);
-                let logits = bits(runtime, sample + nth);
-                got(sequence.request, step, StepBits { logits, sampled })?;
+                got(sequence.request, step, result)?;
                 if drafts.get(nth) != Some(&token) {
                     break;
                 }
@@ -391,16 +417,24 @@ fn one(
     workload: &Workload,
 ) -> Result<(), TestCaseError> {
     let folder = checkpoint(arch, dtype);
-    let ranks = workload.ranks;
-    let mut single = load(folder.path().to_path_buf(), isa, format, 1, ranks, 16);
+    let on_threads = |threads, block_tokens| {
+        load(folder.path().to_path_buf(), isa, format, threads, workload.ranks, block_tokens)
+    };
+    compare(workload, &mut on_threads(1, 16), &mut on_threads(workload.threads, workload.block_tokens))
+}
+
+/// Compares the results of each request alone, on the first runtime, with those on the second one.
+fn compare(
+    workload: &Workload,
+    single: &mut dyn LogitsRuntime,
+    runtime: &mut dyn LogitsRuntime,
+) -> Result<(), TestCaseError> {
     let expected: Vec<Vec<StepBits>> =
-        workload.requests.iter().map(|request| alone(&mut single, request)).collect();
+        workload.requests.iter().map(|request| alone(single, request)).collect();
     for (request, output) in workload.requests.iter().zip(&expected) {
         check_masks(request, single.capabilities().vocab_size, output)?;
     }
-    let mut runtime =
-        load(folder.path().to_path_buf(), isa, format, workload.threads, ranks, workload.block_tokens);
-    together(&mut runtime, workload, &expected, |request, step, got| {
+    together(runtime, workload, &expected, |request, step, got| {
         let expected = &expected[request][step];
         prop_assert_eq!(&got.sampled, &expected.sampled, "request {} step {}", request, step);
         prop_assert!(got.logits == expected.logits, "request {request} step {step}: other bits");
@@ -468,6 +502,57 @@ fn the_schedule_never_changes_the_answer_of_a_group_of_ranks() {
             let format = StorageFormat { weights: Some(weights.parse().unwrap()), kv };
             check(isa, Dtype::Bf16, format, &[2], &archs, 2);
         }
+    }
+}
+
+/// Loads a deterministic runtime on the first `ranks` GPUs.
+fn load_on_gpus(path: PathBuf, ranks: usize, block_tokens: u32) -> CudaRuntime {
+    let model = ModelDir::open(&ModelSource::Directory(path)).unwrap();
+    let options = CudaOptions {
+        gpus: (0..ranks).collect(),
+        lone_communicator: false,
+        utilization: 0.9,
+        kv_bytes: Some(16 << 20),
+        host_bytes: 0,
+        block_tokens,
+        slots: 6,
+        draft_rows: 10,
+        batch_tokens: 64,
+        context_tokens: Some(256),
+        kv_store: KvStore::Half,
+        deterministic: true,
+        graphs: true,
+        autotune: false,
+        overlap: true,
+    };
+    CudaRuntime::load(&model, &options, &|_, _| {}).unwrap()
+}
+
+#[test]
+fn the_schedule_never_changes_the_answer_of_a_gpu() {
+    let test = "the_schedule_never_changes_the_answer_of_a_gpu";
+    if !SimulatedGpu::within("gpus=2,memory=1024,ptx=90", test).unwrap() {
+        return;
+    }
+    let folder = TempDir::new("inflight-mini").unwrap();
+    BenchmarkShape::Mini.write(folder.path()).unwrap();
+    for ranks in [&[1], &[2]] {
+        // Smaller, as a token takes milliseconds.
+        let workload = workload(ranks).prop_map(|mut workload| {
+            workload.requests.truncate(5);
+            for request in &mut workload.requests {
+                request.prompt = 1 + request.prompt % 30;
+                request.output = request.output.min(14);
+            }
+            workload
+        });
+        let config = Config { cases: 1, failure_persistence: None, max_shrink_iters: 8, ..Config::default() };
+        let outcome = TestRunner::new(config).run(&workload, |workload| {
+            let on_gpus =
+                |block_tokens| load_on_gpus(folder.path().to_path_buf(), workload.ranks, block_tokens);
+            compare(&workload, &mut on_gpus(16), &mut on_gpus(workload.block_tokens))
+        });
+        outcome.unwrap_or_else(|failure| panic!("{ranks:?} ranks: {failure}"));
     }
 }
 

@@ -219,6 +219,7 @@ fn request(schema: &Value, id: u64, biases: &[(u32, f32)]) -> Request {
         virtual_start_time: None,
         priority: 0,
         deadline: None,
+        queued: None,
         span: tracing::Span::none(),
     }
 }

@@ -68,6 +68,10 @@ enum class Mutant : uint32_t {
     LastWarp,
     LastChunk,
     MissedBarrier,
+    DraftPenalty,
+    DraftWord,
+    RejectedCounts,
+    DraftMinimum,
 };
 extern __thread Mutant mutant;
 

@@ -270,12 +270,13 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::test_size::size;
 
     #[test]
     fn every_item_runs_exactly_once_with_any_number_of_threads() {
-        for threads in 1..=5 {
+        for threads in 1..=size(5, 3) {
             let pool = Pool::new(threads).unwrap();
-            for items in [0, 1, 2, 7, 64, 1000] {
+            for items in [0, 1, 2, 7, 64, size(1000, 65)] {
                 for grain in [1, 3, 64] {
                     let counts: Vec<AtomicUsize> = (0..items).map(|_| AtomicUsize::new(0)).collect();
                     pool.split(items, grain, &|range| {
@@ -305,9 +306,10 @@ mod tests {
 
     #[test]
     fn many_short_jobs_in_a_row_lose_and_repeat_nothing() {
+        const ROUNDS: usize = size(50_000, 100);
         let pool = Pool::new(3).unwrap();
         let total = AtomicUsize::new(0);
-        for round in 0..50_000 {
+        for round in 0..ROUNDS {
             let own = AtomicUsize::new(0);
             pool.each(2 + round % 5, &|i| {
                 own.fetch_add(i + 1, Ordering::Relaxed);
@@ -316,7 +318,7 @@ mod tests {
             let units = 2 + round % 5;
             assert_eq!(own.into_inner(), units * (units + 1) / 2, "round {round}");
         }
-        assert_eq!(total.into_inner(), 50_000 / 5 * (2 + 3 + 4 + 5 + 6));
+        assert_eq!(total.into_inner(), ROUNDS / 5 * (2 + 3 + 4 + 5 + 6));
     }
 
     #[test]

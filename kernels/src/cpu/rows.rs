@@ -145,6 +145,7 @@ pub(crate) unsafe fn silu_mul<S: Simd>(gate: S::V, up: S::V) -> S::V {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::test_size::size;
     use proptest::prelude::*;
 
     fn values(seed: u32, n: usize, scale: f32) -> Vec<f32> {
@@ -154,11 +155,11 @@ mod tests {
     }
 
     proptest! {
-        #![proptest_config(ProptestConfig::with_cases(48))]
+        #![proptest_config(crate::test_size::cases(48))]
 
         #[test]
         fn norm_and_swiglu_are_correct_and_independent_of_other_rows(
-            seed in any::<u32>(), width in 1usize..300, rows in 1usize..40, threads in 1usize..4,
+            seed in any::<u32>(), width in 1..size(300, 40), rows in 1..size(40, 5), threads in 1usize..4,
         ) {
             let (pool, single) = (Pool::new(threads).unwrap(), Pool::new(1).unwrap());
             let x = values(seed, rows * width, 3.0);

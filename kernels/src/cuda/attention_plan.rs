@@ -14,6 +14,8 @@ pub struct PlannedSequence {
     pub position: u32,
     /// Offset of the sequence's block table in the concatenated tables.
     pub table: u32,
+    /// Whether it takes the decode kernel however many rows it has, as a decode with drafts does.
+    pub decode: bool,
 }
 
 /// Model shape and device limits of an attention plan.
@@ -68,7 +70,9 @@ impl AttentionPlan {
         (self.mixed, self.counters, self.partials) = (false, 0, 0);
         let split_tokens = (ATTENTION_SPLIT_ROWS / shape.group).max(1);
         let whole_tokens = (whole_rows(shape.head_dim) / shape.group).max(1);
-        let whole = |sequence: &PlannedSequence| sequence.tokens > split_tokens && !shape.deterministic;
+        let whole = |sequence: &PlannedSequence| {
+            sequence.tokens > split_tokens && !shape.deterministic && !sequence.decode
+        };
         // Key splits of all decode tiles, which are shared out among the blocks.
         let all: u64 = sequences
             .iter()
@@ -128,7 +132,7 @@ impl AttentionPlan {
 
 /// Yields the rows of a sequence in tiles of at most `tokens` tokens.
 fn tiles(sequence: &PlannedSequence, tokens: u32) -> impl Iterator<Item = AttentionItem> + use<> {
-    let PlannedSequence { row, tokens: all, position, table } = *sequence;
+    let PlannedSequence { row, tokens: all, position, table, .. } = *sequence;
     (0..all).step_by(tokens as usize).map(move |first| AttentionItem {
         row: row + first,
         tokens: tokens.min(all - first),
@@ -168,12 +172,12 @@ mod tests {
     proptest! {
         #[test]
         fn a_plan_covers_every_row_and_every_visible_key_exactly_once(
-            shape in shape(), lengths in prop::collection::vec((1u32..600, 0u32..5000), 0..12),
+            shape in shape(), lengths in prop::collection::vec((1u32..600, 0u32..5000, any::<bool>()), 0..12),
         ) {
             let mut sequences = Vec::new();
             let (mut row, mut table) = (0, 0);
-            for (tokens, position) in lengths {
-                sequences.push(PlannedSequence { row, tokens, position, table });
+            for (tokens, position, decode) in lengths {
+                sequences.push(PlannedSequence { row, tokens, position, table, decode });
                 (row, table) = (row + tokens, table + (position + tokens).div_ceil(16));
             }
             let mut plan = AttentionPlan::default();
@@ -188,7 +192,7 @@ mod tests {
                 let bound = if item.whole == 1 { whole_rows(shape.head_dim) } else { ATTENTION_SPLIT_ROWS };
                 prop_assert!(item.tokens == 1 || item.tokens * shape.group <= bound);
                 if item.whole == 1 {
-                    prop_assert!(!shape.deterministic);
+                    prop_assert!(!shape.deterministic && !sequence.decode);
                     covered[item.row as usize..][..item.tokens as usize].iter_mut().for_each(|s| s.push((0, u32::MAX)));
                     continue;
                 }

@@ -112,11 +112,19 @@ pub enum Mutant {
     LastChunk,
     /// All threads skip the second barrier of a block; detected only by instrumented loads and stores.
     MissedBarrier,
+    /// Penalties of a drafted row omit the drafts before it.
+    DraftPenalty,
+    /// Bad words of a drafted row do not end in the drafts before it.
+    DraftWord,
+    /// Tokens behind a draft that does not stand enter the slot's history and output.
+    RejectedCounts,
+    /// `min_tokens` of a drafted row omits the drafts before it.
+    DraftMinimum,
 }
 
 impl Mutant {
     /// Every mutant.
-    pub const ALL: [Self; 13] = [
+    pub const ALL: [Self; 17] = [
         Self::MissingWait,
         Self::BlockEdge,
         Self::WindowEdge,
@@ -130,6 +138,10 @@ impl Mutant {
         Self::LastWarp,
         Self::LastChunk,
         Self::MissedBarrier,
+        Self::DraftPenalty,
+        Self::DraftWord,
+        Self::RejectedCounts,
+        Self::DraftMinimum,
     ];
 
     /// Runs `work` with the fault active in all kernels that this thread launches on a [`Harness`].

@@ -157,6 +157,7 @@ pub const KERNELS: &[(&str, &str)] = &[
     ("skinny_gemm", "skinny"),
     ("copy_blocks", "copy"),
     ("sample", "sampling"),
+    ("accept_drafts", "sampling"),
     ("score", "sampling"),
     ("count_history", "sampling"),
 ];

@@ -2,8 +2,8 @@
 
 use super::device::{Device, DeviceError, HalfDtype, KvStore, Launch, Profile};
 use super::params::{
-    AttentionParams, CopyParams, EmbeddingParams, GemmParams, HistoryParams, NormParams, Plain, QkvParams,
-    SamplingParams, ScoreParams, SwigluParams, as_bytes,
+    AttentionParams, CopyParams, DRAFTS_MAX, EmbeddingParams, GemmParams, HistoryParams, NormParams, Plain,
+    QkvParams, SamplingParams, ScoreParams, SwigluParams, as_bytes,
 };
 
 /// Head dimensions for which attention kernels exist: those of the supported models (Llama 1/2/3.x, Mistral,
@@ -19,6 +19,8 @@ pub const ATTENTION_ROWS: u32 = 128;
 const ATTENTION_THREADS: u32 = 128;
 const MERGE_BYTES: u32 = (2 * 4 + 1) * ATTENTION_SPLIT_ROWS * 4 + 16;
 const SAMPLING_THREADS: u32 = 512;
+const _: () = assert!(DRAFTS_MAX == SAMPLING_THREADS as usize, "a thread holds a draft");
+const ACCEPT_THREADS: u32 = 32;
 const SAMPLING_SHARED_BYTES: u32 = 2048 * 8 + 16 * 8 + 4 * 8 + 8 + 20 * 8;
 const COPY_BLOCKS_X: u32 = 32;
 /// Prefixes of kernels that start a step or run between steps.
@@ -223,7 +225,7 @@ fn attention_kernel(half: HalfDtype, store: KvStore, head_dim: u32, mixed: bool)
 
 /// Returns the names of all kernels, so that a device can look them up at load.
 pub fn kernel_names() -> Vec<&'static str> {
-    let mut names = vec!["copy_blocks", "sample", "score", "count_history"];
+    let mut names = vec!["copy_blocks", "sample", "accept_drafts", "score", "count_history"];
     for half in [HalfDtype::Bf16, HalfDtype::F16] {
         for (bf16, f16) in [
             ("embedding_bf16", "embedding_f16"),
@@ -360,7 +362,7 @@ pub unsafe fn copy_blocks<D: Device>(device: &D, pairs: u32, p: &CopyParams) -> 
     enqueue(device, "copy_blocks", (COPY_BLOCKS_X, pairs), 256, 0, p)
 }
 
-/// Samples a token for each of `rows` rows of logits.
+/// Samples a token for each of `rows` rows of logits, and counts those of slots without drafts.
 ///
 /// # Errors
 /// Those of [`Device::launch`].
@@ -369,6 +371,18 @@ pub unsafe fn copy_blocks<D: Device>(device: &D, pairs: u32, p: &CopyParams) -> 
 /// As [`Device::launch`].
 pub unsafe fn sample<D: Device>(device: &D, rows: u32, p: &SamplingParams) -> Result<(), DeviceError> {
     enqueue(device, "sample", (rows, 1), SAMPLING_THREADS, SAMPLING_SHARED_BYTES, p)
+}
+
+/// Counts, for each slot with drafts among the `rows` rows that [`sample`] sampled from, its tokens up to the first one that
+/// is not the draft behind it.
+///
+/// # Errors
+/// Those of [`Device::launch`].
+///
+/// # Safety
+/// As [`Device::launch`].
+pub unsafe fn accept_drafts<D: Device>(device: &D, rows: u32, p: &SamplingParams) -> Result<(), DeviceError> {
+    enqueue(device, "accept_drafts", (rows, 1), ACCEPT_THREADS, 0, p)
 }
 
 /// Computes log probability, rank and alternatives of a given token for each of `rows` rows of logits.

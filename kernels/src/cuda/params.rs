@@ -6,6 +6,8 @@
 pub const TOP_MAX: usize = 20;
 /// Generated tokens kept for bad words, as a ring.
 pub const RECENT_TOKENS: usize = 32;
+/// Maximum drafts of a slot in a batch.
+pub const DRAFTS_MAX: usize = 512;
 
 /// Returns the bytes of a parameter block.
 pub fn as_bytes<T: Plain>(value: &T) -> &[u8] {
@@ -73,16 +75,20 @@ blocks! {
     CopyParams { pool: u64, pairs: u64, block_bytes: u64 }
     /// Sampling parameters of one row of logits.
     SamplingRow {
-        history: u64, adjustments: u64, allowed: u64, words: u64, recent: u64, seed: u64, biases: u32, masked: u32, choice: u32, position: u32,
+        history: u64, adjustments: u64, allowed: u64, words: u64, output: u64, seed: u64, biases: u32, masked: u32, choice: u32, position: u32,
         temperature: f32, top_p: f32, min_p: f32, top_k: u32, repetition: f32, frequency: f32, presence: f32,
-        logprobs: u32, active: u32, word_count: u32, generated: u32, fallback: u32,
+        logprobs: u32, rows: u32, nth: u32, draft: u32, word_count: u32, min_tokens: u32, fallback: u32,
     }
+    /// Output of a slot's sequence, as far as masks depend on it.
+    SlotOutput { generated: u32, recent: [u32; RECENT_TOKENS] }
     /// Sampled token of one row, with its logprobs.
     SamplingResult {
         token: u32, logprob: f32, top: u32, rank: u32, tokens: [u32; TOP_MAX], logprobs: [f32; TOP_MAX],
     }
-    /// Parameters of `sample`.
-    SamplingParams { logits: u64, rows: u64, results: u64, sampled: u64, vocabulary: u32, stride: u32 }
+    /// Parameters of `sample` and `accept_drafts`.
+    SamplingParams {
+        logits: u64, rows: u64, results: u64, sampled: u64, tokens: u64, vocabulary: u32, stride: u32,
+    }
     /// Token whose log probability is wanted of a row of logits.
     ScoreRow { token: u32, top: u32 }
     /// Parameters of `score`.

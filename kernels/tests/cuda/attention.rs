@@ -17,6 +17,8 @@ struct Shape {
     block_tokens: usize,
     window: Option<u32>,
     deterministic: bool,
+    /// Whether sequences of several rows are decodes with drafts.
+    decode: bool,
     /// Resident blocks of the plan, which decide how finely keys are split.
     slots: u32,
     partials: u32,
@@ -35,15 +37,15 @@ struct Length {
 fn shape() -> impl Strategy<Value = Shape> {
     let window = prop_oneof![2 => Just(None), 1 => (1u32..500).prop_map(Some)];
     let sizes = (prop::sample::select(vec![64usize, 128]), 1usize..3, 1usize..=8, 0u32..7);
-    let plan =
-        (any::<bool>(), prop::sample::select(vec![1u32, 3, 1000]), prop::sample::select(vec![0u32, 9, 64]));
+    let kernels = (any::<bool>(), any::<bool>());
+    let plan = (kernels, prop::sample::select(vec![1u32, 3, 1000]), prop::sample::select(vec![0u32, 9, 64]));
     (half(), store(), sizes, window, plan, 1u32..12, any::<u32>()).prop_map(
         |(
             half,
             store,
             (head_dim, kv_heads, group, shift),
             window,
-            (deterministic, slots, partials),
+            ((deterministic, decode), slots, partials),
             grid,
             seed,
         )| {
@@ -56,6 +58,7 @@ fn shape() -> impl Strategy<Value = Shape> {
                 block_tokens: (1 << shift).max(store.block_tokens_min() as usize),
                 window,
                 deterministic,
+                decode,
                 slots,
                 partials,
                 grid,
@@ -164,6 +167,7 @@ impl Pool {
                 tokens: tokens as u32,
                 position: *position,
                 table: tables.len() as u32,
+                decode: shape.decode,
             });
             rows += tokens as u32;
             tables.extend_from_slice(&self.sequences[*sequence]);
@@ -294,7 +298,7 @@ pub(crate) fn attention_over_a_ragged_batch_is_exact_to_rounding() {
 }
 
 /// In deterministic mode a row has the same bits decoded or as part of a chunk, alone or batched, with any
-/// key splits. Otherwise this holds for decoding.
+/// key splits. Otherwise this holds for decoding, with and without drafts.
 #[test]
 pub(crate) fn rows_have_the_same_bits_in_every_batch_and_split() {
     on_harness(20, (shape(), length(), length(), any::<u32>()), |(shape, length, other, key)| {
@@ -316,8 +320,11 @@ pub(crate) fn rows_have_the_same_bits_in_every_batch_and_split() {
         let deterministic = Shape { deterministic: true, ..shape.clone() };
         let chunk = pool.run(&deterministic, &[(0, length.position, &queries), (1, other.position, &others)]);
         prop_assert_eq!(&chunk[row], &reference, "as part of a chunk");
+        let decode = Shape { deterministic: false, decode: true, ..shape.clone() };
+        let drafts = pool.run(&decode, &[(0, length.position, &queries), (1, other.position, &others)]);
+        prop_assert_eq!(&drafts[row], &reference, "as a draft");
         // Prefill has its own reduction order, which chunking does not change.
-        let plain = Shape { deterministic: false, ..shape.clone() };
+        let plain = Shape { deterministic: false, decode: false, ..shape.clone() };
         let long = (16 / shape.group + 1) as u32;
         if length.tokens > 2 * long {
             let whole = pool.run(&plain, &[(0, length.position, &queries)]);
@@ -347,6 +354,7 @@ pub(crate) fn rows_have_the_same_bits_for_any_key_splits() {
             block_tokens: 16,
             window: None,
             deterministic: false,
+            decode: false,
             slots: 1,
             partials: 0,
             grid: 3,
@@ -376,6 +384,7 @@ fn unwritten_keys_make_the_result_nan() {
         block_tokens: 16,
         window: None,
         deterministic: false,
+        decode: false,
         slots: 1,
         partials: 0,
         grid: 1,

@@ -7,6 +7,7 @@
 mod attention;
 mod conversions;
 mod device;
+mod drafts;
 mod e4m3;
 mod faults;
 mod mutants;

@@ -5,7 +5,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use inflight_kernels::cuda::{Harness, Mutant};
 
 use crate::device::TestDevice;
-use crate::{attention, product, sampling};
+use crate::{attention, drafts, product, sampling};
 
 /// Returns whether the property, a test function, panics with the mutant active.
 fn detects(property: fn(), mutant: Mutant) -> bool {
@@ -32,11 +32,15 @@ fn every_mutant_of_a_kernel_fails_the_property_it_breaks() {
                 ("attention", exact),
                 ("product", product::gemm_is_correct_and_batch_invariant),
                 ("sampling", sampling::tokens_and_logprobs_equal_those_of_the_cpu),
+                ("drafts", drafts::tokens_that_count_equal_those_drawn_one_by_one),
                 ("skinny product", skinny),
             ],
             Mutant::MissedBarrier if !Harness::CHECKED => continue,
             Mutant::MissedBarrier => {
                 &[("attention", exact), ("product", product::gemm_is_correct_and_batch_invariant)]
+            }
+            Mutant::DraftPenalty | Mutant::DraftWord | Mutant::DraftMinimum | Mutant::RejectedCounts => {
+                &[("drafts", drafts::tokens_that_count_equal_those_drawn_one_by_one)]
             }
             Mutant::EarlyRead | Mutant::LastWarp | Mutant::LastChunk => &[("skinny product", skinny)],
             Mutant::ScaleLine

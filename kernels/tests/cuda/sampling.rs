@@ -2,7 +2,7 @@ use inflight_kernels::RandomKey;
 use inflight_kernels::cpu::{self, Isa, Truncation, Workspace};
 use inflight_kernels::cuda::{
     HistoryParams, RECENT_TOKENS, SamplingParams, SamplingResult, SamplingRow, ScoreParams, ScoreRow,
-    count_history, sample, score,
+    SlotOutput, count_history, sample, score,
 };
 use proptest::prelude::*;
 
@@ -11,24 +11,24 @@ use crate::{SeededRng, on_harness};
 
 /// Sampling parameters and kind of logits of a row.
 #[derive(Debug, Clone)]
-struct Row {
-    temperature: f32,
-    top_k: u32,
-    top_p: f32,
-    min_p: f32,
-    penalties: Option<(f32, f32, f32)>,
-    biases: usize,
-    masked: usize,
+pub(crate) struct Row {
+    pub(crate) temperature: f32,
+    pub(crate) top_k: u32,
+    pub(crate) top_p: f32,
+    pub(crate) min_p: f32,
+    pub(crate) penalties: Option<(f32, f32, f32)>,
+    pub(crate) biases: usize,
+    pub(crate) masked: usize,
     /// Number of allowed tokens; `None`: all.
-    allowed: Option<usize>,
+    pub(crate) allowed: Option<usize>,
     /// Number of bad words.
-    words: usize,
-    logprobs: Option<u32>,
+    pub(crate) words: usize,
+    pub(crate) logprobs: Option<u32>,
     /// Distribution of the logits, see [`logits_of`].
-    kind: u32,
+    pub(crate) kind: u32,
 }
 
-fn row() -> impl Strategy<Value = Row> {
+pub(crate) fn row() -> impl Strategy<Value = Row> {
     let temperature = prop_oneof![1 => Just(0.0f32), 3 => 0.05f32..3.0];
     let top_k = prop_oneof![2 => Just(0u32), 1 => 1u32..5, 1 => 1u32..400, 1 => Just(100_000)];
     let top_p = prop_oneof![2 => Just(1.0f32), 3 => 0.01f32..1.0];
@@ -70,7 +70,16 @@ fn words_of(count: usize, vocabulary: usize, generated: &[u32], rng: &mut Seeded
     (0..count).map(word).collect()
 }
 
-fn logits_of(kind: u32, vocabulary: usize, rng: &mut SeededRng) -> Vec<f32> {
+/// Returns what a slot keeps of a sequence's output.
+pub(crate) fn output_of(generated: &[u32]) -> SlotOutput {
+    let mut output = SlotOutput { generated: generated.len() as u32, recent: [0; RECENT_TOKENS] };
+    for (at, token) in generated.iter().enumerate() {
+        output.recent[at % RECENT_TOKENS] = *token;
+    }
+    output
+}
+
+pub(crate) fn logits_of(kind: u32, vocabulary: usize, rng: &mut SeededRng) -> Vec<f32> {
     let mut logits: Vec<f32> = (0..vocabulary)
         .map(|_| match kind {
             0 => 1.5,
@@ -195,13 +204,9 @@ pub(crate) fn tokens_and_logprobs_equal_those_of_the_cpu() {
                 .map(|(token, logit)| (token, logprob(logit)))
                 .collect();
             counts[token as usize] += 1;
-            let mut recent = [0u32; RECENT_TOKENS];
-            for (at, token) in generated.iter().enumerate() {
-                recent[at % RECENT_TOKENS] = *token;
-            }
-            let recent_at = device.upload(&recent);
-            recent[generated.len() % RECENT_TOKENS] = token;
-            expected.push((token, logprob(logits[token as usize]), top, counts.clone(), recent));
+            let output_at = device.upload(&[output_of(&generated)]);
+            let output = output_of(&[&generated[..], &[token]].concat());
+            expected.push((token, logprob(logits[token as usize]), top, counts.clone(), output));
             // Builds the kernel's parameters.
             let tokens: Vec<u32> = prompt.iter().chain(&generated).copied().collect();
             let (history, tokens_at) = (device.alloc(vocabulary * 4), device.upload(&tokens));
@@ -243,15 +248,17 @@ pub(crate) fn tokens_and_logprobs_equal_those_of_the_cpu() {
                 frequency,
                 presence,
                 logprobs: row.logprobs.map_or(0, |count| count + 1),
-                active: 1,
+                rows: 1,
+                // `masked` counts.
+                min_tokens: u32::MAX,
                 allowed: if allowed.is_some() { bits.address() } else { 0 },
                 words: entries.address(),
-                recent: recent_at.address(),
+                output: output_at.address(),
                 word_count: words.len() as u32,
-                generated: generated.len() as u32,
                 fallback,
+                ..SamplingRow::default()
             });
-            kept.push((history, recent_at, tokens_at, adjustments, bits, entries));
+            kept.push((history, output_at, tokens_at, adjustments, bits, entries));
         }
         table.push(SamplingRow::default()); // padding
         all.extend(vec![f32::NAN; stride]);
@@ -263,17 +270,18 @@ pub(crate) fn tokens_and_logprobs_equal_those_of_the_cpu() {
             rows: table_at.address(),
             results: results.address(),
             sampled: sampled.address(),
+            tokens: 0,
             vocabulary: vocabulary as u32,
             stride: stride as u32,
         };
         unsafe { sample(&device, table.len() as u32, &p) }.unwrap();
         let results = results.read::<SamplingResult>(table.len());
         let sampled = sampled.read::<u32>(table.len());
-        for (r, (token, logprob, top, counts, recent)) in expected.iter().enumerate() {
+        for (r, (token, logprob, top, counts, output)) in expected.iter().enumerate() {
             let result = &results[r];
             prop_assert_eq!(result.token, *token, "row {} of {:?}", r, rows[r]);
             prop_assert_eq!(sampled[r], *token);
-            prop_assert_eq!(&kept[r].1.read::<u32>(RECENT_TOKENS), recent);
+            prop_assert_eq!(&kept[r].1.read::<SlotOutput>(1)[0], output);
             if rows[r].penalties.is_some() {
                 prop_assert_eq!(&kept[r].0.read::<u32>(vocabulary), counts);
             }
@@ -349,7 +357,7 @@ fn samples_follow_the_distribution() {
             position,
             temperature: 1.0,
             top_p: 1.0,
-            active: 1,
+            rows: 1,
             ..SamplingRow::default()
         })
         .collect();
@@ -361,6 +369,7 @@ fn samples_follow_the_distribution() {
         rows: table.address(),
         results: results.address(),
         sampled: sampled.address(),
+        tokens: 0,
         vocabulary: 5,
         stride: 8,
     };

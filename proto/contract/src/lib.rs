@@ -12,6 +12,7 @@ mod finish;
 mod limits;
 mod logprobs;
 mod sampling;
+mod service_counter;
 mod service_table;
 mod virtual_token_counters;
 
@@ -23,7 +24,6 @@ pub use finish::FinishReason;
 pub use limits::{ModelLimits, PRIORITY_MAX, Priority, RequestError, RequestShape};
 pub use logprobs::{PositionLogprobs, PromptLogprobs, TokenLogprob};
 pub use sampling::{SamplingError, SamplingParams, SamplingSpec};
+pub use service_counter::{ServiceCounter, TenantCharge};
 pub use service_table::{ExpiredService, SERVICE_COUNTER_MAX, ServiceTable, plausible_growth};
-pub use virtual_token_counters::{
-    Service, ServiceCounter, Tenant, TokenCost, VirtualTokenCounters, Weight, WeightError,
-};
+pub use virtual_token_counters::{Service, Tenant, TokenCost, VirtualTokenCounters, Weight, WeightError};

@@ -4,7 +4,7 @@
 use std::collections::{BTreeMap, VecDeque};
 use std::time::Duration;
 
-use crate::virtual_token_counters::ServiceCounter;
+use crate::service_counter::ServiceCounter;
 
 /// Maximum plausible service counter, in tokens weighted by [`TokenCost`](crate::TokenCost).
 pub const SERVICE_COUNTER_MAX: u64 = 1 << 50;

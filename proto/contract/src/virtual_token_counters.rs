@@ -2,6 +2,8 @@
 
 use std::collections::BTreeMap;
 
+use crate::service_counter::{ServiceCounter, TenantCharge};
+
 /// Service that a token counts for, by kind.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 pub struct TokenCost {
@@ -105,25 +107,6 @@ impl Tenant {
     }
 }
 
-/// Monotonic service counter of a tenant, independent of its weight.
-///
-/// A tenant that is evicted and returns continues at a `base` no lower than any evicted counter, so that a
-/// reader that kept the old value counts as growth only what exceeds both.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
-pub struct ServiceCounter {
-    /// Value of the counter, in tokens weighted by [`TokenCost`].
-    pub cost: u64,
-    /// Value at which the counter started.
-    pub base: u64,
-}
-
-impl From<u64> for ServiceCounter {
-    /// Creates a counter that started at 0.
-    fn from(cost: u64) -> Self {
-        Self { cost, base: 0 }
-    }
-}
-
 #[derive(Debug, Clone)]
 struct TenantCounter {
     name: String,
@@ -140,6 +123,10 @@ struct TenantCounter {
     base: u64,
     /// Whether it was charged since [`VirtualTokenCounters::drain_charged`].
     dirty: bool,
+    /// Service charged by [`VirtualTokenCounters::charge_cost`] since then.
+    undrained: u64,
+    /// Service that the last drain has reported.
+    drained: u64,
 }
 
 /// Virtual token counters: service received over weight, for each tenant.
@@ -252,6 +239,7 @@ impl VirtualTokenCounters {
     pub fn charge_cost(&mut self, tenant: Tenant, cost: u64) {
         self.add(tenant, cost);
         let Some(counter) = self.tenants.get_mut(tenant.index()).and_then(Option::as_mut) else { return };
+        counter.undrained = counter.undrained.saturating_add(cost);
         if cost > 0 && !std::mem::replace(&mut counter.dirty, true) {
             self.dirty.push(tenant);
         }
@@ -287,15 +275,23 @@ impl VirtualTokenCounters {
         counter.service = lowered.max(floor.min(counter.service));
     }
 
-    /// Yields the counters, by name, of the tenants charged since the last call.
-    pub fn drain_charged(&mut self) -> impl Iterator<Item = (&str, ServiceCounter)> + '_ {
+    /// Yields the charges of the tenants charged since the last call.
+    pub fn drain_charged(&mut self) -> impl Iterator<Item = TenantCharge<'_>> + '_ {
         let Self { dirty, tenants, .. } = self;
         dirty.retain(|tenant| match &mut tenants[tenant.index()] {
-            Some(counter) => std::mem::replace(&mut counter.dirty, false),
+            Some(counter) => {
+                counter.drained = std::mem::take(&mut counter.undrained);
+                std::mem::replace(&mut counter.dirty, false)
+            }
             None => false,
         });
-        let named = dirty.drain(..).filter_map(|tenant| tenants[tenant.index()].as_ref());
-        named.map(|counter| (counter.name.as_str(), counter.charged()))
+        let charged = dirty.drain(..).filter_map(|tenant| tenants[tenant.index()].as_ref());
+        charged.map(|counter| TenantCharge {
+            tenant: &counter.name,
+            counter: counter.charged(),
+            growth: counter.drained,
+            weight: counter.weight.unwrap_or_default(),
+        })
     }
 
     /// Iterates over the counters of all tenants, by name.
@@ -308,6 +304,11 @@ impl VirtualTokenCounters {
     /// reached elsewhere in the cluster, but not above the largest service of any tenant here.
     pub fn raise_floor(&mut self, floor: Service) {
         self.idle_floor = self.idle_floor.max(floor.min(self.service_max));
+    }
+
+    /// Returns the name of a tenant; empty if it was evicted.
+    pub fn name(&self, tenant: Tenant) -> &str {
+        self.tenants.get(tenant.index()).and_then(Option::as_ref).map_or("", |counter| &counter.name)
     }
 
     /// Returns a tenant's weight; 1 if it is unknown.
@@ -348,6 +349,8 @@ impl VirtualTokenCounters {
             charged: self.evicted_charged_max,
             base: self.evicted_charged_max,
             dirty: false,
+            undrained: 0,
+            drained: 0,
         });
         let tenant = match self.free.pop() {
             Some(tenant) => {
@@ -528,9 +531,11 @@ mod tests {
                 service.charge(tenant, tokens, 0);
                 service.depart(tenant);
                 sums.entry(name).or_default().0 += u64::from(tokens);
-                for (name, charged) in service.drain_charged() {
+                for TenantCharge { tenant: name, counter: charged, growth, .. } in service.drain_charged() {
                     let known = known.entry(name.to_owned()).or_default();
-                    sums.get_mut(name).unwrap().1 += charged.cost.saturating_sub(charged.base.max(*known));
+                    let grown = charged.cost.saturating_sub(charged.base.max(*known));
+                    prop_assert_eq!(growth, grown, "{}", name);
+                    sums.get_mut(name).unwrap().1 += grown;
                     *known = charged.cost.max(*known);
                 }
             }

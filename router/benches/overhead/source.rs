@@ -94,6 +94,7 @@ impl Source {
 impl Worker for Source {
     type SessionStream = Boxed<v1::SessionResponse>;
     type FetchBundleStream = Boxed<v1::FetchBundleResponse>;
+    type ObserveStream = Boxed<v1::ObserveResponse>;
 
     async fn challenge(
         &self,
@@ -215,6 +216,10 @@ impl Worker for Source {
         _: Request<v1::DiagnoseRequest>,
     ) -> Result<Response<v1::DiagnoseResponse>, Status> {
         Err(Status::unimplemented("nothing to diagnose"))
+    }
+
+    async fn observe(&self, _: Request<v1::ObserveRequest>) -> Result<Response<Self::ObserveStream>, Status> {
+        Err(Status::unimplemented("nothing to observe"))
     }
 }
 

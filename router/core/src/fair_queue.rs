@@ -283,6 +283,12 @@ impl<L: Ord + Copy, T> FairQueue<L, T> {
         self.tokens += tokens;
     }
 
+    /// Returns the number of requests that wait in a lane.
+    pub fn len_of(&self, lane: L) -> usize {
+        let waiting = self.lanes.get(&lane).map(|lane| lane.waiting.values());
+        waiting.into_iter().flatten().map(|waiting| waiting.requests.len()).sum()
+    }
+
     /// Returns the next request of a lane.
     pub fn head(&self, lane: L, now: Duration) -> Option<QueuePosition<L>> {
         let entry = self.lanes.get(&lane)?;

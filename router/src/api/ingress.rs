@@ -186,7 +186,6 @@ impl Ingress {
         span.record("request_id", &call.request_id);
         span.record("prompt_tokens", call.prompt.len());
         call.trace = TraceContext::of(&span, &context);
-        let queue_span = info_span!(parent: &span, "queue");
         let model = served.model;
         let charge = admission_guard
             .as_ref()
@@ -196,7 +195,7 @@ impl Ingress {
             .transpose()?;
         let guard =
             CallGuard::default().with(permit).with(open).with(OpenStream::new()).with(admission_guard);
-        let ticket = self.dispatch.submit(call, queue_span, guard)?;
+        let ticket = self.dispatch.submit(call, span.clone(), guard)?;
         Ok(ResponseStream::new(ticket, model, span, charge, usage))
     }
 

@@ -1,6 +1,7 @@
 //! Client-facing APIs: the layers that run before a message is read, the core that they share, the protocols
 //! over it, and the response stream.
 
+mod admin;
 pub(crate) mod admission;
 pub(crate) mod arrival;
 pub(crate) mod auth;
@@ -16,6 +17,7 @@ pub(crate) mod http;
 pub(crate) mod ingress;
 pub(crate) mod key_failures;
 pub(crate) mod kserve;
+pub(crate) mod operations;
 pub(crate) mod output_plan;
 mod paths;
 mod prompt;

@@ -3,7 +3,8 @@
 /// KServe's bidirectional inference stream: one call carries many requests.
 pub(crate) const MODEL_STREAM_INFER: &str = "/inference.GRPCInferenceService/ModelStreamInfer";
 
-/// Whether a path needs no authentication: health probes, metrics and reflection.
+/// Whether a path needs no authentication: health probes, metrics, reflection, and the page of the live view, which
+/// contains no data.
 pub(crate) fn is_open(path: &str) -> bool {
     path.starts_with("/grpc.")
         || matches!(
@@ -15,6 +16,7 @@ pub(crate) fn is_open(path: &str) -> bool {
                 | "/metrics"
                 | "/ready"
                 | "/readyz"
+                | "/ui"
                 | "/version"
         )
 }
@@ -25,6 +27,7 @@ mod tests {
 
     #[test]
     fn health_needs_no_key_and_generation_does() {
+        assert!(is_open("/ui") && !is_open("/ui/events") && !is_open("/inflight.v1.Admin/Watch"));
         assert!(is_open("/health") && !is_open("/v1/models") && !is_open("/health/"));
         assert!(is_open("/grpc.health.v1.Health/Check") && !is_open("/inflight.v1.Inference/Generate"));
     }

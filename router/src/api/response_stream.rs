@@ -192,6 +192,7 @@ impl ResponseStream {
             self.ticket.active.count_unbilled(received - (choice.tokens() - before) as usize);
             self.ready.extend(taken.deltas.into_iter().map(GenerationEvent::Delta));
             if let Some(finished) = taken.finished {
+                count_finished(&call.model, finished.reason);
                 if !worker_ended {
                     withdrawn.push(index);
                 }
@@ -370,6 +371,14 @@ impl Drop for ResponseStream {
             _ => outcome.label(),
         };
         metrics::counter!(names::REQUESTS, "outcome" => outcome.label()).increment(1);
+        let reason = match outcome {
+            Outcome::Cancelled => FinishReason::Cancelled,
+            Outcome::DeadlineExceeded => FinishReason::Deadline,
+            _ => FinishReason::Error,
+        };
+        for _ in self.choices.iter().filter(|choice| !choice.ended()) {
+            count_finished(&model, reason);
+        }
         let received = call.cursor.as_ref().map_or(0, Cursor::tokens);
         metrics::counter!(names::COMPLETION_TOKENS, "model" => model.clone())
             .increment(u64::from(tokens).saturating_sub(received));
@@ -383,8 +392,9 @@ impl Drop for ResponseStream {
         }
         self.span.record("outcome", outcome.label());
         self.span.record("completion_tokens", tokens);
+        // The last exit of a span is its end: it was entered before, to tokenize.
+        let _entered = self.span.enter();
         tracing::info!(
-            parent: &self.span,
             request_id = call.request_id,
             model = call.model,
             outcome = outcome.label(),
@@ -394,6 +404,16 @@ impl Drop for ResponseStream {
             "request ended"
         );
     }
+}
+
+fn count_finished(model: &str, reason: FinishReason) {
+    let reason = match reason {
+        // One reason to clients.
+        FinishReason::Complete => FinishReason::Stop,
+        reason => reason,
+    };
+    metrics::counter!(names::FINISHED_CHOICES, "model" => model.to_owned(), "reason" => reason.label())
+        .increment(1);
 }
 
 fn operation(call: &AdmittedCall) -> &'static str {

@@ -8,6 +8,7 @@ use futures::Stream;
 use inflight_net::{Framing, HttpServer, Protocols, ReceiveBudget, ReceiveLayer};
 use inflight_proto::FILE_DESCRIPTOR_SET;
 use inflight_proto::kserve::grpc_inference_service_server::GrpcInferenceServiceServer;
+use inflight_proto::v1::admin_server::AdminServer;
 use inflight_proto::v1::inference_server::InferenceServer;
 use tokio::io::{AsyncRead, AsyncWrite};
 use tokio_util::sync::CancellationToken;
@@ -20,14 +21,16 @@ use tonic::transport::server::Connected;
 use tonic_health::pb::health_server::{Health, HealthServer};
 use tower::ServiceBuilder;
 
+use crate::api::admin::AdminService;
 use crate::api::admission::{Admission, AdmissionLayer};
 use crate::api::arrival::{ArrivalLayer, receive_limits};
 use crate::api::auth::AuthLayer;
 use crate::api::grpc::Grpc;
-use crate::api::http::{self, CorsLayer, FaultLayer, HttpApi, RenderMetrics, RequestIdLayer};
+use crate::api::http::{self, CorsLayer, FaultLayer, HttpApi, RenderMetrics, RequestIdLayer, Ui};
 use crate::api::ingress::Ingress;
 use crate::api::key_failures::KeyFailures;
 use crate::api::kserve::Kserve;
+use crate::api::operations::Operations;
 use crate::api::refusal::{self, Refuse};
 use crate::options::{HttpOptions, Options};
 use crate::outcome::Outcome;
@@ -40,6 +43,8 @@ pub(crate) struct Shared {
     pub(crate) key_failures: Arc<KeyFailures>,
     pub(crate) admission: Admission,
     pub(crate) ingress: Arc<Ingress>,
+    /// The service for operators, if it is served.
+    pub(crate) operations: Option<Operations>,
     /// Open API calls.
     pub(crate) open: TaskTracker,
     pub(crate) drain: CancellationToken,
@@ -68,6 +73,9 @@ impl Shared {
         let inference = InferenceServer::new(Grpc::new(ingress.clone()));
         let inference = inference.max_decoding_message_size(options.message_bytes_max);
         let mut routes = Routes::new(health).add_service(inference).add_service(kserve);
+        if let Some(operations) = &self.operations {
+            routes = routes.add_service(AdminServer::new(AdminService(operations.clone())));
+        }
         if options.reflection {
             let builder = || {
                 tonic_reflection::server::Builder::configure()
@@ -104,7 +112,8 @@ impl Shared {
     {
         let (ingress, admission, drain) = (self.ingress.clone(), self.admission.clone(), self.drain.clone());
         let draining = move || drain.is_cancelled();
-        let api = HttpApi::new(ingress, admission, &self.options, http, metrics, draining);
+        let api = HttpApi::new(ingress, admission, &self.options, http, metrics, draining)
+            .with_ui(self.operations.clone().map(Ui::new));
         // Of the layers outside of `FaultLayer`.
         let fault =
             || http::refuse("", Outcome::Internal("the call failed on a fault of the server".to_owned()));

@@ -12,6 +12,8 @@ use tokio_util::sync::CancellationToken;
 
 use crate::cluster::connector::Connector;
 use crate::cluster::discovery::{Endpoints, Source, changed};
+use crate::cluster::observer::Observer;
+use crate::cluster::worker_calls::WorkerCalls;
 use crate::cluster::worker_session::{ModelCache, SessionTask};
 use crate::dispatcher::SharedDispatcher;
 use crate::options::Options;
@@ -23,6 +25,7 @@ pub(crate) struct Membership {
     dispatch: Arc<SharedDispatcher>,
     models: Arc<ModelCache>,
     connector: Option<Connector>,
+    calls: Arc<WorkerCalls>,
     /// Known workers, with the token that retires each.
     known: BTreeMap<String, CancellationToken>,
     next_worker: WorkerId,
@@ -34,12 +37,14 @@ impl Membership {
         options: &Options,
         dispatch: Arc<SharedDispatcher>,
         connector: Option<Connector>,
+        calls: Arc<WorkerCalls>,
     ) -> Self {
         Self {
             options: options.clone(),
             dispatch,
             models: Arc::default(),
             connector,
+            calls,
             known: BTreeMap::new(),
             next_worker: WorkerId(0),
             session_tasks: JoinSet::new(),
@@ -103,6 +108,10 @@ impl Membership {
                 models: self.models.clone(),
                 connector: self.connector.clone(),
                 retired,
+                observer: self
+                    .dispatch
+                    .live()
+                    .map(|hub| Observer::join(hub, &self.calls, self.next_worker, address)),
             };
             self.next_worker = WorkerId(self.next_worker.0 + 1);
             self.session_tasks.spawn(restart_on_panic("worker_session", move || task.clone().run()));

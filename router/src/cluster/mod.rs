@@ -4,5 +4,7 @@ pub(crate) mod bundle;
 pub(crate) mod connector;
 pub(crate) mod discovery;
 pub(crate) mod membership;
+mod observer;
 pub(crate) mod wire;
+pub(crate) mod worker_calls;
 mod worker_session;

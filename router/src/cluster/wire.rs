@@ -16,8 +16,13 @@ use inflight_router_core::{
 };
 use tonic::Code;
 
+use crate::clock;
 use crate::dispatcher::WorkerMessage;
-use crate::dispatcher::request::AdmittedCall;
+use crate::dispatcher::request::ActiveRequest;
+use crate::live::observation::{
+    JoinedSequence, Observation, ObservedIteration, ObservedState, ObservedWork, SequenceState,
+};
+use crate::live::view::{LimitsView, LoadView, State};
 
 /// Converts an update of a worker.
 pub(crate) fn update(update: v1::Update) -> WorkerUpdate {
@@ -96,6 +101,103 @@ fn sequence(update: v1::SequenceUpdate) -> SequenceUpdate {
     }
 }
 
+/// Returns a worker's load for the live view.
+pub(crate) fn load_view(load: &v1::Load) -> LoadView {
+    let v1::Load {
+        running_sequences,
+        waiting_sequences,
+        kv_blocks_used,
+        preemptions,
+        mean_iteration_us,
+        swapped_sequences,
+        host_kv_blocks_used,
+        predicted_ttft_us,
+        prefill_backlog_us,
+        prefill_slowdown,
+        decode_iteration_us,
+    } = *load;
+    LoadView {
+        running_sequences,
+        waiting_sequences,
+        kv_blocks_used,
+        preemptions,
+        mean_iteration_us,
+        swapped_sequences,
+        host_kv_blocks_used,
+        predicted_ttft_us,
+        prefill_backlog_us,
+        // JSON has no other numbers.
+        prefill_slowdown: if prefill_slowdown.is_finite() { prefill_slowdown } else { 0.0 },
+        decode_iteration_us,
+    }
+}
+
+/// Returns what a worker has reported to its observer. `is_own`: whether a sequence was submitted by this router.
+pub(crate) fn observation(
+    response: v1::ObserveResponse,
+    is_own: impl Fn(&v1::ObservedSequence) -> bool,
+) -> Observation {
+    let joined = |sequence: v1::ObservedSequence| JoinedSequence {
+        sequence: sequence.sequence,
+        submission: is_own(&sequence).then_some(SubmissionId(sequence.submission_id)),
+        choice: sequence.choice,
+        tenant: sequence.tenant,
+    };
+    let work = |work: v1::ObservedWork| ObservedWork {
+        sequence: work.sequence,
+        slot: work.slot,
+        prefill_tokens: work.prefill_tokens,
+        drafted_tokens: work.drafted_tokens,
+        generated_tokens: work.generated_tokens,
+    };
+    let iteration = |iteration: v1::ObservedIteration| ObservedIteration {
+        number: iteration.iteration,
+        duration_us: iteration.duration_us,
+        predicted_us: iteration.predicted_us,
+        target_us: iteration.target_us,
+        work: iteration.work.into_iter().map(work).collect(),
+        preempted: iteration.preempted_sequences,
+        swapped: iteration.swapped_sequences,
+    };
+    let state = |state: v1::ObservedState| ObservedState {
+        sequences: state.sequences.iter().map(sequence_state).collect(),
+        kv_blocks_cached: state.kv_blocks_cached,
+        blocked: (!state.blocked_by.is_empty()).then_some((state.blocked_sequence, state.blocked_by)),
+    };
+    Observation {
+        joined: response.joined.into_iter().map(joined).collect(),
+        iterations: response.iterations.into_iter().map(iteration).collect(),
+        dropped_iterations: response.dropped_iterations,
+        state: response.state.map(state),
+    }
+}
+
+fn sequence_state(sequence: &v1::SequenceState) -> SequenceState {
+    let state = match sequence.phase() {
+        v1::SequencePhase::Unspecified => State::Unspecified,
+        v1::SequencePhase::Waiting => State::Waiting,
+        v1::SequencePhase::Prefill => State::Prefill,
+        v1::SequencePhase::Decode => State::Decode,
+        v1::SequencePhase::Preempted => State::Preempted,
+        v1::SequencePhase::Swapped => State::Swapped,
+    };
+    let v1::SequenceState { sequence, slot, kv_blocks, tokens, .. } = *sequence;
+    SequenceState { sequence, state, slot, kv_blocks, tokens }
+}
+
+/// Returns a worker's limits for the live view.
+pub(crate) fn limits_view(limits: &v1::WorkerLimits) -> LimitsView {
+    let v1::WorkerLimits {
+        vocab_size,
+        context_tokens,
+        block_tokens,
+        kv_blocks,
+        max_sequences,
+        host_kv_blocks,
+    } = *limits;
+    LimitsView { vocab_size, context_tokens, block_tokens, kv_blocks, max_sequences, host_kv_blocks }
+}
+
 /// Returns whose fault an error of a worker is.
 fn blame(code: Code) -> FailureBlame {
     match code {
@@ -128,7 +230,7 @@ pub(crate) fn command(message: WorkerMessage) -> v1::SessionRequest {
     let message = match command {
         // Without the request, its client has gone, and the cancel of the submission follows.
         WorkerCommand::Submit(submission) => match &request {
-            Some(active) => Message::Submit(submit(*submission, &active.call)),
+            Some(active) => Message::Submit(submit(*submission, active)),
             None => Message::Cancel(v1::Cancel { submission_id: submission.id.0, choice: None }),
         },
         WorkerCommand::Cancel { submission, choice } => {
@@ -146,8 +248,11 @@ pub(crate) fn command(message: WorkerMessage) -> v1::SessionRequest {
     v1::SessionRequest { message: Some(message) }
 }
 
-fn submit(submission: Submission, call: &AdmittedCall) -> v1::Submit {
+fn submit(submission: Submission, active: &ActiveRequest) -> v1::Submit {
+    let (call, trace) = (&active.call, active.trace());
     let micros = |left: Duration| u64::try_from(left.as_micros()).unwrap_or(u64::MAX);
+    let has_output = submission.resumed.iter().any(|resumed| !resumed.tokens.is_empty());
+    let queued = clock::now().saturating_duration_since(call.arrived);
     let resumed = submission.resumed.into_iter().map(|ResumedChoice { choice, tokens, finished }| {
         v1::ResumedChoice { choice, token_ids: tokens, finished }
     });
@@ -164,8 +269,9 @@ fn submit(submission: Submission, call: &AdmittedCall) -> v1::Submit {
         weight: call.weight.get() as f32,
         priority: call.priority.get(),
         deadline_us: submission.deadline.map(micros),
-        traceparent: call.trace.traceparent.clone(),
-        tracestate: call.trace.tracestate.clone(),
+        queued_us: (!has_output).then(|| micros(queued)),
+        traceparent: trace.traceparent,
+        tracestate: trace.tracestate,
         virtual_start_time: submission.virtual_start_time.map(Service::thousandths),
         min_waiting_virtual_time: submission.min_waiting_virtual_time.map(Service::thousandths),
     }

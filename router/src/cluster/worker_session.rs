@@ -25,6 +25,7 @@ use tonic::{Request, Status, Streaming};
 use crate::clock;
 use crate::cluster::bundle::{BundleError, BundleFiles, Model};
 use crate::cluster::connector::Connector;
+use crate::cluster::observer::Observer;
 use crate::cluster::wire;
 use crate::dispatcher::{SharedDispatcher, WorkerConnection};
 use crate::metrics as names;
@@ -119,6 +120,8 @@ pub(crate) struct SessionTask {
     pub(crate) connector: Option<Connector>,
     /// Cancelled when the worker is removed from discovery.
     pub(crate) retired: CancellationToken,
+    /// Reports to the live view, if there is one.
+    pub(super) observer: Option<Observer>,
 }
 
 /// Closes the session in the dispatcher on drop.
@@ -130,6 +133,9 @@ struct OpenSession<'a> {
 
 impl Drop for OpenSession<'_> {
     fn drop(&mut self) {
+        if let Some(observer) = &self.task.observer {
+            observer.closed();
+        }
         self.task.dispatch.close(self.task.worker, self.session, self.reason);
     }
 }
@@ -191,6 +197,9 @@ impl SessionTask {
             }
         }
         self.dispatch.leave(self.worker);
+        if let Some(observer) = &self.observer {
+            observer.left();
+        }
     }
 
     /// Returns a deterministic factor in [0.5, 1) that differs by router, worker and attempt.
@@ -267,6 +276,9 @@ impl SessionTask {
             fingerprint = hello.fingerprint,
             "session opened"
         );
+        if let Some(observer) = &self.observer {
+            observer.opened(&hello, &client);
+        }
         let info = WorkerInfo {
             worker: self.worker,
             model: hello.model,
@@ -285,6 +297,12 @@ impl SessionTask {
         let session = self.dispatch.open(info, connection);
         let mut guard = OpenSession { task: self, session, reason: ResubmissionReason::SessionLost };
         *opened = Some(clock::now());
+        let observed = async {
+            match &self.observer {
+                Some(observer) => observer.observe(client.clone()).await,
+                None => std::future::pending().await,
+            }
+        };
         tokio::select! {
             biased;
             () = overflowed.cancelled() => {
@@ -292,6 +310,7 @@ impl SessionTask {
                 Err(SessionError::Overflow(self.options.worker_commands_max))
             }
             ended = self.process_updates(&mut updates, &mut guard, silence) => ended,
+            never = observed => match never {},
         }
     }
 
@@ -357,6 +376,9 @@ impl SessionTask {
             match message.map(|response| response.message) {
                 Some(Some(Response::Update(update))) => {
                     draining |= update.draining;
+                    if let Some(observer) = &self.observer {
+                        observer.load(&update);
+                    }
                     if let Err(violation) = self.dispatch.update(self.worker, session, wire::update(update)) {
                         guard.reason = ResubmissionReason::ProtocolViolation { about: violation.request() };
                         return Err(violation.into());

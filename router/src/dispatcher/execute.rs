@@ -59,6 +59,10 @@ impl SharedDispatcher {
         for command in commands.drain(..) {
             match command {
                 Command::Worker { worker, command } => Self::send(state, worker, command),
+                Command::Notice(notice) if self.live.is_some() => {
+                    state.track(&notice, now);
+                    state.report(notice);
+                }
                 Command::Client { request, command } => {
                     let effect = self.pass(state, request, command, now, aftermath);
                     if effect == DeliveryEffect::Overfull && !behind.contains(&request) {
@@ -86,6 +90,11 @@ impl SharedDispatcher {
 
     fn send(state: &DispatcherState, worker: WorkerId, command: WorkerCommand) {
         let submits = matches!(command, WorkerCommand::Submit(_));
+        if let WorkerCommand::Submit(submission) = &command
+            && let Some(live) = state.tracker(submission.request)
+        {
+            live.submitted(submission.id, submission.attempt);
+        }
         state.send(worker, command);
         if submits {
             state.set_worker_gauges(worker);
@@ -115,18 +124,31 @@ impl SharedDispatcher {
                         "stream continues on a worker with another fingerprint; its tokens may differ"
                     );
                 }
-                active.place(placed, now, readers);
+                if let Some(live) = &active.live {
+                    live.dispatched(placed.worker, state.placement, now);
+                }
+                let worker = state.address(placed.worker);
+                active.place(placed, worker, now, readers);
             }
             ClientCommand::Deliver(output) => {
                 return active.deliver(output, self.options.client_buffer_tokens, now, readers);
             }
-            ClientCommand::Pause => active.pause(readers),
+            ClientCommand::Pause => {
+                if let Some(live) = &active.live {
+                    live.paused(now);
+                }
+                active.pause(readers);
+            }
             ClientCommand::Fail(failure) => {
                 // The stream may not be polled: its client does not read.
                 if matches!(failure, Failure::DeadlineExceeded | Failure::ClientStalled { .. }) {
                     aftermath.released.push(active.clone());
                 }
-                active.fail(self.outcome(failure, &active.call.model), readers);
+                let outcome = self.outcome(failure, &active.call.model);
+                if let Some(live) = &active.live {
+                    live.ended(outcome.label(), now);
+                }
+                active.fail(outcome, readers);
             }
         }
         DeliveryEffect::Taken
@@ -146,6 +168,9 @@ impl SharedDispatcher {
         let ready = state.core.is_ready();
         self.ready.send_if_modified(|now| std::mem::replace(now, ready) != ready);
         let names: BTreeSet<String> = state.core.served_lanes().map(|(_, lane)| lane.name.clone()).collect();
+        if let Some(hub) = &self.live {
+            hub.set_models(names.iter().cloned());
+        }
         self.served.send_if_modified(|now| {
             let changed = *now != names;
             *now = names;

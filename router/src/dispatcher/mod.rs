@@ -2,7 +2,9 @@
 
 mod execute;
 mod handoff;
+mod live;
 mod notices;
+mod phase_spans;
 mod recorder;
 pub(crate) mod request;
 mod state;
@@ -25,6 +27,9 @@ use tokio::sync::watch;
 
 use crate::call_guard::CallGuard;
 use crate::clock;
+use crate::live::hub::Hub;
+use crate::live::request::NewRequest;
+use crate::live::tracker::Tracker;
 use crate::options::Options;
 use crate::outcome::Outcome;
 use crate::stats::RouterStats;
@@ -45,6 +50,8 @@ pub(crate) struct SharedDispatcher {
     routers: AtomicU32,
     /// Epoch of the times passed to the dispatcher.
     epoch: Instant,
+    /// Live view; `None` without `--admin`.
+    live: Option<Arc<Hub>>,
 }
 
 /// What to do after an event, outside the lock.
@@ -72,6 +79,9 @@ impl Ticket {
 
     /// Resumes a paused request whose client reads again.
     pub(crate) fn resume(&self) {
+        if let Some(live) = &self.active.live {
+            live.continued(clock::now());
+        }
         self.dispatch.handle(Event::ClientResumed { request: self.active.id() });
     }
 }
@@ -99,13 +109,16 @@ impl SharedDispatcher {
             let log = Recording::new(core_options, options.placement, seed);
             File::create(path).map(|file| Recorder::new(file, log))
         });
+        let epoch = clock::now();
+        let live = Hub::new(options, epoch);
         Ok(Self {
             options: options.clone(),
-            state: Mutex::new(DispatcherState::new(core, recorder.transpose()?)),
+            live: live.clone(),
+            state: Mutex::new(DispatcherState::new(core, recorder.transpose()?, live)),
             ready: watch::Sender::new(false),
             served: watch::Sender::default(),
             routers: AtomicU32::new(1),
-            epoch: clock::now(),
+            epoch,
         })
     }
 
@@ -140,6 +153,28 @@ impl SharedDispatcher {
     /// Returns the number of routers that share the workers.
     pub(crate) fn routers(&self) -> u32 {
         self.routers.load(Ordering::Relaxed)
+    }
+
+    /// Returns the hub of the live view, if there is one.
+    pub(crate) fn live(&self) -> Option<&Arc<Hub>> {
+        self.live.as_ref()
+    }
+
+    /// Adds a request to the live view, if there is one.
+    fn track(&self, call: &AdmittedCall) -> Option<Tracker> {
+        let hub = self.live.as_ref()?;
+        let new = NewRequest {
+            request_id: &call.request_id,
+            tenant: &call.tenant,
+            weight: call.weight.get(),
+            model: &call.model,
+            priority: call.priority.get(),
+            prompt_tokens: u32::try_from(call.prompt.len()).unwrap_or(u32::MAX),
+            max_tokens: call.max_tokens,
+            choices: call.sampling.n,
+            arrived: call.arrived,
+        };
+        Some(Tracker::new(hub, &new, clock::now()))
     }
 
     /// Returns the current load of the router.
@@ -193,11 +228,11 @@ impl SharedDispatcher {
         models.into_values().collect()
     }
 
-    /// Queues a request, and dispatches it at once if a worker has room.
+    /// Queues a request, and dispatches it at once if a worker has room. Spans of its phases are children of `span`.
     pub(crate) fn submit(
         self: &Arc<Self>,
         call: AdmittedCall,
-        queue_span: tracing::Span,
+        span: tracing::Span,
         guard: CallGuard,
     ) -> Result<Ticket, Outcome> {
         // Hashing is slow, so it happens outside the lock. Each block size has its own chain.
@@ -206,14 +241,16 @@ impl SharedDispatcher {
         let cacheable = if call.sampling.prompt_logprobs.is_some() { &[] } else { &call.prompt[..] };
         let chains = prompt_chains(&call.tenant, cacheable, &sizes);
         let spec = Box::new(call.spec(chains, |deadline| self.since_epoch(deadline)));
+        let live = self.track(&call);
         let mut state = self.lock();
         let request =
-            state.requests.insert_with_key(|id| Arc::new(ActiveRequest::new(id, call, queue_span, guard)));
+            state.requests.insert_with_key(|id| Arc::new(ActiveRequest::new(id, call, span, guard, live)));
         let active = state.requests[request].clone();
         let aftermath = self.apply(&mut state, Event::Arrived { request, call: spec });
         let rejected = active.rejection();
         if rejected.is_some() {
             state.requests.remove(request);
+            active.live.iter().for_each(Tracker::rejected);
         }
         drop(state);
         aftermath.finish();
@@ -230,6 +267,10 @@ impl SharedDispatcher {
         let aftermath = self.apply(&mut state, Event::Released { request });
         state.requests.remove(request);
         drop(state);
+        if let Some(live) = &active.live {
+            live.ended(Outcome::Cancelled.label(), clock::now());
+        }
+        active.end_spans();
         active.guard.end();
         aftermath.finish();
     }
@@ -303,6 +344,10 @@ impl SharedDispatcher {
         }
         state.set_slow_gauges();
         state.flush_recording();
+        if let Some(hub) = &self.live {
+            state.track_held(now);
+            hub.tick(now, self.routers());
+        }
         drop(state);
         aftermath.finish();
     }

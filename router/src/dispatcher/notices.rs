@@ -57,6 +57,9 @@ impl DispatcherState {
         quarantined: bool,
     ) {
         metrics::counter!(names::RESUBMISSIONS, "reason" => reason.label()).increment(1);
+        if let Some(active) = self.requests.get(request) {
+            active.retry(reason.label());
+        }
         tracing::info!(
             request_id = self.request_id(request),
             reason = reason.label(),

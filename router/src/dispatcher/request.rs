@@ -11,9 +11,11 @@ use inflight_router_core::{
 };
 
 use super::handoff::Handoff;
+use super::phase_spans::PhaseSpans;
 use crate::api::cursor::Cursor;
 use crate::api::output_plan::OutputPlan;
 use crate::call_guard::CallGuard;
+use crate::live::tracker::Tracker;
 use crate::metrics as names;
 use crate::outcome::Outcome;
 use crate::trace::TraceContext;
@@ -150,6 +152,8 @@ pub(crate) struct ActiveRequest {
     state: Handoff<StreamState>,
     /// Resources held against the router's limits.
     pub(crate) guard: CallGuard,
+    /// Reports to the live view; `None` without one.
+    pub(super) live: Option<Tracker>,
 }
 
 #[derive(Debug)]
@@ -174,8 +178,9 @@ struct StreamState {
     changes: VecDeque<FingerprintChange>,
     /// Prompt tokens computed before the first token, without cached ones; `None` before that.
     computed_prompt: Option<u32>,
-    /// Span of the first wait in the queue; closed at the dispatch.
-    queue_span: Option<tracing::Span>,
+    /// Choices that have not ended.
+    running: u32,
+    spans: PhaseSpans,
     stalled: bool,
     /// Time since which the stream has something unread. A transport whose client does not read does not
     /// poll.
@@ -192,7 +197,7 @@ impl StreamState {
     }
 
     /// Adds output.
-    fn push(&mut self, output: ChoiceOutput, now: Instant) {
+    fn push(&mut self, output: ChoiceOutput, now: Instant, live: Option<&Tracker>) {
         let ChoiceOutput { choice, mut tokens, mut logprobs, prompt_logprobs, finish, computed_prompt } =
             output;
         if !tokens.is_empty() {
@@ -201,10 +206,20 @@ impl StreamState {
             if let Some(last) = self.last_tokens.get_mut(choice as usize)
                 && let Some(before) = last.replace(now)
             {
-                self.gaps.record(now.saturating_duration_since(before));
+                let gap = now.saturating_duration_since(before);
+                self.gaps.record(gap);
+                if let Some(live) = live {
+                    live.gap(gap);
+                }
             }
         }
         self.computed_prompt = self.computed_prompt.or(computed_prompt);
+        if finish.is_some() {
+            self.running = self.running.saturating_sub(1);
+            if self.running == 0 {
+                self.spans.end();
+            }
+        }
         self.unread_since.get_or_insert(now);
         self.unread_tokens += tokens.len() + prompt_logprobs.len();
         self.prompt_logprobs.extend(prompt_logprobs);
@@ -249,8 +264,9 @@ impl ActiveRequest {
     pub(crate) fn new(
         id: RequestId,
         call: AdmittedCall,
-        queue_span: tracing::Span,
+        span: tracing::Span,
         guard: CallGuard,
+        live: Option<Tracker>,
     ) -> Self {
         let state = StreamState {
             unread: (0..call.sampling.n).map(|_| UnreadOutput::default()).collect(),
@@ -265,11 +281,12 @@ impl ActiveRequest {
             fingerprint: None,
             changes: VecDeque::new(),
             computed_prompt: None,
-            queue_span: Some(queue_span),
+            running: call.sampling.n,
+            spans: PhaseSpans::new(span),
             stalled: false,
             unread_since: None,
         };
-        Self { id, call, state: Handoff::new(state), guard }
+        Self { id, call, state: Handoff::new(state), guard, live }
     }
 
     /// Returns its id in the dispatcher.
@@ -288,9 +305,9 @@ impl ActiveRequest {
     }
 
     /// Records a dispatch to a worker.
-    pub(super) fn place(&self, placed: RequestPlaced, now: Instant, readers: &mut Vec<Waker>) {
+    pub(super) fn place(&self, placed: RequestPlaced, worker: &str, now: Instant, readers: &mut Vec<Waker>) {
         self.state.change(readers, |state| {
-            state.queue_span = None;
+            state.spans.attempt(worker);
             state.paused = false;
             if state.times.placed.is_none() {
                 state.times.placed = Some(now);
@@ -317,8 +334,14 @@ impl ActiveRequest {
         now: Instant,
         readers: &mut Vec<Waker>,
     ) -> DeliveryEffect {
+        if let Some(live) = &self.live {
+            live.delivered(output.tokens.len(), output.computed_prompt, now);
+            if let Some(reason) = output.finish {
+                live.choice_ended(output.choice, reason, now);
+            }
+        }
         self.state.change(readers, |state| {
-            state.push(output, now);
+            state.push(output, now, self.live.as_ref());
             // If it was polled just now, the stream is behind, not its client.
             let overfull = state.unread_tokens > unread_max && state.unread_for(now) > Self::UNPOLLED_MIN;
             if overfull { DeliveryEffect::Overfull } else { DeliveryEffect::Taken }
@@ -328,14 +351,34 @@ impl ActiveRequest {
     /// Records that it runs on no worker until its stream is read.
     pub(super) fn pause(&self, readers: &mut Vec<Waker>) {
         metrics::counter!(names::PAUSED_STREAMS).increment(1);
-        self.state.change(readers, |state| state.paused = true);
+        self.state.change(readers, |state| {
+            state.paused = true;
+            state.spans.pause();
+        });
+    }
+
+    /// Records that its worker does not finish it and another one will.
+    pub(super) fn retry(&self, reason: &'static str) {
+        self.state.access(|state| state.spans.retry(reason));
+    }
+
+    /// Ends its spans, when its call has ended.
+    pub(super) fn end_spans(&self) {
+        self.state.access(|state| state.spans.end());
+    }
+
+    /// Returns the trace context of the attempt that runs; that of the request if spans are not traced.
+    pub(crate) fn trace(&self) -> TraceContext {
+        // Outside the lock, because the context of a span is computed at its first use.
+        let span = self.state.access(|state| state.spans.current());
+        span.as_ref().and_then(TraceContext::traced).unwrap_or_else(|| self.call.trace.clone())
     }
 
     /// Ends it with an error; the first one counts.
     pub(super) fn fail(&self, outcome: Outcome, readers: &mut Vec<Waker>) {
         self.state.change(readers, |state| {
             state.failure.get_or_insert(outcome);
-            state.queue_span = None;
+            state.spans.end();
         });
     }
 
@@ -417,7 +460,7 @@ mod tests {
             trace: TraceContext::default(),
         };
         let id = RequestId::default();
-        let active = ActiveRequest::new(id, call, tracing::Span::none(), CallGuard::default());
+        let active = ActiveRequest::new(id, call, tracing::Span::none(), CallGuard::default(), None);
         let token = || ChoiceOutput {
             choice: 0,
             tokens: vec![5],

@@ -18,6 +18,8 @@ use tokio_util::sync::CancellationToken;
 use super::recorder::Recorder;
 use super::request::ActiveRequest;
 use crate::cluster::bundle::Model;
+use crate::live::hub::Hub;
+use crate::live::tracker::Placement;
 use crate::metrics as names;
 
 /// Model as requests resolve it.
@@ -59,6 +61,12 @@ pub(super) struct ConnectedWorker {
     gauges: WorkerGauges,
 }
 
+/// Gauges of a model over all of its lanes.
+struct ModelGauges {
+    workers: Gauge,
+    queued: Gauge,
+}
+
 struct WorkerGauges {
     commands: Gauge,
     requests: Gauge,
@@ -90,15 +98,23 @@ pub(super) struct DispatcherState {
     next_session: SessionId,
     ticks: u32,
     gauges: QueueGauges,
+    /// By name of the model.
+    model_gauges: BTreeMap<String, ModelGauges>,
     /// `None` if nothing is recorded.
     pub(super) recorder: Option<Recorder>,
+    /// Live view; `None` without one.
+    pub(super) live: Option<Arc<Hub>>,
+    /// Placement of the request that the next command is about.
+    pub(super) placement: Placement,
+    /// Requests that wait for their next attempt outside of the queue, for the live view.
+    pub(super) held: Vec<RequestId>,
 }
 
 impl DispatcherState {
     /// Ticks between two checks of all open requests.
     const TICKS_PER_STALL_CHECK: u32 = 10;
 
-    pub(super) fn new(core: Dispatcher, recorder: Option<Recorder>) -> Self {
+    pub(super) fn new(core: Dispatcher, recorder: Option<Recorder>, live: Option<Arc<Hub>>) -> Self {
         let gauges = QueueGauges {
             requests: metrics::gauge!(names::QUEUE_REQUESTS),
             tokens: metrics::gauge!(names::QUEUE_TOKENS),
@@ -116,7 +132,11 @@ impl DispatcherState {
             next_session: SessionId(0),
             ticks: 0,
             gauges,
+            model_gauges: BTreeMap::new(),
             recorder,
+            live,
+            placement: Placement::default(),
+            held: Vec::new(),
         }
     }
 
@@ -222,8 +242,25 @@ impl DispatcherState {
     }
 
     /// Sets the gauges that cost more to compute, at ticks.
-    pub(super) fn set_slow_gauges(&self) {
+    pub(super) fn set_slow_gauges(&mut self) {
         self.gauges.ejected.set(self.core.ejected() as f64);
+        let mut loads: BTreeMap<&str, (usize, usize)> = BTreeMap::new();
+        for (model, workers, queued) in self.core.lane_loads() {
+            let load = loads.entry(model).or_default();
+            *load = (load.0 + workers, load.1 + queued);
+        }
+        // A model that was forgotten has neither workers nor requests.
+        for (model, gauges) in &self.model_gauges {
+            let (workers, queued) = loads.remove(model.as_str()).unwrap_or_default();
+            gauges.workers.set(workers as f64);
+            gauges.queued.set(queued as f64);
+        }
+        let unknown: Vec<String> = loads.into_keys().map(str::to_owned).collect();
+        for model in unknown {
+            // Set at the next tick.
+            let gauges = ModelGauges::new(&model);
+            self.model_gauges.insert(model, gauges);
+        }
     }
 
     /// Sets the gauges of a worker's grant and usage.
@@ -239,6 +276,13 @@ impl ConnectedWorker {
     fn set_command_gauge(&self) {
         let queued = self.commands.max_capacity() - self.commands.capacity();
         self.gauges.commands.set(queued as f64);
+    }
+}
+
+impl ModelGauges {
+    fn new(model: &str) -> Self {
+        let gauge = |name: &'static str| metrics::gauge!(name, "model" => model.to_owned());
+        Self { workers: gauge(names::MODEL_WORKERS), queued: gauge(names::MODEL_QUEUE_REQUESTS) }
     }
 }
 

@@ -19,6 +19,7 @@ async fn cluster() -> HttpCluster {
 /// Returns a submission as it should be, with the ids and times of one that was received.
 fn expected(received: &v1::Submit, sampling: v1::SamplingParams, stop: v1::StopConditions) -> v1::Submit {
     v1::Submit {
+        queued_us: received.queued_us,
         submission_id: received.submission_id,
         attempt: 1,
         request_id: "mine".to_owned(),

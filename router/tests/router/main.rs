@@ -25,6 +25,7 @@ mod http_tools;
 mod http_usage;
 mod kserve;
 mod lifecycle;
+mod live;
 mod prefix;
 mod prompt_logprobs;
 mod python_client;

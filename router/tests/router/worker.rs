@@ -36,6 +36,7 @@ pub struct WorkerProfile {
     pub incarnation: &'static str,
     /// Certificate, key, and the authority of routers.
     pub tls: Option<[String; 3]>,
+    pub worker_id: &'static str,
 }
 
 impl Default for WorkerProfile {
@@ -56,6 +57,7 @@ impl Default for WorkerProfile {
             unread_sessions: 0,
             incarnation: "1",
             tls: None,
+            worker_id: "scripted",
         }
     }
 }
@@ -64,6 +66,7 @@ impl Default for WorkerProfile {
 pub struct ScriptedWorker {
     pub address: SocketAddr,
     sessions: mpsc::UnboundedReceiver<ScriptedSession>,
+    observations: mpsc::UnboundedReceiver<ScriptedObservation>,
     server: tokio::task::JoinHandle<()>,
 }
 
@@ -76,10 +79,11 @@ impl ScriptedWorker {
 
     fn serve(listener: TcpListener, address: SocketAddr, profile: WorkerProfile) -> Self {
         let (opened, sessions) = mpsc::unbounded_channel();
+        let (observed, observations) = mpsc::unbounded_channel();
         let bad_bundles = Mutex::new(profile.bad_bundles);
         let tls = profile.tls.clone();
         let unread_sessions = Mutex::new(profile.unread_sessions);
-        let service = WorkerServer::new(Service { profile, opened, bad_bundles, unread_sessions });
+        let service = WorkerServer::new(Service { profile, opened, observed, bad_bundles, unread_sessions });
         let mut server = tonic::transport::Server::builder();
         if let Some([certificate, key, ca]) = tls {
             let identity = tonic::transport::Identity::from_pem(certificate, key);
@@ -91,12 +95,22 @@ impl ScriptedWorker {
             .add_service(service)
             .serve_with_incoming(TcpIncoming::from(listener).with_nodelay(Some(true)));
         let server = tokio::spawn(async move { server.await.unwrap() });
-        Self { address, sessions, server }
+        Self { address, sessions, observations, server }
     }
 
     /// Waits for the next session.
     pub async fn session(&mut self) -> ScriptedSession {
         self.sessions.recv().await.unwrap()
+    }
+
+    /// Waits for the next observer.
+    pub async fn observation(&mut self) -> ScriptedObservation {
+        self.observations.recv().await.unwrap()
+    }
+
+    /// Returns an observer that has already come.
+    pub fn try_observation(&mut self) -> Option<ScriptedObservation> {
+        self.observations.try_recv().ok()
     }
 
     /// Waits for the next session and grants it ample credits.
@@ -116,8 +130,25 @@ impl Drop for ScriptedWorker {
 struct Service {
     profile: WorkerProfile,
     opened: mpsc::UnboundedSender<ScriptedSession>,
+    observed: mpsc::UnboundedSender<ScriptedObservation>,
     bad_bundles: Mutex<u32>,
     unread_sessions: Mutex<u32>,
+}
+
+/// Worker side of an observation.
+pub struct ScriptedObservation {
+    responses: mpsc::UnboundedSender<Result<v1::ObserveResponse, Status>>,
+}
+
+impl ScriptedObservation {
+    pub fn send(&self, response: v1::ObserveResponse) {
+        self.responses.send(Ok(response)).unwrap();
+    }
+
+    /// Waits until the router observes no more.
+    pub async fn ended(&self) {
+        self.responses.closed().await;
+    }
 }
 
 /// Worker side of a session. Dropping it breaks the stream.
@@ -236,6 +267,7 @@ fn digest(files: &Files) -> String {
 impl Worker for Service {
     type SessionStream = Boxed<v1::SessionResponse>;
     type FetchBundleStream = Boxed<v1::FetchBundleResponse>;
+    type ObserveStream = Boxed<v1::ObserveResponse>;
 
     async fn challenge(
         &self,
@@ -256,7 +288,7 @@ impl Worker for Service {
         let profile = &self.profile;
         let hello = v1::Hello {
             protocol_version: PROTOCOL_VERSION,
-            worker_id: "scripted".to_owned(),
+            worker_id: profile.worker_id.to_owned(),
             incarnation: profile.incarnation.to_owned(),
             fingerprint: profile.fingerprint.to_owned(),
             model: profile.model.to_owned(),
@@ -335,5 +367,11 @@ impl Worker for Service {
         _: Request<v1::DiagnoseRequest>,
     ) -> Result<Response<v1::DiagnoseResponse>, Status> {
         Err(Status::unimplemented("a scripted worker has nothing to diagnose"))
+    }
+
+    async fn observe(&self, _: Request<v1::ObserveRequest>) -> Result<Response<Self::ObserveStream>, Status> {
+        let (responses, outgoing) = mpsc::unbounded_channel();
+        let _ = self.observed.send(ScriptedObservation { responses });
+        Ok(Response::new(Box::pin(UnboundedReceiverStream::new(outgoing))))
     }
 }

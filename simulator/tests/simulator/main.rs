@@ -9,6 +9,7 @@ mod drafts;
 mod fairness;
 mod fairness_bound;
 mod first_token;
+mod knobs;
 mod kv_memory;
 mod placement;
 mod prefix_index;

@@ -113,6 +113,7 @@ impl EngineDriver {
             virtual_start_time: None,
             priority: 0,
             deadline: None,
+            queued: None,
             span: tracing::Span::none(),
         };
         let now = time(self.now());

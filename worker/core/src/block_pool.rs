@@ -29,10 +29,11 @@ struct BlockMeta {
 struct FreeList {
     head: Block,
     tail: Block,
+    len: u32,
 }
 
 impl FreeList {
-    const EMPTY: Self = Self { head: NONE, tail: NONE };
+    const EMPTY: Self = Self { head: NONE, tail: NONE, len: 0 };
 }
 
 /// Pool that holds a block of the prefix cache.
@@ -124,6 +125,11 @@ impl BlockPool {
     /// Returns the number of blocks in the prefix cache, owned or not.
     pub fn cached(&self) -> u32 {
         self.index.len()
+    }
+
+    /// Returns the number of blocks in the prefix cache that have no owner.
+    pub fn cold_blocks(&self) -> u32 {
+        self.cached.len
     }
 
     /// Returns the hashes of all blocks in the prefix cache; at most one per block of the pool.
@@ -282,6 +288,7 @@ impl BlockPool {
     /// Inserts a block without owners into its free list behind `after`, or at the head if `after` is `NONE`.
     fn link(&mut self, block: Block, after: Block) {
         let list = if self.meta[block as usize].hash.is_some() { &mut self.cached } else { &mut self.empty };
+        list.len += 1;
         let next = match after {
             NONE => std::mem::replace(&mut list.head, block),
             after => std::mem::replace(&mut self.meta[after as usize].next, block),
@@ -299,6 +306,7 @@ impl BlockPool {
     fn unlink(&mut self, block: Block) {
         let BlockMeta { prev, next, hash, .. } = self.meta[block as usize];
         let list = if hash.is_some() { &mut self.cached } else { &mut self.empty };
+        list.len -= 1;
         match prev {
             NONE => list.head = next,
             prev => self.meta[prev as usize].next = next,
@@ -326,7 +334,7 @@ impl BlockPool {
         assert_eq!(hashed, self.index.len() as usize, "the index names blocks that have no hash");
         let mut listed = 0;
         for (list, cached) in [(self.empty, false), (self.cached, true)] {
-            let (mut at, mut before) = (list.head, NONE);
+            let (mut at, mut before, others) = (list.head, NONE, listed);
             while at != NONE {
                 let meta = &self.meta[at as usize];
                 assert_eq!((meta.refs, meta.prev), (0, before), "a free list is broken at block {at}");
@@ -339,6 +347,7 @@ impl BlockPool {
                 assert!(listed <= self.total(), "a free list is a circle");
             }
             assert_eq!(before, list.tail, "a free list loses its end");
+            assert_eq!(listed - others, list.len, "a free list is miscounted");
         }
         assert_eq!(listed, self.free, "a free list loses blocks");
         assert_eq!(listed + claims.iter().filter(|refs| **refs > 0).count() as u32, self.total());

@@ -54,7 +54,7 @@ impl FirstTokens {
     /// Observes an event.
     pub fn observe(&mut self, event: &ReplayEvent<'_>) {
         match event {
-            ReplayEvent::Submitted { id, at } => {
+            ReplayEvent::Submitted { id, at, .. } => {
                 self.pending.insert(*id, Pending { submitted: *at, planned: None, computed: None });
             }
             ReplayEvent::Planned { plan, at } => {
@@ -73,6 +73,8 @@ impl FirstTokens {
                 }
             }
             ReplayEvent::Committed { number, took } => self.commit(*number, *took),
+            // If it has a first token, that was committed before.
+            ReplayEvent::Ended { id, .. } => drop(self.pending.remove(id)),
         }
     }
 
@@ -129,10 +131,17 @@ mod tests {
         };
         let mut found = FirstTokens::default();
         let plans = [(0, plan(1, &[(0, true)])), (10, plan(2, &[(0, true)])), (30, plan(3, &[(1, false)]))];
-        found.observe(&ReplayEvent::Submitted { id: id(0), at: at(0) });
+        let submitted = |index, ms| ReplayEvent::Submitted {
+            id: id(index),
+            at: at(ms),
+            tenant: "",
+            known_tokens: 1,
+            max_tokens: 9,
+        };
+        found.observe(&submitted(0, 0));
         found.observe(&ReplayEvent::Planned { plan: &plans[0].1, at: at(0) });
         // Arrives while the first iteration runs; the second has no tokens for it.
-        found.observe(&ReplayEvent::Submitted { id: id(1), at: at(3) });
+        found.observe(&submitted(1, 3));
         found.observe(&ReplayEvent::Committed { number: 1, took: ms(10) });
         for (now, plan) in &plans[1..] {
             found.observe(&ReplayEvent::Planned { plan, at: at(*now) });

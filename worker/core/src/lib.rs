@@ -44,7 +44,9 @@ pub use iteration::{
 pub use prefill_load::PrefillLoad;
 pub use profile::{DeviceProfile, ProfileError};
 pub use record::{ReplayError, ReplayEvent, replay};
-pub use scheduler::{CommitError, Ended, Load, PrefillEstimate, Scheduler, SubmitError};
+pub use scheduler::{
+    CommitError, Ended, Load, PrefillEstimate, Scheduler, SequencePhase, SequenceStatus, SubmitError,
+};
 pub use scheduler_limits::{LimitsError, SchedulerLimits};
 pub use sequence::{NewSequence, ScoredRange, SequenceId, Slot};
 pub use step_target::{LatencyObjectives, StepTarget};

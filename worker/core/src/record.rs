@@ -4,11 +4,13 @@
 use std::hash::{Hash as _, Hasher};
 use std::time::Duration;
 
-use inflight_contract::{BlockHash, CostCoefficients, Service, TokenCost, VirtualTokenCounters, Weight};
+use inflight_contract::{
+    BlockHash, CostCoefficients, FinishReason, Service, TokenCost, VirtualTokenCounters, Weight,
+};
 
 use crate::policy::PolicyKind;
 use crate::{
-    CostModel, CostPrior, Iteration, IterationOutcome, LatencyObjectives, NewSequence, Scheduler,
+    CostModel, CostPrior, Ended, Iteration, IterationOutcome, LatencyObjectives, NewSequence, Scheduler,
     SchedulerLimits, ScoredRange, SequenceId, StepTarget, StepWork, Time, TokenVerdict, TransferId,
 };
 
@@ -284,6 +286,19 @@ pub enum ReplayEvent<'a> {
         id: SequenceId,
         /// Time of the submission.
         at: Time,
+        /// Its tenant.
+        tenant: &'a str,
+        /// Its prompt tokens and, if it continues a sequence of another worker, the tokens generated there.
+        known_tokens: u32,
+        /// Maximum number of tokens to generate.
+        max_tokens: u32,
+    },
+    /// A sequence ended: before the next plan, or while that plan was made (past its deadline).
+    Ended {
+        /// The sequence.
+        id: SequenceId,
+        /// Reason of the end.
+        reason: FinishReason,
     },
     /// An iteration was planned, as it was recorded.
     Planned {
@@ -303,7 +318,13 @@ pub enum ReplayEvent<'a> {
 
 /// Record of a log that was applied.
 enum Applied {
-    Submitted(SequenceId, Time),
+    Submitted {
+        id: SequenceId,
+        at: Time,
+        tenant: String,
+        known_tokens: u32,
+        max_tokens: u32,
+    },
     /// Time and recorded digest.
     Planned(Time, u64),
     Committed(u64, Duration),
@@ -323,9 +344,12 @@ pub fn replay(bytes: &[u8], mut each: impl FnMut(ReplayEvent<'_>)) -> Result<u64
         let at = reader.at;
         match reader.record(&mut scheduler) {
             Ok(Applied::Other) => {}
-            Ok(Applied::Submitted(id, at)) => each(ReplayEvent::Submitted { id, at }),
+            Ok(Applied::Submitted { id, at, tenant, known_tokens, max_tokens }) => {
+                each(ReplayEvent::Submitted { id, at, tenant: &tenant, known_tokens, max_tokens });
+            }
             Ok(Applied::Committed(number, took)) => each(ReplayEvent::Committed { number, took }),
             Ok(Applied::Planned(now, recorded)) => {
+                report_ended(&mut scheduler, &mut each);
                 let plan = scheduler.iteration();
                 if digest(plan) != recorded {
                     return Err(ReplayError::Diverged { plan: plans, at });
@@ -336,11 +360,15 @@ pub fn replay(bytes: &[u8], mut each: impl FnMut(ReplayEvent<'_>)) -> Result<u64
             Err(ReplayError::Malformed { at, .. }) if at >= bytes.len() => break,
             Err(error) => return Err(error),
         }
-        scheduler.drain_ended().for_each(drop);
+        report_ended(&mut scheduler, &mut each);
         scheduler.drain_freed_slots().for_each(drop);
         scheduler.drain_cache_events().for_each(drop);
     }
     Ok(plans)
+}
+
+fn report_ended(scheduler: &mut Scheduler, each: &mut impl FnMut(ReplayEvent<'_>)) {
+    scheduler.drain_ended().for_each(|Ended { id, reason }| each(ReplayEvent::Ended { id, reason }));
 }
 
 /// Cursor over a log.
@@ -491,7 +519,8 @@ impl RecordReader<'_> {
             scored,
         };
         // A submission that was rejected at recording time is rejected again.
-        Ok(scheduler.submit(new, now).map_or(Applied::Other, |id| Applied::Submitted(id, now)))
+        let Ok(id) = scheduler.submit(new, now) else { return Ok(Applied::Other) };
+        Ok(Applied::Submitted { id, at: now, tenant, known_tokens, max_tokens })
     }
 
     fn malformed(&self, what: &'static str) -> ReplayError {

@@ -69,6 +69,20 @@ pub enum LimitsError {
 }
 
 impl SchedulerLimits {
+    /// Default share of the blocks that admission keeps free: one in a hundred absorbs the growth of running
+    /// sequences before any must be preempted.
+    pub const WATERMARK_SHARE: f64 = 0.01;
+    /// Default of `bypass_max`.
+    pub const BYPASS_MAX: u32 = 16;
+    /// Default of `preemption_threshold`.
+    pub const PREEMPTION_THRESHOLD: u32 = 1;
+
+    /// Returns the blocks that admission keeps free, as a share of the pool, rounded down.
+    pub fn watermark_of(blocks: u32, share: f64) -> u32 {
+        // A share such as 0.29 is a little less in binary; 100 blocks of it are 29.
+        (f64::from(blocks) * share + 1e-6) as u32
+    }
+
     /// Returns limits with these values and defaults for all others.
     pub fn new(block_tokens: u32, blocks: u32, running_max: u32, iteration_tokens: u32) -> Self {
         Self {
@@ -81,15 +95,14 @@ impl SchedulerLimits {
             iteration_scores: 512,
             iteration_samples: u32::MAX,
             sequence_tokens: u32::MAX,
-            // One block in a hundred absorbs the growth of running sequences before any must be preempted.
-            watermark_blocks: blocks / 100,
+            watermark_blocks: Self::watermark_of(blocks, Self::WATERMARK_SHARE),
             min_decode_tokens: block_tokens,
             depth: 1,
-            bypass_max: 16,
+            bypass_max: Self::BYPASS_MAX,
             cooldown_steps: 32,
             prefix_cache: true,
             step_target: StepTarget::Unbounded,
-            preemption_threshold: 1,
+            preemption_threshold: Self::PREEMPTION_THRESHOLD,
             drafts_max: 0,
             govern_drafts: true,
         }

@@ -18,6 +18,11 @@ impl SequenceId {
     pub fn index(self) -> usize {
         self.index as usize
     }
+
+    /// Returns a number that no other sequence of the scheduler has, unless billions came between.
+    pub fn number(self) -> u64 {
+        u64::from(self.generation) << 32 | u64::from(self.index)
+    }
 }
 
 /// Index of a running sequence's slot in the runtime.

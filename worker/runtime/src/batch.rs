@@ -239,6 +239,13 @@ impl Batch {
             self.samples.first().is_none_or(|first| !first.drafted) && self.samples.windows(2).all(follows),
             "a drafted row does not follow a sample row of its slot",
         )?;
+        ensure(
+            self.samples
+                .iter()
+                .filter(|sample| sample.drafted)
+                .all(|draft| self.feedback.iter().all(|fed| fed.row != draft.row)),
+            "a draft is to be filled in by the device",
+        )?;
         ensure(self.scores.len() <= SCORES_MAX as usize, "it has more rows to score than SCORES_MAX")?;
         ensure(
             self.scores.iter().all(|s| (s.row as usize) < rows && s.token < bounds.vocab_size),

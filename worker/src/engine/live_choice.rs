@@ -1,6 +1,7 @@
 //! State of a choice while it waits or runs in the engine.
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use inflight_contract::{BlockHash, SamplingParams};
 use inflight_worker_core::{Chunk, Grant, Preemption, ScoredRange};
@@ -38,6 +39,8 @@ pub(super) struct LiveChoice {
     /// Whether it ends because its grammar allows nothing more.
     pub complete: bool,
     computed_reported: bool,
+    /// Time between the request's arrival at the router and its submission.
+    pub queued: Option<Duration>,
     span: Span,
     /// Span of the current phase, a child of `span`; closed when replaced or dropped.
     phase: Span,
@@ -75,6 +78,7 @@ impl LiveChoice {
             failure: None,
             complete: false,
             computed_reported: false,
+            queued: request.queued,
             span,
             phase,
         }

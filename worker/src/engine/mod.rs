@@ -10,6 +10,7 @@ mod live_choice;
 mod live_constraint;
 mod mask_pool;
 mod masks;
+mod observation;
 mod reports;
 mod request;
 mod samples;
@@ -28,12 +29,14 @@ use inflight_runtime::{
 use inflight_worker_core::policy::PolicyKind;
 use inflight_worker_core::{
     CacheEvent, CacheTier, Capacity, Chunk, CostModel, CostPrior, DispatchAhead, Ended, Grant, Grants,
-    History, Iteration, IterationOutcome, LimitsError, Load, Scheduler, SchedulerLimits, SequenceId,
-    StepTarget, Time, TokenVerdict,
+    Iteration, IterationOutcome, LimitsError, Preemption, Scheduler, SchedulerLimits, SequenceId, StepTarget,
+    Time, TokenVerdict,
 };
 
 use live_choice::LiveChoice;
 use masks::{IterationMasks, MaskState, MaskedChunk};
+pub use observation::{ChunkOwner, CompletedWork, LiveSequence};
+pub use reports::QueueingTime;
 pub use request::{ChoiceEvent, Command, Failure, Finish, Request, RequestKey, ResumedChoice, SessionId};
 
 /// Engine configuration beyond the runtime's capabilities.
@@ -52,6 +55,12 @@ pub struct EngineOptions {
     pub step_target: StepTarget,
     /// Output tokens for which a sequence reserves KV blocks at admission; `None`: one block.
     pub decode_reserve_tokens: Option<u32>,
+    /// Share of the KV blocks that admission keeps free.
+    pub kv_watermark: f64,
+    /// Minimum difference of priorities for a waiting sequence to preempt a running one.
+    pub preemption_threshold: u32,
+    /// Maximum number of sequences admitted past a waiting one that does not fit.
+    pub bypass_max: u32,
     /// Prior of the cost model.
     pub prior: CostPrior,
     /// Maximum tokens drafted for a sequence and iteration by prompt lookup; 0: no drafts.
@@ -71,6 +80,9 @@ impl Default for EngineOptions {
             prefix_cache: true,
             step_target: StepTarget::Unbounded,
             decode_reserve_tokens: None,
+            kv_watermark: SchedulerLimits::WATERMARK_SHARE,
+            preemption_threshold: SchedulerLimits::PREEMPTION_THRESHOLD,
+            bypass_max: SchedulerLimits::BYPASS_MAX,
             prior: CostPrior::default(),
             drafts_max: 0,
             govern_drafts: true,
@@ -108,6 +120,12 @@ struct LaunchedIteration {
     masks: IterationMasks,
     /// Drafted tokens of the chunks, in their order.
     drafts: Vec<u32>,
+    /// Number of decodes at the start of `chunks`.
+    decodes: u32,
+    /// Owners of the chunks, in their order; empty unless the engine is observed.
+    owners: Vec<ChunkOwner>,
+    /// Sequences preempted since the iteration before: by recompute, and by swap.
+    preempted: (u32, u32),
 }
 
 /// Fatal device failure: running sequences have ended with an error, and the engine can't be used any more.
@@ -151,18 +169,19 @@ pub struct Engine {
     ended: Vec<Ended>,
     transfers_done: Vec<TransferDone>,
     /// Queueing times of the sequences that were admitted since they were last taken.
-    queueing_times: Vec<Duration>,
+    queueing_times: Vec<QueueingTime>,
     transfers: usize,
     cache_events: Vec<(CacheTier, CacheEvent)>,
     /// Groups of choices that share a prefill, numbered from 1.
     groups: u64,
     draining: bool,
+    /// Whether the owners of chunks are kept.
+    observed: bool,
+    /// Sequences preempted since the last launch: by recompute, and by swap.
+    preempted: (u32, u32),
 }
 
 impl Engine {
-    /// Maximum queueing times kept for [`Engine::drain_queueing_times`]; further ones are dropped.
-    const QUEUEING_TIMES_MAX: usize = 4096;
-
     /// Creates an idle engine.
     ///
     /// # Errors
@@ -182,6 +201,9 @@ impl Engine {
             step_target: options.step_target,
             iteration_scores: SCORES_MAX,
             min_decode_tokens: options.decode_reserve_tokens.unwrap_or(capabilities.block_tokens),
+            watermark_blocks: SchedulerLimits::watermark_of(capabilities.blocks, options.kv_watermark),
+            preemption_threshold: options.preemption_threshold,
+            bypass_max: options.bypass_max,
             iteration_samples: capabilities.sample_rows,
             drafts_max: if capabilities.sample_rows > capabilities.slots { options.drafts_max } else { 0 },
             govern_drafts: options.govern_drafts,
@@ -192,9 +214,6 @@ impl Engine {
                 capabilities.batch_tokens,
             )
         };
-        if options.drafts_max > limits.drafts_max {
-            tracing::warn!("this device takes no drafts; --drafts has no effect");
-        }
         let tenants = VirtualTokenCounters::new(TokenCost::default(), Scheduler::TENANTS_MAX);
         let model = ModelLimits {
             vocab_size: capabilities.vocab_size,
@@ -241,48 +260,9 @@ impl Engine {
             cache_events: Vec::new(),
             groups: 0,
             draining: false,
+            observed: false,
+            preempted: (0, 0),
         })
-    }
-
-    /// Limits that the model sets on requests.
-    pub fn model_limits(&self) -> ModelLimits {
-        self.model
-    }
-
-    /// Limits of the scheduler.
-    pub fn limits(&self) -> &SchedulerLimits {
-        self.scheduler.limits()
-    }
-
-    /// Bytes of a KV block; 0 for simulated devices.
-    pub fn block_bytes(&self) -> u64 {
-        self.runtime.capabilities().block_bytes
-    }
-
-    /// Load of the scheduler.
-    pub fn load(&self) -> Load {
-        self.scheduler.load()
-    }
-
-    /// Statistics of recent iterations.
-    pub fn history(&self) -> &History {
-        self.scheduler.history()
-    }
-
-    /// Number of the iteration planned last.
-    pub fn iteration(&self) -> u64 {
-        self.scheduler.iteration().number
-    }
-
-    /// Grant of each open session.
-    pub fn grants(&self) -> impl Iterator<Item = (SessionId, Grant)> + '_ {
-        self.grants.divide(self.scheduler.load().blocks_used)
-    }
-
-    /// Priority sequences that each session may have in flight beyond its grant: such that outrank one in
-    /// flight.
-    pub fn priority_sequences(&self) -> impl Iterator<Item = (SessionId, u32)> + '_ {
-        self.grants.priority_sequences(self.priority_sequences_max)
     }
 
     /// Number of iterations launched and not completed.
@@ -365,12 +345,15 @@ impl Engine {
         self.scheduler.plan(now);
         // `plan` ends sequences past their deadline: detach their slots before they are attached again.
         self.settle(events);
+        self.keep_queueing_times();
         let plan = self.scheduler.iteration();
-        let room = Self::QUEUEING_TIMES_MAX.saturating_sub(self.queueing_times.len());
-        self.queueing_times.extend(self.scheduler.queueing_times().iter().take(room));
         for preempted in &plan.preempted {
             let live = live_mut(&mut self.live, preempted.id);
             live.requeue(preempted.kind);
+            match preempted.kind {
+                Preemption::Recompute => self.preempted.0 += 1,
+                Preemption::Swap => self.preempted.1 += 1,
+            }
             self.draft_index_bytes -= live.drafter.clear();
         }
         let started = plan.transfers.iter().try_for_each(|transfer| self.runtime.start_transfer(transfer));
@@ -443,9 +426,7 @@ impl Engine {
                 }
             }
         }
-        launched.number = plan.number;
-        launched.chunks.clear();
-        launched.chunks.extend_from_slice(&plan.chunks);
+        self.keep_plan(&mut launched);
         self.launched.push_back(launched);
         if self.launched.len() == 1 {
             self.start_masks();
@@ -453,6 +434,21 @@ impl Engine {
         match self.runtime.launch(&mut self.batch) {
             Ok(()) => Ok(true),
             Err(error) => Err(self.fail(&error, events)),
+        }
+    }
+
+    /// Keeps what the completion of the planned iteration needs, and its observers if there are any.
+    fn keep_plan(&mut self, launched: &mut LaunchedIteration) {
+        let plan = self.scheduler.iteration();
+        launched.number = plan.number;
+        launched.decodes = plan.decodes;
+        launched.preempted = std::mem::take(&mut self.preempted);
+        launched.chunks.clear();
+        launched.chunks.extend_from_slice(&plan.chunks);
+        launched.owners.clear();
+        if self.observed {
+            let owners = observation::owners(&launched.chunks, &self.live, &self.scheduler);
+            launched.owners.extend(owners);
         }
     }
 

@@ -2,12 +2,75 @@
 
 use std::time::Duration;
 
-use inflight_contract::{BlockHash, CostCoefficients, Service, ServiceCounter};
-use inflight_worker_core::{CacheEvent, CacheTier, PrefillEstimate};
+use inflight_contract::{BlockHash, CostCoefficients, ModelLimits, Service, ServiceCounter, TenantCharge};
+use inflight_worker_core::{CacheEvent, CacheTier, Grant, History, Load, PrefillEstimate, SchedulerLimits};
 
-use super::Engine;
+use super::{Engine, SessionId};
+
+/// Queueing time of a sequence that was admitted for the first time.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct QueueingTime {
+    /// Time in the worker's queue.
+    pub worker: Duration,
+    /// Time since the request's arrival at its router; `None` if it had output before.
+    pub total: Option<Duration>,
+}
 
 impl Engine {
+    /// Limits that the model sets on requests.
+    pub fn model_limits(&self) -> ModelLimits {
+        self.model
+    }
+
+    /// Limits of the scheduler.
+    pub fn limits(&self) -> &SchedulerLimits {
+        self.scheduler.limits()
+    }
+
+    /// Bytes of a KV block; 0 for simulated devices.
+    pub fn block_bytes(&self) -> u64 {
+        self.runtime.capabilities().block_bytes
+    }
+
+    /// Load of the scheduler.
+    pub fn load(&self) -> Load {
+        self.scheduler.load()
+    }
+
+    /// Statistics of recent iterations.
+    pub fn history(&self) -> &History {
+        self.scheduler.history()
+    }
+
+    /// Number of the iteration planned last.
+    pub fn iteration(&self) -> u64 {
+        self.scheduler.iteration().number
+    }
+
+    /// Grant of each open session.
+    pub fn grants(&self) -> impl Iterator<Item = (SessionId, Grant)> + '_ {
+        self.grants.divide(self.scheduler.load().blocks_used)
+    }
+
+    /// Priority sequences that each session may have in flight beyond its grant: such that outrank one in
+    /// flight.
+    pub fn priority_sequences(&self) -> impl Iterator<Item = (SessionId, u32)> + '_ {
+        self.grants.priority_sequences(self.priority_sequences_max)
+    }
+
+    /// Maximum queueing times kept for [`Engine::drain_queueing_times`]; further ones are dropped.
+    const QUEUEING_TIMES_MAX: usize = 4096;
+
+    /// Keeps the queueing times of the sequences that the last plan has admitted for the first time.
+    pub(super) fn keep_queueing_times(&mut self) {
+        let room = Self::QUEUEING_TIMES_MAX.saturating_sub(self.queueing_times.len());
+        for &(id, worker) in self.scheduler.queueing_times().iter().take(room) {
+            let live = self.live.get(id.index()).and_then(Option::as_ref);
+            let total = live.and_then(|live| live.queued).map(|queued| queued.saturating_add(worker));
+            self.queueing_times.push(QueueingTime { worker, total });
+        }
+    }
+
     /// Takes the recording since the last call; empty unless [`EngineOptions::record`](super::EngineOptions::record).
     pub fn take_log(&mut self) -> Vec<u8> {
         self.scheduler.take_log()
@@ -26,7 +89,7 @@ impl Engine {
 
     /// Takes the queueing times of the sequences that were admitted for the first time since the last call. The driver
     /// takes them after every step.
-    pub fn drain_queueing_times(&mut self) -> impl Iterator<Item = Duration> + '_ {
+    pub fn drain_queueing_times(&mut self) -> impl Iterator<Item = QueueingTime> + '_ {
         self.queueing_times.drain(..)
     }
 
@@ -40,8 +103,8 @@ impl Engine {
         self.scheduler.prefill_estimate()
     }
 
-    /// Takes the tenants charged since the last call, with their total charges.
-    pub fn drain_charged(&mut self) -> impl Iterator<Item = (&str, ServiceCounter)> + '_ {
+    /// Takes the charges of the tenants charged since the last call.
+    pub fn drain_charged(&mut self) -> impl Iterator<Item = TenantCharge<'_>> + '_ {
         self.scheduler.drain_charged()
     }
 

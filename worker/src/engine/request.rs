@@ -1,6 +1,7 @@
 //! Commands to the engine and events from it.
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use inflight_contract::{FinishReason, SamplingParams, Service, Weight};
 use inflight_runtime::{PositionLogprobs, PromptLogprobs};
@@ -46,6 +47,8 @@ pub struct Request {
     pub virtual_start_time: Option<Service>,
     /// Time at which the request is aborted.
     pub deadline: Option<Time>,
+    /// Time since its arrival at the router, when it was submitted; `None` if earlier attempts have output.
+    pub queued: Option<Duration>,
     /// Tracing span of the request; spans of phases are its children.
     pub span: tracing::Span,
 }

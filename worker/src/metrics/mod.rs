@@ -1,12 +1,14 @@
 //! Inventory of the worker's Prometheus metrics.
 
 mod step;
+mod tenants;
 
 use std::time::Duration;
 
 use inflight_runtime::{DEVICE_COMMANDS, PROMISED_BYTES};
 use metrics::{Gauge, Unit};
 pub(crate) use step::StepMetrics;
+pub(crate) use tenants::TenantMetrics;
 
 pub(crate) const ENDED: &str = "inflight_worker_finished_sequences_total";
 const RUNNING: &str = "inflight_worker_running_sequences";
@@ -24,6 +26,10 @@ const STEP_PREFILL_TOKENS: &str = "inflight_worker_iteration_prefill_tokens";
 const PREFILL_TOKENS: &str = "inflight_worker_prefill_tokens_total";
 const PREDICTION: &str = "inflight_worker_iteration_prediction_ratio";
 const QUEUE_SECONDS: &str = "inflight_worker_queue_seconds";
+const TOTAL_QUEUE_SECONDS: &str = "inflight_worker_total_queue_seconds";
+const TENANT_SERVICE: &str = "inflight_worker_tenant_service_tokens_total";
+const TENANT_WEIGHT: &str = "inflight_worker_tenant_weight";
+const MODEL_INFO: &str = "inflight_worker_model_info";
 const UNFILLED: &str = "inflight_worker_kv_unfilled_tokens";
 const BLOCK_TOKENS: &str = "inflight_worker_kv_block_tokens";
 const BLOCK_BYTES: &str = "inflight_worker_kv_block_bytes";
@@ -31,6 +37,13 @@ const HOST_BLOCKS: &str = "inflight_worker_host_kv_blocks";
 const SEQUENCES_MAX: &str = "inflight_worker_sequences_max";
 const BATCH_TOKENS_MAX: &str = "inflight_worker_batch_tokens_max";
 const WAITING_MAX: &str = "inflight_worker_waiting_sequences_max";
+const CONTEXT_MAX: &str = "inflight_worker_context_tokens_max";
+const KV_WATERMARK: &str = "inflight_worker_kv_watermark_blocks";
+const DECODE_RESERVE: &str = "inflight_worker_decode_reserve_tokens";
+const PREEMPTION_THRESHOLD: &str = "inflight_worker_preemption_threshold";
+const BYPASS_MAX: &str = "inflight_worker_bypass_max";
+const DRAFTS_MAX: &str = "inflight_worker_drafts_max";
+const SESSIONS_MAX: &str = "inflight_worker_sessions_max";
 const SWAPPED_BYTES: &str = "inflight_worker_swapped_bytes_total";
 const PREEMPTION_COST: &str = "inflight_worker_preemption_predicted_microseconds_total";
 const EVICTED_HITS: &str = "inflight_worker_evicted_hit_tokens_total";
@@ -60,6 +73,8 @@ pub(crate) const MASK_WAIT_SECONDS: &str = "inflight_worker_mask_wait_seconds";
 pub(crate) const GRAMMAR_SECONDS: &str = "inflight_worker_grammar_compile_seconds";
 const GRAMMAR_LOOKUPS: &str = "inflight_worker_grammar_cache_lookups_total";
 const GRAMMARS: &str = "inflight_worker_grammar_cache_entries";
+const OBSERVERS: &str = "inflight_worker_observers";
+const DROPPED_ITERATIONS: &str = "inflight_worker_observed_iterations_dropped_total";
 
 /// Type of a metric.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -99,7 +114,51 @@ pub const INVENTORY: &[(&str, MetricKind, Unit, &str)] = &[
     ),
     (BATCH_TOKENS_MAX, MetricKind::Gauge, Unit::Count, "Maximum tokens of an iteration (--max-batch-tokens)"),
     (WAITING_MAX, MetricKind::Gauge, Unit::Count, "Maximum sequences that wait for admission to the batch"),
+    (
+        CONTEXT_MAX,
+        MetricKind::Gauge,
+        Unit::Count,
+        "Maximum tokens of a sequence: the context length (--max-context-tokens), or what the KV pool holds",
+    ),
+    (
+        KV_WATERMARK,
+        MetricKind::Gauge,
+        Unit::Count,
+        "KV blocks that admission keeps free for the growth of running sequences (--kv-watermark)",
+    ),
+    (
+        DECODE_RESERVE,
+        MetricKind::Gauge,
+        Unit::Count,
+        "Output tokens for which a sequence reserves KV blocks at admission (--decode-reserve-tokens)",
+    ),
+    (
+        PREEMPTION_THRESHOLD,
+        MetricKind::Gauge,
+        Unit::Count,
+        "Minimum difference of priorities for a waiting sequence to preempt a running one (--preemption-threshold)",
+    ),
+    (
+        BYPASS_MAX,
+        MetricKind::Gauge,
+        Unit::Count,
+        "Maximum sequences admitted past a waiting one for which too few KV blocks are free (--bypass-max)",
+    ),
+    (
+        DRAFTS_MAX,
+        MetricKind::Gauge,
+        Unit::Count,
+        "Maximum tokens drafted for a sequence and iteration (--drafts-max); 0 without drafts",
+    ),
+    (SESSIONS_MAX, MetricKind::Gauge, Unit::Count, "Maximum open sessions with routers (--max-sessions)"),
     (SESSIONS, MetricKind::Gauge, Unit::Count, "Open sessions with routers"),
+    (OBSERVERS, MetricKind::Gauge, Unit::Count, "Observers of the iterations, for live views"),
+    (
+        DROPPED_ITERATIONS,
+        MetricKind::Counter,
+        Unit::Count,
+        "Iterations that an observer missed because it read too slowly",
+    ),
     (COMMANDS, MetricKind::Gauge, Unit::Count, "Commands queued for the engine"),
     (
         DEVICE_COMMANDS,
@@ -167,6 +226,33 @@ pub const INVENTORY: &[(&str, MetricKind, Unit, &str)] = &[
         MetricKind::Histogram,
         Unit::Seconds,
         "Queueing time of a sequence in the worker, from its submission to its first admission to the batch",
+    ),
+    (
+        TOTAL_QUEUE_SECONDS,
+        MetricKind::Histogram,
+        Unit::Seconds,
+        "Queueing time of a sequence in router and worker together, from the request's arrival at the router to its first \
+         admission to the batch; sequences that continue after a failure do not count",
+    ),
+    (
+        TENANT_SERVICE,
+        MetricKind::Counter,
+        Unit::Count,
+        "Service by tenant: computed prompt tokens count once, generated ones twice, recomputed ones not; at most 100 tenants \
+         have a label of their own, the rest is `(other)`",
+    ),
+    (
+        TENANT_WEIGHT,
+        MetricKind::Gauge,
+        Unit::Count,
+        "Weight by tenant, of the tenants with a label of their own: its fair share is the weight over the sum of the weights \
+         of those that have work",
+    ),
+    (
+        MODEL_INFO,
+        MetricKind::Gauge,
+        Unit::Count,
+        "1, with the served model, its architecture and the numerics fingerprint as labels",
     ),
     (SAMPLED, MetricKind::Counter, Unit::Count, "Tokens generated"),
     (DRAFTED, MetricKind::Counter, Unit::Count, "Drafted tokens computed and verified (--drafts)"),
@@ -277,7 +363,7 @@ pub const STEP_PREFILL_TOKENS_BUCKETS: &[f64] =
     &[0.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0, 1024.0, 2048.0, 4096.0];
 /// Histogram buckets of measured over predicted durations.
 pub const PREDICTION_BUCKETS: &[f64] = &[0.5, 0.7, 0.8, 0.9, 0.95, 1.0, 1.05, 1.1, 1.2, 1.5, 2.0, 4.0];
-/// Histogram buckets of the queueing time in the worker, in seconds.
+/// Histogram buckets of the queueing times, in seconds.
 pub const QUEUE_SECONDS_BUCKETS: &[f64] =
     &[0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0];
 
@@ -287,6 +373,7 @@ pub const BUCKETS: &[(&str, &[f64])] = &[
     (STEP_PREFILL_TOKENS, STEP_PREFILL_TOKENS_BUCKETS),
     (PREDICTION, PREDICTION_BUCKETS),
     (QUEUE_SECONDS, QUEUE_SECONDS_BUCKETS),
+    (TOTAL_QUEUE_SECONDS, QUEUE_SECONDS_BUCKETS),
     (STEP_TOKENS, STEP_TOKENS_BUCKETS),
     (STEP_SECONDS, STEP_SECONDS_BUCKETS),
     (MASK_SECONDS, MASK_SECONDS_BUCKETS),
@@ -343,6 +430,27 @@ pub(crate) fn recording_failed(failed: bool) {
 
 pub(crate) fn sessions(change: f64) {
     metrics::gauge!(SESSIONS).increment(change);
+}
+
+pub(crate) fn observers(change: f64) {
+    metrics::gauge!(OBSERVERS).increment(change);
+}
+
+/// Counts an iteration that an observer missed.
+pub(crate) fn iteration_dropped() {
+    metrics::counter!(DROPPED_ITERATIONS).increment(1);
+}
+
+/// Sets the maximum of open sessions.
+pub(crate) fn sessions_max(max: usize) {
+    metrics::gauge!(SESSIONS_MAX).set(max as f64);
+}
+
+/// Exports the served model.
+pub(crate) fn model_info(model: &str, architecture: &str, fingerprint: &str) {
+    let labels = [("model", model), ("architecture", architecture), ("fingerprint", fingerprint)];
+    let labels = labels.map(|(name, value)| metrics::Label::new(name, value.to_owned()));
+    metrics::gauge!(MODEL_INFO, labels.to_vec()).set(1);
 }
 
 pub(crate) fn session_rejected() {

@@ -7,13 +7,14 @@ use metrics::{Counter, Gauge, Histogram};
 
 use super::{
     ACCEPTED_DRAFTS, ADMITTED_TOKENS, ANTICIPATION_SECONDS, BATCH_TOKENS_MAX, BLOCK_BYTES, BLOCK_TOKENS,
-    BLOCKS, BLOCKS_USED, CACHED_TOKENS, COMMANDS, DRAFT_INDEX_BYTES, DRAFTED, EVICTED_HITS, HOST_BLOCKS,
-    HOST_BLOCKS_USED, HOST_CACHED_TOKENS, ITERATIONS, OFFLOADED_BLOCKS, PREDICTION, PREEMPTION_COST,
-    PREEMPTIONS, PREFILL_TOKENS, QUEUE_SECONDS, RECOMPUTED, RUNNING, SAMPLED, SEQUENCES_MAX, SLO_UNMET,
-    STEP_DECODES, STEP_PREFILL_TOKENS, STEP_SECONDS, STEP_TOKENS, SWAPPED, SWAPPED_BLOCKS, SWAPPED_BYTES,
-    TOKENS, UNFILLED, WAITING, WAITING_MAX,
+    BLOCKS, BLOCKS_USED, BYPASS_MAX, CACHED_TOKENS, COMMANDS, CONTEXT_MAX, DECODE_RESERVE, DRAFT_INDEX_BYTES,
+    DRAFTED, DRAFTS_MAX, EVICTED_HITS, HOST_BLOCKS, HOST_BLOCKS_USED, HOST_CACHED_TOKENS, ITERATIONS,
+    KV_WATERMARK, OFFLOADED_BLOCKS, PREDICTION, PREEMPTION_COST, PREEMPTION_THRESHOLD, PREEMPTIONS,
+    PREFILL_TOKENS, QUEUE_SECONDS, RECOMPUTED, RUNNING, SAMPLED, SEQUENCES_MAX, SLO_UNMET, STEP_DECODES,
+    STEP_PREFILL_TOKENS, STEP_SECONDS, STEP_TOKENS, SWAPPED, SWAPPED_BLOCKS, SWAPPED_BYTES, TOKENS,
+    TOTAL_QUEUE_SECONDS, UNFILLED, WAITING, WAITING_MAX,
 };
-use crate::engine::StepReport;
+use crate::engine::{QueueingTime, StepReport};
 
 /// Handles of the metrics that change with every iteration, looked up once.
 pub(crate) struct StepMetrics {
@@ -29,6 +30,7 @@ pub(crate) struct StepMetrics {
     step_prefill_tokens: Histogram,
     prediction: Histogram,
     queue_seconds: Histogram,
+    total_queue_seconds: Histogram,
     tokens: Counter,
     prefill_tokens: Counter,
     sampled: Counter,
@@ -69,6 +71,12 @@ impl StepMetrics {
         metrics::gauge!(SEQUENCES_MAX).set(limits.running_max);
         metrics::gauge!(BATCH_TOKENS_MAX).set(limits.iteration_tokens);
         metrics::gauge!(WAITING_MAX).set(limits.waiting_max);
+        metrics::gauge!(CONTEXT_MAX).set(limits.sequence_tokens_max());
+        metrics::gauge!(KV_WATERMARK).set(limits.watermark_blocks);
+        metrics::gauge!(DECODE_RESERVE).set(limits.min_decode_tokens);
+        metrics::gauge!(PREEMPTION_THRESHOLD).set(limits.preemption_threshold);
+        metrics::gauge!(BYPASS_MAX).set(limits.bypass_max);
+        metrics::gauge!(DRAFTS_MAX).set(limits.drafts_max);
         Self {
             running: metrics::gauge!(RUNNING),
             waiting: metrics::gauge!(WAITING),
@@ -82,6 +90,7 @@ impl StepMetrics {
             step_prefill_tokens: metrics::histogram!(STEP_PREFILL_TOKENS),
             prediction: metrics::histogram!(PREDICTION),
             queue_seconds: metrics::histogram!(QUEUE_SECONDS),
+            total_queue_seconds: metrics::histogram!(TOTAL_QUEUE_SECONDS),
             tokens: metrics::counter!(TOKENS),
             prefill_tokens: metrics::counter!(PREFILL_TOKENS),
             sampled: metrics::counter!(SAMPLED),
@@ -120,8 +129,11 @@ impl StepMetrics {
     }
 
     /// Records the queueing time of a sequence that was admitted for the first time.
-    pub fn queueing_time(&self, waited: Duration) {
-        self.queue_seconds.record(waited.as_secs_f64());
+    pub fn queueing_time(&self, waited: QueueingTime) {
+        self.queue_seconds.record(waited.worker.as_secs_f64());
+        if let Some(total) = waited.total {
+            self.total_queue_seconds.record(total.as_secs_f64());
+        }
     }
 
     /// Records a completed iteration.

@@ -12,10 +12,11 @@ use inflight_worker_core::{Anticipation, CacheEvent, CacheTier, Conditions, Gran
 use tokio::sync::{mpsc, oneshot};
 
 use super::load_report;
+use super::observation::{Collector, Feed};
 use super::outbox::{Outbox, WorkerReport};
 use super::watchdog::Watchdog;
 use crate::engine::{ChoiceEvent, Command, Engine, EngineFailed, SessionId, StepReport};
-use crate::metrics::StepMetrics;
+use crate::metrics::{StepMetrics, TenantMetrics};
 
 /// Capacity of the engine's message queue; a full queue back-pressures the sessions' request streams.
 pub(crate) const COMMANDS_MAX: usize = 4096;
@@ -58,6 +59,10 @@ pub(crate) enum Message {
         /// Channel for the response.
         reply: oneshot::Sender<v1::DiagnoseResponse>,
     },
+    /// Collect observations for this feed until it is closed.
+    Observe(Arc<Feed>),
+    /// A feed was closed.
+    Unobserve,
     /// Reject new requests, finish running ones, then return.
     Drain,
     /// Return immediately.
@@ -87,6 +92,7 @@ pub(crate) struct EngineThread {
     routers: BTreeMap<SessionId, RouterName>,
     events: Vec<ChoiceEvent>,
     metrics: StepMetrics,
+    tenant_metrics: TenantMetrics,
     /// Exponential moving average of the step duration, in microseconds.
     step_us: u64,
     draining: bool,
@@ -102,6 +108,8 @@ pub(crate) struct EngineThread {
     anticipation: Anticipation,
     /// Cost coefficients last sent to the routers.
     last_sent_cost: CostCoefficients,
+    /// Collects for observers; `None` without any.
+    collector: Option<Box<Collector>>,
 }
 
 impl EngineThread {
@@ -123,6 +131,7 @@ impl EngineThread {
             routers: BTreeMap::new(),
             events: Vec::new(),
             metrics,
+            tenant_metrics: TenantMetrics::new(),
             step_us: 0,
             draining: false,
             recording: recording.map(BufWriter::new),
@@ -133,6 +142,7 @@ impl EngineThread {
             watchdog,
             anticipation: Anticipation::default(),
             last_sent_cost: CostCoefficients::default(),
+            collector: None,
         }
     }
 
@@ -146,6 +156,7 @@ impl EngineThread {
         for outbox in self.outboxes.values() {
             outbox.close();
         }
+        self.collector.iter().for_each(|collector| collector.close());
         outcome
     }
 
@@ -224,6 +235,11 @@ impl EngineThread {
     fn finish_step(&mut self, stepped: Result<StepReport, EngineFailed>) -> Result<(), EngineFailed> {
         if let Ok(step) = &stepped {
             self.measure(step);
+            if let Some(collector) = &mut self.collector
+                && !collector.step(&self.engine, &self.routers, step, self.clock.now())
+            {
+                self.end_observation();
+            }
         }
         self.deliver();
         self.write_log(stepped.as_ref().map_or(true, |step| step.idle));
@@ -279,6 +295,17 @@ impl EngineThread {
                 // The caller may have disconnected.
                 let _ = reply.send(v1::DiagnoseResponse { granted_in_use: Some(in_use), ..diagnosis });
             }
+            Message::Observe(feed) => {
+                let collector = self.collector.get_or_insert_with(|| Box::new(Collector::new()));
+                collector.add(feed);
+                self.engine.observe(true);
+                collector.state(&self.engine, &self.routers, self.clock.now());
+            }
+            Message::Unobserve => {
+                if !self.collector.as_mut().is_some_and(|collector| collector.prune()) {
+                    self.end_observation();
+                }
+            }
             Message::Drain => {
                 self.draining = true;
                 self.engine.drain();
@@ -286,6 +313,11 @@ impl EngineThread {
             Message::Stop => return false,
         }
         true
+    }
+
+    fn end_observation(&mut self) {
+        self.collector = None;
+        self.engine.observe(false);
     }
 
     fn close(&mut self, session: SessionId) {
@@ -321,8 +353,9 @@ impl EngineThread {
     fn deliver(&mut self) {
         self.publish_cache_events();
         self.publish_cost();
-        for (tenant, charged) in self.engine.drain_charged() {
-            self.outboxes.values().for_each(|outbox| outbox.set_charged(tenant, charged));
+        for charge in self.engine.drain_charged() {
+            self.outboxes.values().for_each(|outbox| outbox.set_charged(charge.tenant, charge.counter));
+            self.tenant_metrics.charge(&charge);
         }
         // A tenant that becomes active again starts at the minimum virtual time of the tenants waiting at any
         // router, or, if none wait, at the maximum of those that ran (start-time fair queueing).

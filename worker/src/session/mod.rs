@@ -6,6 +6,8 @@ mod engine_thread;
 #[cfg(feature = "fuzz")]
 pub(crate) mod fuzz;
 mod load_report;
+mod observation;
+mod observe;
 mod outbox;
 mod service_tables;
 mod submission;
@@ -30,6 +32,7 @@ use crate::engine::{Command, Request as EngineRequest, RequestKey, SessionId};
 pub(crate) use authentication::{AuthenticationLayer, Authenticator};
 pub use engine_thread::EngineExecution;
 pub(crate) use engine_thread::{COMMANDS_MAX, Clock, EngineThread, Message, RouterName};
+pub(crate) use observe::OBSERVERS_MAX;
 use outbox::Outbox;
 pub(crate) use service_tables::ServiceTables;
 pub(crate) use watchdog::Watchdog;
@@ -49,6 +52,8 @@ pub(crate) struct SessionContext {
     pub clock: Clock,
     pub engine: mpsc::Sender<Message>,
     pub permits: Arc<Semaphore>,
+    /// Places of observers.
+    pub observers: Arc<Semaphore>,
     pub draining: Arc<AtomicBool>,
     pub next: AtomicU64,
     pub watchdog: Arc<Watchdog>,
@@ -68,6 +73,7 @@ type ResponseStream<T> = Pin<Box<dyn Stream<Item = Result<T, Status>> + Send>>;
 impl worker_server::Worker for WorkerService {
     type SessionStream = ResponseStream<v1::SessionResponse>;
     type FetchBundleStream = ResponseStream<v1::FetchBundleResponse>;
+    type ObserveStream = ResponseStream<v1::ObserveResponse>;
 
     async fn challenge(
         &self,
@@ -149,6 +155,17 @@ impl worker_server::Worker for WorkerService {
         let message = Message::Diagnose { request: request.into_inner(), reply };
         self.0.engine.send(message).await.map_err(|_| stopping())?;
         answer.await.map(Response::new).map_err(|_| stopping())
+    }
+
+    async fn observe(
+        &self,
+        request: Request<v1::ObserveRequest>,
+    ) -> Result<Response<Self::ObserveStream>, Status> {
+        let Ok(permit) = self.0.observers.clone().try_acquire_owned() else {
+            return Err(Status::resource_exhausted("the worker has as many observers as it takes"));
+        };
+        let responses = observe::observe(request.into_inner(), self.0.engine.clone(), permit).await?;
+        Ok(Response::new(Box::pin(responses)))
     }
 }
 

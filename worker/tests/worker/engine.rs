@@ -309,6 +309,7 @@ fn request(spec: &RequestSpec, id: u64) -> Request {
         prompt_logprobs_received: spec.scored.unwrap_or(0),
         priority: spec.priority,
         deadline: None,
+        queued: None,
         span: tracing::Span::none(),
     };
     request.choices = (0..spec.n)
@@ -339,7 +340,7 @@ proptest! {
         let prior = CostPrior { trust: 1e-3, ..CostPrior::default().with_copies(0.0, 1e-9) };
         let engine_options = EngineOptions {
             waiting_max: 64, queue_ahead: 4, policy, prefix_cache, prior, step_target: StepTarget::Unbounded, record: true,
-            drafts_max, govern_drafts: false, decode_reserve_tokens: None,
+            drafts_max, govern_drafts: false, ..EngineOptions::default()
         };
         let mut engine = Engine::new(Box::new(runtime), &[EOS], engine_options).unwrap();
         let mut events = Vec::new();

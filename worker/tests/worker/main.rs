@@ -7,6 +7,7 @@ mod bad_models;
 mod changed_files;
 mod engine;
 mod gguf;
+mod observation;
 mod parity;
 mod quantization;
 mod service;

@@ -19,18 +19,18 @@ use tokio_stream::wrappers::{TcpListenerStream, UnboundedReceiverStream};
 const CONTEXT: u32 = 400_000;
 const VOCAB: u32 = 1 << 17;
 
-struct Router {
+pub struct Router {
     commands: mpsc::UnboundedSender<v1::SessionRequest>,
     updates: Streaming<v1::SessionResponse>,
     hello: v1::Hello,
-    address: String,
+    pub address: String,
     drain: CancellationToken,
     serving: tokio::task::JoinHandle<Result<(), inflight_worker::Error>>,
 }
 
 impl Router {
     /// Starts a worker on a simulated device with steps of `step` seconds, and opens a session.
-    async fn start(step: f64, protocol_version: u32) -> Self {
+    pub async fn start(step: f64, protocol_version: u32) -> Self {
         let flat = DeviceProfile::built_in("flat").unwrap();
         let profile = DeviceProfile { step, pool_tokens: 2 * CONTEXT, host_tokens: 0, ..flat };
         let sim = SimOptions {
@@ -81,7 +81,7 @@ impl Router {
         self.commands.send(v1::SessionRequest { message: Some(message) }).unwrap();
     }
 
-    fn submit(&self, request: u64, prompt: Vec<u32>, max_tokens: u32, resumed: Vec<v1::ResumedChoice>) {
+    pub fn submit(&self, request: u64, prompt: Vec<u32>, max_tokens: u32, resumed: Vec<v1::ResumedChoice>) {
         let n = resumed.len().max(1) as u32;
         self.send(RequestMessage::Submit(v1::Submit {
             submission_id: request,
@@ -110,7 +110,7 @@ impl Router {
     }
 
     /// Waits for the end of a request's only choice; returns its number of tokens and the last update.
-    async fn end_of(&mut self, request: u64) -> (usize, v1::SequenceUpdate) {
+    pub async fn end_of(&mut self, request: u64) -> (usize, v1::SequenceUpdate) {
         let mut tokens = 0;
         loop {
             let update = self.update().await.expect("the session continues");

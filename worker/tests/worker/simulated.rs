@@ -55,6 +55,7 @@ fn request(id: u64, (prompt, max_tokens, seed, n): RequestSpec, resumed: Vec<Res
         virtual_start_time: None,
         priority: 0,
         deadline: None,
+        queued: None,
         span: tracing::Span::none(),
     }
 }

@@ -82,6 +82,10 @@ helm.sh/chart: {{ printf "%s-%s" $root.Chart.Name $root.Chart.Version | replace 
 {{- with .Values.telemetry.otlpEndpoint }}
 - --otlp-endpoint={{ . }}
 - --otlp-sample-ratio={{ $.Values.telemetry.sampleRatio }}
+- --otlp-signals={{ join "," $.Values.telemetry.otlpSignals }}
+{{- end }}
+{{- with .Values.telemetry.metricsCompat }}
+- --metrics-compat={{ . }}
 {{- end }}
 {{- end -}}
 

@@ -4,6 +4,7 @@ use proptest::prelude::*;
 
 use super::*;
 use crate::cpu::{KvSlot, RopeScaling, RopeTable, finish_qkv, inverse_frequencies};
+use crate::test_size::size;
 
 fn values(seed: u32, n: usize, scale: f32) -> Vec<f32> {
     let value = |i| (crate::philox4x32([i, 2, 0, 0], [seed, 0])[0] as f32 / 2f32.powi(31) - 1.0) * scale;
@@ -175,23 +176,24 @@ fn tolerance(dtype: KvDtype) -> f64 {
 }
 
 fn case() -> impl Strategy<Value = Case> {
-    let head_dim = prop::sample::select(vec![2usize, 6, 16, 24, 32, 64, 112, 128, 254]);
-    let lengths = prop::collection::vec(prop_oneof![1usize..20, 20usize..80], 1..4);
+    let head_dim =
+        prop::sample::select(vec![2usize, 6, 16, 24, 32, 64, 112, 128, 254][..size(9, 5)].to_vec());
+    let lengths =
+        prop::collection::vec(prop_oneof![1usize..size(20, 5), size(20, 5)..size(80, 18)], 1..size(4, 3));
     let window = prop_oneof![Just(None), (1u32..50).prop_map(Some)];
-    (1usize..4, 1usize..6, head_dim, 0usize..4, lengths, window, any::<bool>(), any::<u32>()).prop_map(
-        |(kv_heads, group, head_dim, dtype, lengths, window, normed, seed)| Case {
+    (1..size(4, 3), 1..size(6, 3), head_dim, 0usize..4, lengths, window, any::<bool>(), any::<u32>())
+        .prop_map(|(kv_heads, group, head_dim, dtype, lengths, window, normed, seed)| Case {
             shape: QkvShape { heads: kv_heads * group, kv_heads, head_dim },
             dtype: [Dtype::F32.into(), Dtype::Bf16.into(), Dtype::F16.into(), KvDtype::Int8][dtype],
             lengths,
             window,
             normed,
             seed,
-        },
-    )
+        })
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig::with_cases(48))]
+    #![proptest_config(crate::test_size::cases(48))]
 
     #[test]
     fn attention_is_correct_for_any_chunks_blocks_batch_and_threads(
@@ -235,10 +237,11 @@ fn long_case() -> impl Strategy<Value = Case> {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig::with_cases(24))]
+    #![proptest_config(crate::test_size::cases(24))]
 
     /// The reference is plain Rust one row at a time, which the test above compares with f64.
     #[test]
+    #[cfg_attr(miri, ignore = "too long for an interpreter")]
     fn long_sequences_have_the_same_bits_in_any_chunks_on_every_isa(
         case in long_case(), rows in 2usize..150, block in 0u32..7, threads in 1usize..4, seed in any::<u32>(),
     ) {

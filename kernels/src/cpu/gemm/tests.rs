@@ -7,6 +7,7 @@ use super::*;
 use crate::cpu::{Isa, WeightRows};
 use crate::dtype::Dtype;
 use crate::encoding::Encoding;
+use crate::test_size::size;
 
 /// Pseudo-random values in [-scale, scale], by formula.
 fn values(seed: u32, n: usize, scale: f32) -> Vec<f32> {
@@ -122,11 +123,11 @@ fn bits(values: &[f32]) -> Vec<u32> {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig::with_cases(64))]
+    #![proptest_config(crate::test_size::cases(64))]
 
     #[test]
     fn gemm_is_correct_and_rows_do_not_affect_each_other(
-        n in 1usize..200, k in 1usize..300, rows in 1usize..40, dtype in 0usize..3, start_kind in 0usize..3,
+        n in 1..size(200, 70), k in 1..size(300, 40), rows in 1..size(40, 7), dtype in 0usize..3, start_kind in 0usize..3,
         threads in 1usize..4, split_row in 0usize..40, seed in any::<u32>(),
     ) {
         let start_kind = [StartKind::Zero, StartKind::Bias, StartKind::Output][start_kind];
@@ -135,6 +136,7 @@ proptest! {
 }
 
 #[test]
+#[cfg_attr(miri, ignore = "too long for an interpreter")]
 fn cache_blocks_of_rows_and_of_k_do_not_change_bits() {
     for dtype in DTYPES {
         check(70, 1500, 530, dtype, StartKind::Bias, 2, 517, 9).unwrap();
@@ -224,11 +226,11 @@ fn check_integers(
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig::with_cases(48))]
+    #![proptest_config(crate::test_size::cases(48))]
 
     #[test]
     fn integer_gemm_is_within_rounding_and_rows_do_not_affect_each_other(
-        n in 1usize..140, k in 1usize..300, rows in 1usize..30, group in 1usize..=16, four in any::<bool>(),
+        n in 1..size(140, 70), k in 1..size(300, 40), rows in 1..size(30, 7), group in 1usize..=16, four in any::<bool>(),
         threads in 1usize..4, split_row in 0usize..30, seed in any::<u32>(),
     ) {
         check_integers(n, k, rows, group * 8, four, threads, split_row, seed);
@@ -236,11 +238,11 @@ proptest! {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig::with_cases(256))]
+    #![proptest_config(crate::test_size::cases(256))]
 
     #[test]
     fn vectorised_and_scalar_packing_give_the_same_bytes(
-        k in 1usize..300, rows in 1usize..20, group in 1usize..=32, offset in prop::sample::select(vec![8, 128]),
+        k in 1..size(300, 40), rows in 1..size(20, 5), group in 1usize..=32, offset in prop::sample::select(vec![8, 128]),
         tallest in 1usize..=8, seed in any::<u32>(),
         odd in prop::collection::vec(
             (any::<prop::sample::Index>(), prop::sample::select(vec![
@@ -254,6 +256,7 @@ proptest! {
 }
 
 #[test]
+#[cfg_attr(miri, ignore = "too long for an interpreter")]
 fn integer_gemm_of_many_rows_and_long_sums_keeps_its_bits() {
     check_integers(70, 1500, 530, 64, false, 2, 517, 9);
     check_integers(40, 1500, 300, 32, true, 2, 211, 10);
@@ -262,6 +265,7 @@ fn integer_gemm_of_many_rows_and_long_sums_keeps_its_bits() {
 }
 
 #[test]
+#[cfg_attr(miri, ignore = "too long for an interpreter")]
 fn the_largest_integers_of_either_sign_do_not_overflow() {
     let pool = Pool::new(1).unwrap();
     let (n, k) = (20, 256 + 8);
@@ -287,6 +291,7 @@ fn the_largest_integers_of_either_sign_do_not_overflow() {
 }
 
 #[test]
+#[cfg_attr(miri, ignore = "too long for an interpreter")]
 fn gguf_blocks_keep_every_bit() {
     let pool = Pool::new(1).unwrap();
     let k = 64;
@@ -350,11 +355,11 @@ fn check_gated(half: usize, k: usize, rows: usize, format: Option<WeightFormat>,
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig::with_cases(32))]
+    #![proptest_config(crate::test_size::cases(32))]
 
     #[test]
     fn fused_swiglu_does_not_change_bits(
-        panels in 1usize..5, odd in 0usize..2, k in 1usize..200, rows in 1usize..60, kind in 0usize..3,
+        panels in 1..size(5, 3), odd in 0usize..2, k in 1..size(200, 40), rows in 1..size(60, 7), kind in 0usize..3,
         threads in 1usize..4, seed in any::<u32>(),
     ) {
         let group = 32;
@@ -364,6 +369,7 @@ proptest! {
 }
 
 #[test]
+#[cfg_attr(miri, ignore = "too long for an interpreter")]
 fn fused_swiglu_of_many_rows_and_long_sums_does_not_change_bits() {
     check_gated(96, 2500, 530, None, 2, 11);
     check_gated(64, 2500, 300, Some(WeightFormat::Int8 { group: 64 }), 2, 12);

@@ -3,6 +3,7 @@
 use proptest::prelude::*;
 
 use super::*;
+use crate::test_size::size;
 
 fn logits() -> impl Strategy<Value = Vec<f32>> {
     // A grid makes ties common; the rest covers what models and biases can produce.
@@ -11,7 +12,7 @@ fn logits() -> impl Strategy<Value = Vec<f32>> {
         3 => -30f32..30.0,
         1 => Just(f32::NEG_INFINITY),
     ];
-    prop::collection::vec(logit, 1..400)
+    prop::collection::vec(logit, 1..size(400, 90))
 }
 
 fn truncation() -> impl Strategy<Value = Truncation> {
@@ -79,7 +80,7 @@ fn close_call(logits: &[f32], truncation: &Truncation, uniform: f64) -> bool {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig::with_cases(2000))]
+    #![proptest_config(crate::test_size::cases(2000))]
 
     #[test]
     fn a_sample_is_the_one_that_sorting_everything_gives(
@@ -147,6 +148,7 @@ fn nan_is_never_sampled() {
 }
 
 #[test]
+#[cfg_attr(miri, ignore = "too long for an interpreter")]
 fn tokens_are_sampled_as_often_as_they_are_probable() {
     let logits: Vec<f32> = (0..300).map(|i| (i as f32 * 0.7).sin() * 3.0).collect();
     let truncations = [

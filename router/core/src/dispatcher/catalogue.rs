@@ -108,6 +108,14 @@ impl Dispatcher {
         self.lanes.iter().filter(|(_, lane)| lane.unserved_since.is_none()).map(|(id, lane)| (*id, lane))
     }
 
+    /// Returns the model of each lane with its numbers of serving workers and of queued requests. A model whose workers
+    /// have different bundles has several lanes.
+    pub fn lane_loads(&self) -> impl Iterator<Item = (&str, usize, usize)> {
+        self.lanes
+            .iter()
+            .map(|(id, lane)| (lane.name.as_str(), self.serving(*id).count(), self.queue.len_of(*id)))
+    }
+
     /// Returns the block sizes of a lane's workers; empty if the placement policy ignores prefixes.
     pub fn block_sizes(&self, lane: LaneId) -> Vec<u32> {
         if !self.placement.reads_prefixes() {

@@ -74,6 +74,11 @@ impl ClusterQueue {
         }
     }
 
+    /// Returns the number of requests that wait in a lane.
+    pub(super) fn len_of(&self, lane: LaneId) -> usize {
+        self.queue.len_of(lane)
+    }
+
     /// Returns the predicted queueing time of a new request; zero if unknown.
     pub(super) fn predicted_wait(&self, spec: &RequestSpec) -> Duration {
         let ahead: RequestsAhead =

@@ -249,6 +249,11 @@ impl Dispatcher {
         (self.retries.len(), self.quarantined.len())
     }
 
+    /// Whether a request waits for its next attempt in the retry queue or in quarantine.
+    pub fn awaits_retry(&self, request: RequestId) -> bool {
+        self.requests.get(request).is_some_and(|request| request.phase == Phase::AwaitingRetry)
+    }
+
     /// Returns grant and usage of a worker with an open session.
     pub fn worker_usage(&self, worker: WorkerId) -> Option<WorkerUsage> {
         let session = self.sessions.get(&worker)?;

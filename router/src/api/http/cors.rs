@@ -26,8 +26,12 @@ pub(crate) struct CorsLayer {
 }
 
 impl CorsLayer {
-    /// Returns the value of `access-control-allow-origin`, if the request's origin is allowed.
-    fn allowed(&self, headers: &HeaderMap) -> Option<HeaderValue> {
+    /// Returns the value of `access-control-allow-origin`, if the request's origin is allowed. The live view is for its own
+    /// page only.
+    fn allowed(&self, path: &str, headers: &HeaderMap) -> Option<HeaderValue> {
+        if path == "/ui" || path.starts_with("/ui/") {
+            return None;
+        }
         let origin = headers.get(ORIGIN)?;
         if self.origins.iter().any(|allowed| allowed == ANY) {
             return Some(HeaderValue::from_static(ANY));
@@ -66,7 +70,7 @@ where
     }
 
     fn call(&mut self, request: Request<B>) -> Self::Future {
-        let Some(origin) = self.layer.allowed(request.headers()) else {
+        let Some(origin) = self.layer.allowed(request.uri().path(), request.headers()) else {
             return Box::pin(self.inner.call(request));
         };
         if request.method() == Method::OPTIONS

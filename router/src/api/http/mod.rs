@@ -31,6 +31,7 @@ mod sse;
 mod structured;
 mod tokenize;
 mod tools;
+mod ui;
 mod usage;
 
 use std::sync::Arc;
@@ -60,6 +61,7 @@ pub(crate) use faults::FaultLayer;
 use generations::Generations;
 pub(crate) use request_id::RequestIdLayer;
 pub(crate) use tools::message_call;
+pub(crate) use ui::Ui;
 
 /// Renders the metrics of the process for Prometheus.
 pub type RenderMetrics = Arc<dyn Fn() -> String + Send + Sync>;
@@ -76,6 +78,8 @@ pub(crate) struct HttpApi {
     draining: Box<dyn Fn() -> bool + Send + Sync>,
     /// Start of the process, in seconds since the epoch: the creation time of models.
     started_at: u64,
+    /// The live view, if it is served.
+    ui: Option<Ui>,
 }
 
 type AxumResponse = Response<axum::body::Body>;
@@ -100,13 +104,20 @@ impl HttpApi {
             metrics: metrics.filter(|_| http.metrics),
             draining: Box::new(draining),
             started_at: unix_seconds(),
+            ui: None,
         }
+    }
+
+    /// Serves the live view too.
+    pub(crate) fn with_ui(self, ui: Option<Ui>) -> Self {
+        Self { ui, ..self }
     }
 
     /// Returns the routes of the APIs.
     pub(crate) fn routes(self) -> Router {
         let api = Arc::new(self);
-        Router::new()
+        let router = if api.ui.is_some() { ui::routes(Router::new()) } else { Router::new() };
+        router
             .route("/v1/chat/completions", post(|api, call, body| Box::pin(chat::create(api, call, body))))
             .route("/v1/completions", post(|api, call, body| Box::pin(completions::create(api, call, body))))
             .route("/v1/responses", post(|api, call, body| Box::pin(responses::create(api, call, body))))

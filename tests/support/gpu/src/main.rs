@@ -3,12 +3,14 @@
 //! `cargo run --release -p inflight-gpu-suite -- JOB`, where JOB is a JSON object
 //! or the path of a file with one; `tests/gpu/run` creates the jobs. A job has a model directory and a task:
 //! `logits` (teacher-forced, to a file), `steps` (times of decode and prefill), `determinism` (bits over
-//! batch and chunk sizes), `swap` (transfers beside decoding), `serve` (an engine with a list of requests).
+//! batch and chunk sizes), `swap` (transfers beside decoding), `serve` (an engine with a list of requests), `drafts`
+//! (streams with drafts and without: bits and times).
 
 #![allow(clippy::print_stdout, reason = "its output is its purpose")]
 
 mod bench;
 mod checks;
+mod drafts;
 mod serve;
 mod swap;
 
@@ -16,6 +18,7 @@ use std::error::Error;
 use std::path::PathBuf;
 
 use inflight_models::{ModelDir, ModelSource};
+use inflight_runtime::DRAFT_ROWS;
 use inflight_runtime_cuda::{CudaOptions, CudaRuntime, GemmTuning, KvStore};
 use serde::Deserialize;
 use serde_json::{Value, json};
@@ -64,6 +67,7 @@ enum Task {
     Steps(bench::Steps),
     Swap(swap::Swap),
     Serve(serve::Serve),
+    Drafts(drafts::Drafts),
 }
 
 fn gpus() -> Vec<usize> {
@@ -98,6 +102,7 @@ fn run(argument: &str) -> JobResult<Value> {
         host_bytes: job.host_bytes,
         block_tokens: 16,
         slots: job.slots,
+        draft_rows: if matches!(job.task, Task::Drafts(_)) { DRAFT_ROWS } else { 0 },
         batch_tokens: job.batch_tokens,
         context_tokens: job.context_tokens,
         kv_store: if job.fp8_kv_cache { KvStore::Fp8 } else { KvStore::Half },
@@ -116,6 +121,7 @@ fn run(argument: &str) -> JobResult<Value> {
         Task::Steps(task) => bench::steps(&mut runtime, &task)?,
         Task::Swap(task) => swap::swap(&mut runtime, &task)?,
         Task::Serve(task) => serve::serve(runtime, &task)?,
+        Task::Drafts(task) => drafts::drafts(runtime, &task)?,
     };
     Ok(json!({ "load_seconds": loaded, "products": gemms, "result": result }))
 }

@@ -55,6 +55,7 @@ pub fn serve(runtime: CudaRuntime, task: &Serve) -> JobResult<Value> {
             virtual_start_time: None,
             priority: 0,
             deadline: None,
+            queued: None,
             span: tracing::Span::none(),
         };
         engine.command(Command::Submit(Box::new(request)), Time::ZERO.after(begun.elapsed()), &mut events);

@@ -66,8 +66,14 @@ pub struct LocalCluster {
 /// How a cluster shares the machine with the other clusters of the test process.
 #[derive(Debug)]
 enum ClusterLock {
-    Shared { _guard: RwLockReadGuard<'static, ()> },
-    Exclusive { _guard: RwLockWriteGuard<'static, ()> },
+    Shared {
+        _guard: RwLockReadGuard<'static, ()>,
+    },
+    Exclusive {
+        _guard: RwLockWriteGuard<'static, ()>,
+    },
+    /// Under the lock of another cluster of the same test.
+    Beside,
 }
 
 impl LocalCluster {
@@ -104,6 +110,15 @@ impl LocalCluster {
         guard: RwLockWriteGuard<'static, ()>,
     ) -> Result<Self> {
         Self::start_locked(program, flags, environment, ClusterLock::Exclusive { _guard: guard }).await
+    }
+
+    /// Starts `program up` as [`LocalCluster::start`] does, beside another cluster of the same test, under whose lock it
+    /// runs: two locks of one test, with a test between them that waits to be alone, would wait for ever.
+    ///
+    /// # Errors
+    /// The cluster does not become ready; the error contains its standard error.
+    pub async fn start_beside(&self, program: &Path, flags: &[&str]) -> Result<Self> {
+        Self::start_locked(program, flags, &[], ClusterLock::Beside).await
     }
 
     async fn start_locked(

@@ -1,16 +1,26 @@
-//! OTLP trace collector.
+//! OTLP collector of traces, metrics and logs.
 
 use std::net::SocketAddr;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use anyhow::Result;
+use opentelemetry_proto::tonic::collector::logs::v1::logs_service_server::{LogsService, LogsServiceServer};
+use opentelemetry_proto::tonic::collector::logs::v1::{ExportLogsServiceRequest, ExportLogsServiceResponse};
+use opentelemetry_proto::tonic::collector::metrics::v1::metrics_service_server::{
+    MetricsService, MetricsServiceServer,
+};
+use opentelemetry_proto::tonic::collector::metrics::v1::{
+    ExportMetricsServiceRequest, ExportMetricsServiceResponse,
+};
 use opentelemetry_proto::tonic::collector::trace::v1::trace_service_server::{
     TraceService, TraceServiceServer,
 };
 use opentelemetry_proto::tonic::collector::trace::v1::{
     ExportTraceServiceRequest, ExportTraceServiceResponse,
 };
-use opentelemetry_proto::tonic::common::v1::any_value;
+use opentelemetry_proto::tonic::common::v1::{AnyValue, KeyValue, any_value};
+use opentelemetry_proto::tonic::metrics::v1::{Metric, metric, number_data_point};
+use opentelemetry_proto::tonic::resource::v1::Resource;
 use tokio::net::TcpListener;
 use tokio_stream::wrappers::TcpListenerStream;
 use tonic::{Request, Response, Status};
@@ -28,16 +38,59 @@ pub struct RecordedSpan {
     pub id: String,
     /// Parent span id, in lower-case hex; empty for a root span.
     pub parent: String,
+    /// Start and end, in nanoseconds since the Unix epoch.
+    pub time: (u64, u64),
     /// Attribute names, and values as text.
     pub attributes: Vec<(String, String)>,
 }
 
-/// OTLP/gRPC collector that stores all received spans.
+/// Value of a metric received by the [`Collector`]: the last one of its series.
+#[derive(Debug, Clone, PartialEq)]
+pub struct RecordedMetric {
+    /// `service.name` of the process.
+    pub service: String,
+    /// `service.instance.id` of the process.
+    pub instance: String,
+    /// Name of the metric.
+    pub name: String,
+    /// Unit.
+    pub unit: String,
+    /// Attribute names, and values as text.
+    pub attributes: Vec<(String, String)>,
+    /// Value of a sum or gauge; number of values of a histogram.
+    pub value: f64,
+    /// Buckets of a histogram: their bounds, and the number of values in each.
+    pub buckets: Option<(Vec<f64>, Vec<u64>)>,
+}
+
+/// Log event received by the [`Collector`].
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct RecordedLog {
+    /// `service.name` of the process.
+    pub service: String,
+    /// Severity, such as `INFO`.
+    pub severity: String,
+    /// Message.
+    pub body: String,
+    /// Trace id, in lower-case hex; empty outside of a trace.
+    pub trace: String,
+    /// Attribute names, and values as text.
+    pub attributes: Vec<(String, String)>,
+}
+
+#[derive(Debug, Default)]
+struct Received {
+    spans: Vec<RecordedSpan>,
+    metrics: Vec<RecordedMetric>,
+    logs: Vec<RecordedLog>,
+}
+
+/// OTLP/gRPC collector that stores all it receives.
 #[derive(Debug, Clone)]
 pub struct Collector {
     /// Address on which the collector listens.
     pub address: SocketAddr,
-    spans: Arc<Mutex<Vec<RecordedSpan>>>,
+    received: Sink,
 }
 
 impl Collector {
@@ -47,10 +100,12 @@ impl Collector {
     /// No port is free.
     pub async fn start() -> Result<Self> {
         let listener = TcpListener::bind(("127.0.0.1", 0)).await?;
-        let collector = Self { address: listener.local_addr()?, spans: Arc::default() };
-        let service = TraceServiceServer::new(TraceSink(Arc::clone(&collector.spans)));
+        let collector = Self { address: listener.local_addr()?, received: Sink::default() };
+        let sink = &collector.received;
         let serving = tonic::transport::Server::builder()
-            .add_service(service)
+            .add_service(TraceServiceServer::new(sink.clone()))
+            .add_service(MetricsServiceServer::new(sink.clone()))
+            .add_service(LogsServiceServer::new(sink.clone()))
             .serve_with_incoming(TcpListenerStream::new(listener));
         tokio::spawn(serving);
         Ok(collector)
@@ -58,23 +113,38 @@ impl Collector {
 
     /// Returns the spans received so far.
     pub fn spans(&self) -> Vec<RecordedSpan> {
-        self.spans.lock().unwrap_or_else(PoisonError::into_inner).clone()
+        self.received.lock().spans.clone()
+    }
+
+    /// Returns the last value of each series received so far.
+    pub fn metrics(&self) -> Vec<RecordedMetric> {
+        self.received.lock().metrics.clone()
+    }
+
+    /// Returns the log events received so far.
+    pub fn logs(&self) -> Vec<RecordedLog> {
+        self.received.lock().logs.clone()
     }
 }
 
-struct TraceSink(Arc<Mutex<Vec<RecordedSpan>>>);
+#[derive(Debug, Clone, Default)]
+struct Sink(Arc<Mutex<Received>>);
+
+impl Sink {
+    fn lock(&self) -> MutexGuard<'_, Received> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
 
 #[tonic::async_trait]
-impl TraceService for TraceSink {
+impl TraceService for Sink {
     async fn export(
         &self,
         request: Request<ExportTraceServiceRequest>,
     ) -> Result<Response<ExportTraceServiceResponse>, Status> {
-        let mut spans = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let spans = &mut self.lock().spans;
         for resource in request.into_inner().resource_spans {
-            let attributes = resource.resource.unwrap_or_default().attributes;
-            let service = attributes.into_iter().find(|attribute| attribute.key == "service.name");
-            let service = service.map(|attribute| text(attribute.value)).unwrap_or_default();
+            let service = service(resource.resource);
             for span in resource.scope_spans.into_iter().flat_map(|scope| scope.spans) {
                 spans.push(RecordedSpan {
                     service: service.clone(),
@@ -82,7 +152,8 @@ impl TraceService for TraceSink {
                     trace: hex(&span.trace_id),
                     id: hex(&span.span_id),
                     parent: hex(&span.parent_span_id),
-                    attributes: span.attributes.into_iter().map(|a| (a.key, text(a.value))).collect(),
+                    time: (span.start_time_unix_nano, span.end_time_unix_nano),
+                    attributes: texts(span.attributes),
                 });
             }
         }
@@ -90,9 +161,116 @@ impl TraceService for TraceSink {
     }
 }
 
-fn text(value: Option<opentelemetry_proto::tonic::common::v1::AnyValue>) -> String {
+#[tonic::async_trait]
+impl MetricsService for Sink {
+    async fn export(
+        &self,
+        request: Request<ExportMetricsServiceRequest>,
+    ) -> Result<Response<ExportMetricsServiceResponse>, Status> {
+        let received = &mut self.lock().metrics;
+        for resource in request.into_inner().resource_metrics {
+            let resource_attributes = resource.resource.unwrap_or_default().attributes;
+            let named = |name: &str| named(&resource_attributes, name);
+            let process = (named("service.name"), named("service.instance.id"));
+            for metric in resource.scope_metrics.into_iter().flat_map(|scope| scope.metrics) {
+                for sample in samples(&process, metric) {
+                    let same = |known: &RecordedMetric| {
+                        (&known.service, &known.instance, &known.name, &known.attributes)
+                            == (&sample.service, &sample.instance, &sample.name, &sample.attributes)
+                    };
+                    received.retain(|known| !same(known));
+                    received.push(sample);
+                }
+            }
+        }
+        Ok(Response::new(ExportMetricsServiceResponse::default()))
+    }
+}
+
+#[tonic::async_trait]
+impl LogsService for Sink {
+    async fn export(
+        &self,
+        request: Request<ExportLogsServiceRequest>,
+    ) -> Result<Response<ExportLogsServiceResponse>, Status> {
+        let logs = &mut self.lock().logs;
+        for resource in request.into_inner().resource_logs {
+            let service = service(resource.resource);
+            for log in resource.scope_logs.into_iter().flat_map(|scope| scope.log_records) {
+                logs.push(RecordedLog {
+                    service: service.clone(),
+                    severity: log.severity_text,
+                    body: text(log.body),
+                    trace: hex(&log.trace_id),
+                    attributes: texts(log.attributes),
+                });
+            }
+        }
+        Ok(Response::new(ExportLogsServiceResponse::default()))
+    }
+}
+
+/// Returns the last values of a metric's series. `process` is the service and the instance.
+fn samples(process: &(String, String), metric: Metric) -> Vec<RecordedMetric> {
+    let recorded = |attributes, value, buckets| RecordedMetric {
+        service: process.0.clone(),
+        instance: process.1.clone(),
+        name: metric.name.clone(),
+        unit: metric.unit.clone(),
+        attributes: texts(attributes),
+        value,
+        buckets,
+    };
+    let number = |value: Option<number_data_point::Value>| match value {
+        Some(number_data_point::Value::AsInt(value)) => value as f64,
+        Some(number_data_point::Value::AsDouble(value)) => value,
+        None => f64::NAN,
+    };
+    match metric.data {
+        Some(metric::Data::Sum(sum)) => {
+            let points = sum.data_points.into_iter();
+            points.map(|point| recorded(point.attributes, number(point.value), None)).collect()
+        }
+        Some(metric::Data::Gauge(gauge)) => {
+            let points = gauge.data_points.into_iter();
+            points.map(|point| recorded(point.attributes, number(point.value), None)).collect()
+        }
+        Some(metric::Data::Histogram(histogram)) => {
+            let points = histogram.data_points.into_iter();
+            let buckets = |point| {
+                let opentelemetry_proto::tonic::metrics::v1::HistogramDataPoint {
+                    attributes,
+                    count,
+                    explicit_bounds,
+                    bucket_counts,
+                    ..
+                } = point;
+                recorded(attributes, count as f64, Some((explicit_bounds, bucket_counts)))
+            };
+            points.map(buckets).collect()
+        }
+        _ => Vec::new(),
+    }
+}
+
+fn service(resource: Option<Resource>) -> String {
+    named(&resource.unwrap_or_default().attributes, "service.name")
+}
+
+/// Returns the value of an attribute as text; empty if it is absent.
+fn named(attributes: &[KeyValue], name: &str) -> String {
+    let found = attributes.iter().find(|attribute| attribute.key == name);
+    found.map(|attribute| text(attribute.value.clone())).unwrap_or_default()
+}
+
+fn texts(attributes: Vec<KeyValue>) -> Vec<(String, String)> {
+    attributes.into_iter().map(|attribute| (attribute.key, text(attribute.value))).collect()
+}
+
+fn text(value: Option<AnyValue>) -> String {
     match value.and_then(|value| value.value) {
         Some(any_value::Value::StringValue(text)) => text,
+        Some(any_value::Value::IntValue(number)) => number.to_string(),
         Some(other) => format!("{other:?}"),
         None => String::new(),
     }

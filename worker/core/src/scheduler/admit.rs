@@ -223,7 +223,7 @@ impl Scheduler {
         self.resumption.record_found(prefix.blocks, dropped);
         let sequence = self.sequence(index);
         if sequence.preempted_at.is_none() {
-            self.queueing_times.push(now.since(sequence.queued));
+            self.queueing_times.push((sequence.id, now.since(sequence.queued)));
         }
         self.resume(index, now);
         self.iteration.admitted.push((id, slot));

@@ -11,13 +11,14 @@ mod plan;
 mod preempt;
 mod prefill_backlog;
 mod resumption_estimator;
+mod roster;
 mod step_bound;
 
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::time::Duration;
 
-use inflight_contract::{BlockHash, FinishReason, Service, ServiceCounter, Tenant, VirtualTokenCounters};
+use inflight_contract::{BlockHash, FinishReason, Service, Tenant, TenantCharge, VirtualTokenCounters};
 
 use crate::cost::{CostModel, CostPrior, StepWork};
 use crate::drafts::{Acceptance, DraftBudget};
@@ -32,6 +33,7 @@ use crate::{
 pub use error::{CommitError, SubmitError};
 pub use load::{Load, PrefillEstimate};
 use resumption_estimator::ResumptionEstimator;
+pub use roster::{SequencePhase, SequenceStatus};
 
 /// Terminal event of a sequence. Its slot is freed separately, since an iteration in flight may still use it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -132,7 +134,7 @@ pub struct Scheduler {
     freed_slots: Vec<Slot>,
     totals: Load,
     /// Queueing times of the sequences that the last plan has admitted for the first time.
-    queueing_times: Vec<Duration>,
+    queueing_times: Vec<(SequenceId, Duration)>,
     history: History,
     resumption: ResumptionEstimator,
     prefill_load: PrefillLoad,
@@ -255,8 +257,8 @@ impl Scheduler {
         &self.tenants
     }
 
-    /// Drains the tenants charged since the last call, each with its total charge.
-    pub fn drain_charged(&mut self) -> impl Iterator<Item = (&str, ServiceCounter)> + '_ {
+    /// Drains the charges of the tenants charged since the last call.
+    pub fn drain_charged(&mut self) -> impl Iterator<Item = TenantCharge<'_>> + '_ {
         self.tenants.drain_charged()
     }
 
@@ -286,7 +288,7 @@ impl Scheduler {
     }
 
     /// Returns the queueing times of the sequences that the last plan has admitted for the first time.
-    pub fn queueing_times(&self) -> &[Duration] {
+    pub fn queueing_times(&self) -> &[(SequenceId, Duration)] {
         &self.queueing_times
     }
 

@@ -77,7 +77,7 @@ fn service_is_reported_once_per_token_and_not_for_prompts_charged_before() {
     submit(&mut scheduler, "b", 0, 10);
     run(&mut scheduler);
     let charged: Vec<_> =
-        scheduler.drain_charged().map(|(name, charged)| (name.to_owned(), charged.cost)).collect();
+        scheduler.drain_charged().map(|charge| (charge.tenant.to_owned(), charge.counter.cost)).collect();
     // Ten prompt tokens at cost 1 and two output tokens at cost 2; the prompt of the second was charged
     // before.
     assert_eq!(charged, [("a".to_owned(), 14), ("b".to_owned(), 4)]);
@@ -85,6 +85,6 @@ fn service_is_reported_once_per_token_and_not_for_prompts_charged_before() {
     submit(&mut scheduler, "a", 0, 0);
     run(&mut scheduler);
     let charged: Vec<_> =
-        scheduler.drain_charged().map(|(name, charged)| (name.to_owned(), charged.cost)).collect();
+        scheduler.drain_charged().map(|charge| (charge.tenant.to_owned(), charge.counter.cost)).collect();
     assert_eq!(charged, [("a".to_owned(), 28)], "charges accumulate");
 }

@@ -96,7 +96,7 @@ impl DeviceState {
         // in a collective.
         job.barrier_min(0)?;
         if options.graphs {
-            state.capture(options.slots).map_err(load_error)?;
+            state.capture(options.sample_rows()).map_err(load_error)?;
         }
         let (left, _) = state.device.memory().map_err(load_error)?;
         plan.log_allocated(rank, taken, blocks, left);
@@ -114,9 +114,9 @@ impl DeviceState {
     }
 
     /// Captures a graph per bucket, from a step in which every row is padding.
-    fn capture(&mut self, slots: u32) -> Result<(), DeviceError> {
+    fn capture(&mut self, sample_rows: u32) -> Result<(), DeviceError> {
         let plans = self.runner.plans();
-        for bucket in buckets(slots) {
+        for bucket in buckets(sample_rows) {
             let layout = bucket_layout(bucket, plans);
             let bytes = layout.bytes(0);
             let mut padding = vec![0u8; bytes];
@@ -130,6 +130,8 @@ impl DeviceState {
                 scores: 0,
                 copies: Vec::new(),
                 mixed: false,
+                // So that the kernel is loaded; padding has no drafts.
+                drafted: true,
                 bucket: Some(bucket),
                 bytes,
             };
@@ -281,7 +283,7 @@ fn warm_up_gemms(
     let Some(bench) = GemmBench::new(device, half, gemms, rows, samples)? else { return Ok(Vec::new()) };
     let tuned = match options.autotune {
         true => {
-            let row_counts = algorithm_search::row_counts(buckets(options.slots), rows);
+            let row_counts = algorithm_search::row_counts(buckets(options.sample_rows()), rows);
             bench.tune(gemms, &row_counts, samples)?
         }
         false => Vec::new(),

@@ -3,8 +3,8 @@
 use inflight_kernels::cpu::inverse_frequencies;
 use inflight_kernels::cuda::{
     AttentionParams, CopyParams, DeviceError, EmbeddingParams, HalfDtype, KvStore, NormParams, QkvParams,
-    SamplingParams, SamplingResult, ScoreParams, ScoreRow, SwigluParams, attention, attention_blocks,
-    copy_blocks, embedding, finish_qkv, norm, sample, score, swiglu,
+    SamplingParams, SamplingResult, ScoreParams, ScoreRow, SwigluParams, accept_drafts, attention,
+    attention_blocks, copy_blocks, embedding, finish_qkv, norm, sample, score, swiglu,
 };
 use inflight_models::ModelConfig;
 use inflight_runtime::SCORES_MAX;
@@ -207,7 +207,7 @@ impl<G: Gpu> CudaForward<G> {
         };
         let (Some(gathered), Some(shards)) = (&self.gathered, self.shard_plan.collective_shards()) else {
             let matmul = head(self.logits.address(), self.config.vocab_size, shapes.logits as usize);
-            // SAFETY: the logits have room for as many samples as there are slots.
+            // SAFETY: the logits have room for as many samples as a step may have.
             return unsafe { gpu.matmul(self.half, &matmul) };
         };
         let stride = shapes.gathered as usize / shards.len();
@@ -422,7 +422,8 @@ impl<G: Gpu> CudaForward<G> {
         unsafe { score(gpu, count, &p) }
     }
 
-    /// Samples a token from the logits of each sampled row, once the step's token masks are on the device.
+    /// Samples a token from the logits of each sampled row, once the step's token masks are on the device, and counts
+    /// those that count.
     pub(super) fn sample(&self, gpu: &G, step: &StepShape, metadata: u64) -> Result<(), DeviceError> {
         if step.samples == 0 {
             return Ok(());
@@ -432,12 +433,16 @@ impl<G: Gpu> CudaForward<G> {
             rows: metadata + step.layout.sampling as u64,
             results: self.results.address(),
             sampled: self.sampled.address(),
+            tokens: metadata + step.layout.tokens as u64,
             vocabulary: self.config.vocab_size as u32,
             stride: self.shapes.logits as u32,
         };
-        // SAFETY: results have room for as many samples as there are slots; histories and adjustments are
-        // those of attached slots.
-        unsafe { sample(gpu, step.samples, &p) }
+        // SAFETY: results have room for as many samples as a step may have; histories, outputs and adjustments
+        // are those of attached slots, and drafts are tokens of the batch, below the vocabulary size.
+        unsafe {
+            sample(gpu, step.samples, &p)?;
+            if step.drafted { accept_drafts(gpu, step.samples, &p) } else { Ok(()) }
+        }
     }
 }
 

@@ -255,6 +255,7 @@ fn validate_options(options: &CudaOptions, config: &models::ModelConfig) -> Resu
         return Err(Error::Option { name: "deterministic", value, range });
     }
     within("slots", options.slots.into(), 1, 4096)?;
+    within("draft_rows", options.draft_rows.into(), 0, 4096)?;
     within("batch_tokens", options.batch_tokens.into(), 1, 1 << 16)?;
     within("block_tokens", options.block_tokens.into(), 1, 1 << 12)?;
     let block_tokens_min = options.kv_store.block_tokens_min();

@@ -37,7 +37,7 @@ impl LoadPlan {
     pub(super) fn new(job: &LoadJob, memory: (u64, u64)) -> Self {
         let LoadJob { config, shard_plan, options, context_tokens, .. } = job;
         let shapes = shard_plan.shapes(config);
-        let samples = options.slots.max(largest_bucket(options.slots));
+        let samples = options.sample_rows().max(largest_bucket(options.sample_rows()));
         let rows = options.batch_tokens.max(samples);
         let table_entries =
             options.slots as usize * (*context_tokens as usize).div_ceil(options.block_tokens as usize);
@@ -108,8 +108,7 @@ impl LoadPlan {
             host_blocks: u32::try_from(host_bytes / self.block_bytes).unwrap_or(u32::MAX),
             slots: options.slots,
             batch_tokens: options.batch_tokens,
-            // A row for each slot: no drafts.
-            sample_rows: options.slots,
+            sample_rows: options.sample_rows(),
             depth: DEPTH,
             // Known when all ranks have read their tensors.
             fingerprint: String::new(),

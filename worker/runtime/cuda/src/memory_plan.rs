@@ -5,7 +5,7 @@ use inflight_models::ModelConfig;
 use inflight_runtime::SCORES_MAX;
 use inflight_runtime::sharding::Shard;
 
-use super::slots::{adjustment_bytes, allowed_bytes, history_bytes, recent_bytes, words_bytes};
+use super::slots::{adjustment_bytes, allowed_bytes, history_bytes, output_bytes, words_bytes};
 
 /// Row counts for which decode steps are captured as CUDA graphs.
 const BUCKETS: [u32; 13] = [1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256];
@@ -25,18 +25,18 @@ const MAPPING_BYTES: u64 = 2 << 20;
 const SMALL_ALIGN: u64 = 512;
 
 /// Returns the smallest bucket that holds `rows`; `None` if no graph is that large.
-pub(super) fn bucket(rows: u32, slots: u32) -> Option<u32> {
-    BUCKETS.into_iter().find(|bucket| *bucket >= rows).filter(|bucket| *bucket <= largest_bucket(slots))
+pub(super) fn bucket(rows: u32, sample_rows: u32) -> Option<u32> {
+    BUCKETS.into_iter().find(|bucket| *bucket >= rows).filter(|bucket| *bucket <= largest_bucket(sample_rows))
 }
 
-/// Returns the largest bucket used with `slots` slots.
-pub(super) fn largest_bucket(slots: u32) -> u32 {
-    BUCKETS.into_iter().find(|bucket| *bucket >= slots).unwrap_or(BUCKETS[BUCKETS.len() - 1])
+/// Returns the largest bucket used with at most `sample_rows` sample rows in a step.
+pub(super) fn largest_bucket(sample_rows: u32) -> u32 {
+    BUCKETS.into_iter().find(|bucket| *bucket >= sample_rows).unwrap_or(BUCKETS[BUCKETS.len() - 1])
 }
 
-/// Returns all buckets used with `slots` slots, largest first.
-pub(super) fn buckets(slots: u32) -> impl Iterator<Item = u32> {
-    BUCKETS.into_iter().rev().filter(move |bucket| *bucket <= largest_bucket(slots))
+/// Returns all buckets used with at most `sample_rows` sample rows in a step, largest first.
+pub(super) fn buckets(sample_rows: u32) -> impl Iterator<Item = u32> {
+    BUCKETS.into_iter().rev().filter(move |bucket| *bucket <= largest_bucket(sample_rows))
 }
 
 /// Model shapes of a rank's shard, as far as memory depends on them.
@@ -124,9 +124,14 @@ impl ModelShapes {
             samples * 4,
         ];
         // Of the padded vocabulary, slightly more than needed.
-        let allowed = allowed_bytes(slots, self.logits);
-        let sampling =
-            [adjustment_bytes(slots), allowed, allowed, words_bytes(slots), recent_bytes(slots), context * 4];
+        let sampling = [
+            adjustment_bytes(slots),
+            allowed_bytes(slots, self.logits),
+            allowed_bytes(samples, self.logits),
+            words_bytes(slots),
+            output_bytes(slots),
+            context * 4,
+        ];
         let attention = [partial.0, partial.1, u64::from(PARTIALS) * self.kv_heads * 4];
         let component = |name, option, allocations: &[u64]| MemoryComponent {
             name,
@@ -163,7 +168,7 @@ const MAPPING_HALF: u64 = MAPPING_BYTES / 2;
 pub(super) struct BufferLimits {
     /// Rows of the largest batch.
     pub(super) rows: u64,
-    /// Rows of logits.
+    /// Rows of logits: those of the slots, and those of drafts.
     pub(super) samples: u64,
     /// Attached sequences.
     pub(super) slots: u64,

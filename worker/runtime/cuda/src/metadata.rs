@@ -98,7 +98,9 @@ pub(super) struct StepShape {
     pub(super) copies: Vec<(u32, u32)>,
     /// Whether some attention plan has prefill items, of many rows.
     pub(super) mixed: bool,
-    /// CUDA graph bucket of a decode-only batch.
+    /// Whether some slots have drafts.
+    pub(super) drafted: bool,
+    /// CUDA graph bucket of a batch of decodes, with and without drafts.
     pub(super) bucket: Option<u32>,
     pub(super) bytes: usize,
 }
@@ -167,21 +169,27 @@ impl MetadataPacker {
         self.assign_kv_indices(batch, config)?;
         let rows = batch.rows();
         self.sequences.clear();
+        let mut samples = batch.samples.as_slice();
         for s in 0..batch.sequences() {
-            let row = batch.starts[s];
+            let (row, end) = (batch.starts[s], batch.starts[s + 1]);
+            let sampled = samples.iter().take_while(|sample| sample.row < end).count();
+            samples = &samples[sampled..];
             self.sequences.push(PlannedSequence {
                 row,
-                tokens: batch.starts[s + 1] - row,
+                tokens: end - row,
                 position: batch.positions[row as usize],
                 table: batch.block_starts[s],
+                decode: sampled == (end - row) as usize,
             });
         }
         self.plans.resize_with(config.windows.len(), AttentionPlan::default);
         for (plan, window) in self.plans.iter_mut().zip(&config.windows) {
             plan.make(&self.sequences, &PlanShape { window: *window, ..config.plan });
         }
-        let decodes = batch.sequences() == rows
-            && batch.samples.len() == rows
+        // Every row is sampled from. Graphs have no prefill items.
+        let mixed = self.plans.iter().any(AttentionPlan::is_mixed);
+        let decodes = batch.samples.len() == rows
+            && !mixed
             && batch.copies.is_empty()
             && batch.scores.is_empty()
             && batch.samples.iter().enumerate().all(|(i, sample)| sample.row as usize == i);
@@ -249,7 +257,8 @@ impl MetadataPacker {
             samples: samples as u32,
             scores: batch.scores.len() as u32,
             copies: copy_groups(batch),
-            mixed: self.plans.iter().any(AttentionPlan::is_mixed),
+            mixed,
+            drafted: batch.samples.iter().any(|sample| sample.drafted),
             bucket,
             bytes,
         })
@@ -340,7 +349,7 @@ mod tests {
         batch.feedback.push(Feedback { row: 1, sample: 2 });
         let (mut packer, mut out) = (MetadataPacker::default(), Vec::new());
         let config = config(vec![None, Some(8)]);
-        let rows = vec![SamplingRow { active: 1, ..SamplingRow::default() }; 3];
+        let rows = vec![SamplingRow { rows: 1, ..SamplingRow::default() }; 3];
         let step = packer.pack(&batch, &config, &rows, 3, |_| Some(8), &mut out).unwrap();
         assert_eq!((step.rows, step.samples, step.bucket), (8, 8, Some(8)));
         assert_eq!(step.layout, bucket_layout(8, 2));
@@ -355,6 +364,31 @@ mod tests {
         batch.push_sequence(&[1, 2, 3], 0, &[9]);
         let step = packer.pack(&batch, &config, &rows, 3, |_| Some(8), &mut out).unwrap();
         assert_eq!((step.rows, step.samples, step.bucket), (6, 3, None));
+    }
+
+    #[test]
+    fn decodes_with_drafts_take_the_decode_kernel_and_a_bucket() {
+        let (mut packer, mut out, mut batch) = (MetadataPacker::default(), Vec::new(), Batch::default());
+        let config = config(vec![None]);
+        batch.clear();
+        // More rows than a split item takes in this group of heads.
+        batch.push_drafted(&[7], &[8, 9, 10, 11, 12, 13], 20, &[0, 1]);
+        batch.sample_with_drafts(0, 6);
+        batch.push_sequence(&[5], 40, &[2, 3, 4]);
+        batch.sample_last_row(1);
+        let rows = vec![SamplingRow::default(); 8];
+        let step = packer.pack(&batch, &config, &rows, 0, |_| Some(16), &mut out).unwrap();
+        assert_eq!((step.rows, step.samples, step.bucket), (16, 16, Some(16)));
+        assert!(step.drafted && !step.mixed);
+        assert_eq!(word(&out, step.layout.item_count(0)), 3);
+
+        // A prompt of as many rows, sampled from at its end.
+        batch.clear();
+        batch.push_sequence(&[7, 8, 9, 10, 11, 12, 13], 20, &[0, 1]);
+        batch.sample_last_row(0);
+        let step = packer.pack(&batch, &config, &rows[..1], 0, |_| Some(16), &mut out).unwrap();
+        assert_eq!((step.rows, step.samples, step.bucket), (7, 1, None));
+        assert!(step.mixed && !step.drafted);
     }
 
     #[test]

@@ -97,8 +97,8 @@ impl<G: Gpu> ModelRunner<G> {
         let RunnerModes { store, deterministic, buckets } = modes;
         let capacity = ForwardCapacity {
             // Graphs run padded to a whole bucket.
-            rows: capabilities.batch_tokens.max(largest_bucket(capabilities.slots)),
-            samples: capabilities.slots.max(largest_bucket(capabilities.slots)),
+            rows: capabilities.batch_tokens.max(largest_bucket(capabilities.sample_rows)),
+            samples: capabilities.sample_rows.max(largest_bucket(capabilities.sample_rows)),
             context: capabilities.context_tokens,
             block_tokens: capabilities.block_tokens,
             blocks: capabilities.blocks,
@@ -106,8 +106,13 @@ impl<G: Gpu> ModelRunner<G> {
         };
         let config = shard_plan.shard().config(unsharded);
         let forward = CudaForward::new(gpu, unsharded, shard_plan, half, weights, &capacity)?;
-        let slots =
-            GpuSlots::new(gpu, capabilities.slots, capabilities.vocab_size, capabilities.context_tokens)?;
+        let slots = GpuSlots::new(
+            gpu,
+            capabilities.slots,
+            capacity.samples,
+            capabilities.vocab_size,
+            capabilities.context_tokens,
+        )?;
         let packer_config = PackerConfig {
             block_tokens: capabilities.block_tokens,
             blocks: capabilities.blocks,
@@ -157,12 +162,10 @@ impl<G: Gpu> ModelRunner<G> {
     pub(super) fn prepare(&mut self, batch: &Batch, out: &mut Vec<u8>) -> Result<StepShape, Error> {
         batch.check(&self.capabilities)?;
         self.slots.check(batch)?;
-        let slots = self.capabilities.slots;
+        let sample_rows = self.capabilities.sample_rows;
         let buckets = self.buckets;
-        let bucket_for = |rows| if buckets { bucket(rows, slots) } else { None };
-        // Filling sampling rows counts tokens, so nothing after it may fail: packing, which may, comes first.
-        self.rows.clear();
-        self.rows.resize(batch.samples.len(), SamplingRow::default());
+        let bucket_for = |rows| if buckets { bucket(rows, sample_rows) } else { None };
+        self.slots.sampling_rows(batch, &mut self.rows);
         let step = self.packer.pack(
             batch,
             &self.packer_config,
@@ -171,12 +174,6 @@ impl<G: Gpu> ModelRunner<G> {
             bucket_for,
             out,
         )?;
-        self.slots.sampling_rows(batch, &mut self.rows);
-        let size = size_of::<SamplingRow>();
-        for (i, row) in self.rows.iter().enumerate() {
-            let at = step.layout.sampling + i * size;
-            out[at..at + size].copy_from_slice(inflight_kernels::cuda::as_bytes(row));
-        }
         self.previous_samples = batch.samples.len();
         Ok(step)
     }

@@ -19,6 +19,8 @@ pub struct CudaOptions {
     pub block_tokens: u32,
     /// Maximum number of attached sequences.
     pub slots: u32,
+    /// Maximum number of drafts in one batch; 0: the runtime takes none, and needs no memory for their logits.
+    pub draft_rows: u32,
     /// Maximum number of tokens in one batch.
     pub batch_tokens: u32,
     /// Maximum number of tokens of one sequence; `None`: the model's limit.
@@ -34,4 +36,11 @@ pub struct CudaOptions {
     /// Programmatic dependent launch where GPU and driver support it (compute capability 9.0); changes no
     /// bit.
     pub overlap: bool,
+}
+
+impl CudaOptions {
+    /// Maximum sample rows of a batch: one for each slot, and one behind each draft.
+    pub(crate) fn sample_rows(&self) -> u32 {
+        self.slots.saturating_add(self.draft_rows)
+    }
 }

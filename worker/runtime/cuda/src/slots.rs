@@ -4,7 +4,8 @@ use std::sync::Arc;
 
 use inflight_contract::{SamplingParams, SamplingSpec};
 use inflight_kernels::cuda::{
-    DeviceError, HistoryParams, RECENT_TOKENS, SamplingRow, TOP_MAX, count_history,
+    DRAFTS_MAX, DeviceError, HistoryParams, RECENT_TOKENS, SamplingRow, SlotOutput, TOP_MAX, as_bytes,
+    count_history,
 };
 use inflight_runtime::{Batch, Error, RecentTokens, SampleRow, Slot, SlotSetup, TokenMasks};
 
@@ -25,9 +26,9 @@ const WORDS_ENTRIES: usize = SamplingSpec::BAD_WORDS_MAX + 1 + SamplingSpec::BAD
 const NO_FALLBACK: u32 = u32::MAX;
 const _: () = assert!(RECENT_TOKENS == inflight_runtime::RECENT_TOKENS, "the kernel has another ring");
 
-/// Returns the bytes of the masks of allowed tokens of `slots` slots.
-pub(super) fn allowed_bytes(slots: u64, vocabulary: u64) -> u64 {
-    slots * vocabulary.div_ceil(32) * 4
+/// Returns the bytes of the masks of allowed tokens of `rows` slots or sample rows.
+pub(super) fn allowed_bytes(rows: u64, vocabulary: u64) -> u64 {
+    rows * vocabulary.div_ceil(32) * 4
 }
 
 /// Returns the bytes of the bad words of `slots` slots.
@@ -35,9 +36,9 @@ pub(super) fn words_bytes(slots: u64) -> u64 {
     slots * WORDS_ENTRIES as u64 * 4
 }
 
-/// Returns the bytes of the last generated tokens of `slots` slots.
-pub(super) fn recent_bytes(slots: u64) -> u64 {
-    slots * RECENT_TOKENS as u64 * 4
+/// Returns the bytes of what is kept of the outputs of `slots` slots.
+pub(super) fn output_bytes(slots: u64) -> u64 {
+    slots * size_of::<SlotOutput>() as u64
 }
 
 /// Returns the bytes of the token histories of `slots` slots.
@@ -45,8 +46,8 @@ pub(super) fn history_bytes(slots: u64, vocabulary: u64) -> u64 {
     slots * vocabulary * 4
 }
 
-/// Sampling state by slot: parameters on the host; biases, masks, token counts and the last generated tokens on
-/// the device.
+/// Sampling state by slot: parameters on the host; biases, masks, token counts, and number and last ones of the
+/// generated tokens on the device. It alone knows which drafts stood when the next step is launched.
 pub(super) struct GpuSlots<G: Gpu> {
     slots: Vec<Option<GpuSlot>>,
     vocabulary: u32,
@@ -56,16 +57,16 @@ pub(super) struct GpuSlots<G: Gpu> {
     allowed: G::Memory,
     /// Bad words by slot, [slots, WORDS_ENTRIES].
     words: G::Memory,
-    /// Last generated tokens by slot, [slots, RECENT_TOKENS]. They stay on the device, as the next step may be
-    /// launched before the host knows the token of this one.
-    recent: G::Memory,
+    /// Outputs by slot, [slots]. They stay on the device, as the next step may be launched before the host knows
+    /// the tokens of this one.
+    outputs: G::Memory,
     /// Staging for the tokens of a history while they are counted.
     tokens: G::Memory,
     context: usize,
     /// Occurrences of each token in a slot's sequence, for penalties, [slots, vocabulary].
     histories: G::Memory,
     sampled_slots: Vec<Slot>,
-    /// Token masks of the step's masked rows, [slots, vocabulary / 32].
+    /// Token masks of the step's masked rows, [sample rows, vocabulary / 32].
     step_masks: G::Memory,
     /// The same on the host, while they are uploaded.
     mask_bits: Vec<u32>,
@@ -75,9 +76,8 @@ pub(super) struct GpuSlots<G: Gpu> {
 struct GpuSlot {
     sampling: Arc<SamplingParams>,
     choice: u32,
-    /// Tokens sampled so far, including steps in flight.
-    generated: u32,
     biases: u32,
+    /// Tokens masked until `min_tokens` are generated.
     masked: u32,
     /// Device address of its token history; 0: none.
     history: u64,
@@ -85,23 +85,32 @@ struct GpuSlot {
     allowed: u64,
     /// Number of its bad words.
     words: u32,
+    /// Device address of its output; 0 if no mask depends on it.
+    output: u64,
     fallback: u32,
 }
 
 impl<G: Gpu> GpuSlots<G> {
-    pub(super) fn new(gpu: &G, slots: u32, vocabulary: u32, context: u32) -> Result<Self, DeviceError> {
+    /// Allocates the state of `slots` slots, and masks for `samples` sample rows.
+    pub(super) fn new(
+        gpu: &G,
+        slots: u32,
+        samples: u32,
+        vocabulary: u32,
+        context: u32,
+    ) -> Result<Self, DeviceError> {
         Ok(Self {
             slots: (0..slots).map(|_| None).collect(),
             vocabulary,
             adjustments: gpu.alloc(adjustment_bytes(slots.into()) as usize)?,
             allowed: gpu.alloc(allowed_bytes(slots.into(), vocabulary.into()) as usize)?,
             words: gpu.alloc(words_bytes(slots.into()) as usize)?,
-            recent: gpu.alloc(recent_bytes(slots.into()) as usize)?,
+            outputs: gpu.alloc(output_bytes(slots.into()) as usize)?,
             tokens: gpu.alloc(context as usize * 4)?,
             context: context as usize,
             histories: gpu.alloc(history_bytes(slots.into(), vocabulary.into()) as usize)?,
             sampled_slots: Vec::new(),
-            step_masks: gpu.alloc(allowed_bytes(slots.into(), vocabulary.into()) as usize)?,
+            step_masks: gpu.alloc(allowed_bytes(samples.into(), vocabulary.into()) as usize)?,
             mask_bits: Vec::new(),
         })
     }
@@ -150,18 +159,25 @@ impl<G: Gpu> GpuSlots<G> {
         }
         let mut state = GpuSlot {
             choice: setup.choice,
-            generated: setup.generated.len() as u32,
             biases,
             masked,
             history,
             allowed: 0,
             words: sampling.bad_word_token_ids.len() as u32,
+            output: 0,
             fallback: NO_FALLBACK,
             sampling,
         };
+        if state.words > 0 || state.masked > 0 {
+            let (generated, at) = (setup.generated, output_bytes(slot.into()));
+            let recent = *RecentTokens::new(generated).ring();
+            let output = SlotOutput { generated: generated.len() as u32, recent };
+            gpu.upload(&self.outputs, at as usize, as_bytes(&output)).map_err(device_error)?;
+            state.output = self.outputs.address() + at;
+        }
         if state.sampling.masks_tokens() {
             state.fallback = state.sampling.fallback_token(self.vocabulary).unwrap_or(NO_FALLBACK);
-            let masks = SlotMasks { allowed: &self.allowed, words: &self.words, recent: &self.recent };
+            let masks = SlotMasks { allowed: &self.allowed, words: &self.words };
             state.allowed = masks.upload(gpu, slot, self.vocabulary, setup).map_err(device_error)?;
         }
         *entry = Some(state);
@@ -174,10 +190,18 @@ impl<G: Gpu> GpuSlots<G> {
         }
     }
 
-    /// Checks that every sample row's slot is attached and that none is sampled twice.
+    /// Checks that every sample row's slot is attached, and sampled again behind its drafts only.
     pub(super) fn check(&mut self, batch: &Batch) -> Result<(), Error> {
         self.sampled_slots.clear();
-        self.sampled_slots.extend(batch.samples.iter().map(|sample| sample.slot));
+        for rows in slot_rows(batch) {
+            if rows.len() > 1 + DRAFTS_MAX {
+                let (slot, drafts) = (rows[0].slot, rows.len() - 1);
+                return Err(Error::Malformed(format!(
+                    "slot {slot} has {drafts} drafts, more than {DRAFTS_MAX}"
+                )));
+            }
+            self.sampled_slots.push(rows[0].slot);
+        }
         self.sampled_slots.sort_unstable();
         if let Some(pair) = self.sampled_slots.windows(2).find(|pair| pair[0] == pair[1]) {
             return Err(Error::Malformed(format!("slot {} is sampled from twice in one batch", pair[0])));
@@ -189,19 +213,23 @@ impl<G: Gpu> GpuSlots<G> {
         }
     }
 
-    /// Fills the sampling parameters of each sample row and counts its token as generated. The batch was
-    /// checked.
-    pub(super) fn sampling_rows(&mut self, batch: &Batch, rows: &mut Vec<SamplingRow>) {
+    /// Fills the sampling parameters of each sample row. The batch was checked.
+    pub(super) fn sampling_rows(&self, batch: &Batch, rows: &mut Vec<SamplingRow>) {
         rows.clear();
         let mut next_mask = self.step_masks.address();
-        for sample in &batch.samples {
-            let mut row = self.row(sample);
-            if sample.masked {
-                // The slot's own mask of allowed tokens is a part of it.
-                row.allowed = next_mask;
-                next_mask += allowed_bytes(1, self.vocabulary.into());
+        for samples in slot_rows(batch) {
+            for (nth, sample) in samples.iter().enumerate() {
+                let mut row = self.row(sample);
+                (row.rows, row.nth) = (samples.len() as u32, nth as u32);
+                // Its drafts are the input tokens behind its first sample row.
+                row.draft = samples[0].row + 1;
+                if sample.masked {
+                    // The slot's own mask of allowed tokens is a part of it.
+                    row.allowed = next_mask;
+                    next_mask += allowed_bytes(1, self.vocabulary.into());
+                }
+                rows.push(row);
             }
-            rows.push(row);
         }
     }
 
@@ -223,20 +251,19 @@ impl<G: Gpu> GpuSlots<G> {
         gpu.upload(&self.step_masks, 0, bytes_of(&self.mask_bits)).map_err(device_error)
     }
 
-    fn row(&mut self, sample: &SampleRow) -> SamplingRow {
+    /// Returns the sampling parameters of a row without its place among the rows of its slot.
+    fn row(&self, sample: &SampleRow) -> SamplingRow {
         let at = adjustment_bytes(sample.slot.into());
-        let Some(Some(state)) = self.slots.get_mut(sample.slot as usize) else {
+        let Some(Some(state)) = self.slots.get(sample.slot as usize) else {
             return SamplingRow::default();
         };
         let sampling = &*state.sampling;
-        let masks = state.generated < sampling.min_tokens;
-        state.generated += 1;
         SamplingRow {
             history: state.history,
             adjustments: self.adjustments.address() + at,
             seed: sampling.seed,
             biases: state.biases,
-            masked: if masks { state.masked } else { 0 },
+            masked: state.masked,
             choice: state.choice,
             position: sample.position,
             temperature: sampling.temperature,
@@ -247,23 +274,24 @@ impl<G: Gpu> GpuSlots<G> {
             frequency: sampling.frequency_penalty,
             presence: sampling.presence_penalty,
             logprobs: sampling.logprobs.map_or(0, |count| count.min(TOP_MAX as u32) + 1),
-            active: 1,
             allowed: state.allowed,
             words: if state.words > 0 { self.words.address() + words_bytes(sample.slot.into()) } else { 0 },
-            recent: if state.words > 0 {
-                self.recent.address() + recent_bytes(sample.slot.into())
-            } else {
-                0
-            },
+            output: state.output,
             word_count: state.words,
-            generated: state.generated - 1,
+            min_tokens: sampling.min_tokens,
             fallback: match state.fallback {
                 // The token of a row whose masks leave none; the engine ends its sequence.
                 NO_FALLBACK if sample.masked => 0,
                 fallback => fallback,
             },
+            ..SamplingRow::default()
         }
     }
+}
+
+/// Returns the sample rows of each slot: one, and one behind each of its drafts.
+fn slot_rows(batch: &Batch) -> impl Iterator<Item = &[SampleRow]> {
+    batch.samples.chunk_by(|_, next| next.drafted)
 }
 
 /// Returns the bits of the allowed tokens.
@@ -279,7 +307,6 @@ fn allowed_bits(allowed: &[u32], vocabulary: u32) -> Vec<u32> {
 struct SlotMasks<'a, M> {
     allowed: &'a M,
     words: &'a M,
-    recent: &'a M,
 }
 
 impl<M: GpuMemory> SlotMasks<'_, M> {
@@ -302,8 +329,6 @@ impl<M: GpuMemory> SlotMasks<'_, M> {
             }));
             entries.extend(words.iter().flatten());
             gpu.upload(self.words, words_bytes(slot.into()) as usize, bytes_of(&entries))?;
-            let recent = RecentTokens::new(setup.generated);
-            gpu.upload(self.recent, recent_bytes(slot.into()) as usize, bytes_of(recent.ring()))?;
         }
         if sampling.allowed_token_ids.is_empty() {
             return Ok(0);

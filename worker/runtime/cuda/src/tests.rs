@@ -20,6 +20,7 @@ use super::shard_model;
 use super::shard_plan::ShardPlan;
 use super::weights::find;
 
+mod drafts;
 mod gemm;
 mod masks;
 mod memory;
@@ -184,6 +185,7 @@ fn model_of(arch: Arch, dtype: Dtype, seed: u32, heads: usize, tied: bool) -> Te
 const CONTEXT: u32 = 600;
 const BLOCKS: u32 = 200;
 const SLOTS: u32 = 4;
+const DRAFT_ROWS: u32 = 20;
 
 /// Runs steps on the harness, as [`super::device_thread`] does on a GPU.
 struct HarnessRunner<G: Gpu<Memory = HostMemory> = Harness> {
@@ -243,7 +245,7 @@ impl<G: Gpu<Memory = HostMemory>> HarnessRunner<G> {
             host_blocks: 0,
             slots: SLOTS,
             batch_tokens: 256,
-            sample_rows: SLOTS,
+            sample_rows: SLOTS + DRAFT_ROWS,
             depth: 2,
             fingerprint: String::new(),
         };

@@ -9,9 +9,11 @@ use super::*;
 fn every_device_allocation_is_in_the_memory_plan() {
     let model = model(Arch::Qwen2, Dtype::Bf16, 81);
     let (config, shard_plan, tensors) = (model.config(), unsharded(&model), find(&model).unwrap());
-    let strategy = (1u32..600, 1u32..3000, 2u32..1024, 1u32..300, 0u32..6, any::<bool>());
+    let sizes = (1u32..600, prop_oneof![Just(0u32), 1u32..100], 1u32..3000);
+    let strategy = (sizes, 2u32..1024, 1u32..300, 0u32..6, any::<bool>());
     let cases = ProptestConfig { cases: 24, failure_persistence: None, ..ProptestConfig::default() };
-    let test = |(slots, batch_tokens, context, blocks, block_bits, fp8): (u32, u32, u32, u32, u32, bool)| {
+    type Case = ((u32, u32, u32), u32, u32, u32, bool);
+    let test = |((slots, draft_rows, batch_tokens), context, blocks, block_bits, fp8): Case| {
         let gpu = RecordingDevice::new(Harness::new());
         let weights = tensors.upload(&gpu, shard_plan.shard(), &|_, _| {}).unwrap();
         let weight_bytes: u64 = gpu.allocated.take().into_iter().map(allocated_bytes).sum();
@@ -27,7 +29,7 @@ fn every_device_allocation_is_in_the_memory_plan() {
             host_blocks: 0,
             slots,
             batch_tokens,
-            sample_rows: slots,
+            sample_rows: slots + draft_rows,
             depth: 2,
             fingerprint: String::new(),
         };
@@ -37,7 +39,7 @@ fn every_device_allocation_is_in_the_memory_plan() {
         let runner =
             ModelRunner::new(&gpu, config, shard_plan.clone(), half, weights, capabilities, modes).unwrap();
         let shapes = shard_plan.shapes(config);
-        let samples = slots.max(largest_bucket(slots));
+        let samples = (slots + draft_rows).max(largest_bucket(slots + draft_rows));
         let limits = BufferLimits {
             rows: batch_tokens.max(samples).into(),
             samples: samples.into(),

@@ -43,7 +43,7 @@ fn host_collective(rank: &HarnessRunner<RecordingDevice>) -> &dyn Collective {
 }
 
 /// Runs `work` with each rank of a group on its own thread, and returns the results by rank.
-fn on_ranks<T: Send>(
+pub(super) fn on_ranks<T: Send>(
     model: &ModelDir,
     world: usize,
     block_tokens: u32,
@@ -283,6 +283,7 @@ fn duplicate_gpus_no_gpu_and_batch_dependent_sums_are_refused() {
             host_bytes: 0,
             block_tokens: 16,
             slots: SLOTS,
+            draft_rows: 0,
             batch_tokens: 256,
             context_tokens: None,
             kv_store: KvStore::Half,

@@ -1,0 +1,107 @@
+//! What `inflight up` prints once the cluster is ready.
+
+use std::path::Path;
+
+use inflight_proto::v1::Model;
+
+use crate::event::ClusterMember;
+
+/// Addresses and models of a cluster that is ready.
+pub(super) struct Announcement<'a> {
+    /// `HOST:PORT` of the router.
+    pub(super) endpoint: String,
+    /// URL of the HTTP APIs, if served.
+    pub(super) http: Option<String>,
+    pub(super) models: &'a [Model],
+    pub(super) router: &'a ClusterMember,
+    pub(super) workers: &'a [&'a ClusterMember],
+    /// File with the secret of the workers.
+    pub(super) worker_secret: &'a Path,
+}
+
+impl Announcement<'_> {
+    /// Returns it as text.
+    pub(super) fn text(&self) -> String {
+        let Self { endpoint, http, models, router, workers, worker_secret } = self;
+        let command = own_command();
+        let endpoint_flag = if endpoint == "127.0.0.1:8650" {
+            String::new()
+        } else {
+            format!("--endpoint http://{endpoint} ")
+        };
+        let mut text = String::from("\ninflight is ready\n\n");
+        for model in *models {
+            let Model { name, architecture, context_tokens, .. } = model;
+            text.push_str(&format!(
+                "  model    {name} ({architecture}, context of {context_tokens} tokens)\n"
+            ));
+        }
+        text.push_str(&format!("  gRPC     {endpoint}\n"));
+        if let Some(http) = http {
+            text.push_str(&format!("  HTTP     {http}/v1 (OpenAI), {http} (Anthropic)\n"));
+            text.push_str(&format!("  page     {http}/ui (live view)\n"));
+        }
+        for worker in *workers {
+            text.push_str(&format!("  worker   {} ({})\n", worker.address, worker.name));
+        }
+        for member in std::iter::once(router).chain(*workers) {
+            if let Some(metrics) = member.metrics {
+                text.push_str(&format!("  metrics  http://{metrics}/metrics ({})\n", member.name));
+            }
+        }
+        let (secret, addresses) = (worker_secret.display(), addresses(workers));
+        let top = format!("{command} top {endpoint_flag}");
+        text.push_str(&format!(
+            "\nSee what they do, and what limits the workers:\n\n  {}\n  \
+             {command} diagnose --worker-secret-file {secret} {addresses}\n",
+            top.trim_end()
+        ));
+        let curl = http.as_ref().map_or_else(String::new, |http| curl(http, models.first()));
+        text.push_str(&format!(
+            "\nTry, from another terminal:\n\n  {command} generate {endpoint_flag}\"What is continuous batching?\"\n{curl}  \
+             grpcurl -plaintext -d '{{\"text\": \"Once upon a time\"}}' {endpoint} inflight.v1.Inference/Generate\n\n\
+             Stop it with Ctrl-C here, or with:\n\n  kill {}\n",
+            std::process::id()
+        ));
+        text
+    }
+}
+
+/// Returns the addresses of members as command-line arguments.
+fn addresses(members: &[&ClusterMember]) -> String {
+    members.iter().map(|member| member.address.to_string()).collect::<Vec<_>>().join(" ")
+}
+
+/// Returns a command line that calls the HTTP APIs: a conversation, or a text if the model has no chat
+/// template.
+fn curl(http: &str, model: Option<&Model>) -> String {
+    let (path, body) = match model {
+        Some(model) if !model.has_chat_template => {
+            ("completions", r#"{"prompt": "Once upon a time", "max_tokens": 64}"#)
+        }
+        _ => (
+            "chat/completions",
+            r#"{"messages": [{"role": "user", "content": "What is continuous batching?"}]}"#,
+        ),
+    };
+    // Without a key no model is known here: the router requires one.
+    let key = if model.is_none() { " -H \"authorization: Bearer $KEY\"" } else { "" };
+    format!("  curl {http}/v1/{path} -H 'content-type: application/json'{key} -d '{body}'\n")
+}
+
+/// Returns the command that runs this program from a shell in the current directory.
+fn own_command() -> String {
+    let Ok(program) = std::env::current_exe() else { return "inflight".to_owned() };
+    let on_path = std::env::var_os("PATH").is_some_and(|path| {
+        std::env::split_paths(&path)
+            .any(|directory| directory.join("inflight").canonicalize().is_ok_and(|p| p == program))
+    });
+    if on_path {
+        return "inflight".to_owned();
+    }
+    let here = std::env::current_dir().ok();
+    match here.and_then(|here| program.strip_prefix(here).map(|relative| relative.to_owned()).ok()) {
+        Some(relative) => format!("./{}", relative.display()),
+        None => program.display().to_string(),
+    }
+}

@@ -1,0 +1,102 @@
+//! Findings about the router itself, for the diagnosis of the cluster.
+
+use super::view::{ClusterView, WorkerState, WorkerView};
+
+/// Queueing time at the router that counts as long, in milliseconds.
+const QUEUE_MS: f64 = 1000.0;
+
+/// Bottleneck at the router.
+#[derive(Debug, Clone, PartialEq)]
+pub(crate) struct RouterFinding {
+    pub(crate) bottleneck: &'static str,
+    /// Approximate share of the requests or workers that it affects, in (0, 1].
+    pub(crate) window_share: f64,
+    pub(crate) evidence: String,
+    pub(crate) advice: &'static str,
+}
+
+/// Returns what is wrong at the router, most severe first.
+pub(super) fn of(cluster: &ClusterView, workers: &[&WorkerView]) -> Vec<RouterFinding> {
+    let mut findings = Vec::new();
+    let share = |part: usize, of: usize| part as f64 / of.max(1) as f64;
+    let in_state = |state| workers.iter().filter(|worker| worker.state == Some(state)).count();
+    for (state, bottleneck, what, advice) in [
+        (
+            WorkerState::Disconnected,
+            "workers_disconnected",
+            "have no session with this router",
+            "look at the logs of these workers, and at the router's for why it cannot connect",
+        ),
+        (
+            WorkerState::Ejected,
+            "workers_ejected",
+            "are ejected from placement after failures in a row",
+            "look at the logs of these workers; an ejected worker is tried again by itself",
+        ),
+    ] {
+        let count = in_state(state);
+        if count > 0 {
+            let named: Vec<&str> = workers
+                .iter()
+                .filter(|worker| worker.state == Some(state))
+                .map(|worker| &*worker.name)
+                .collect();
+            let evidence = format!("{count} of {} workers {what}: {}", workers.len(), named.join(", "));
+            findings.push(RouterFinding {
+                bottleneck,
+                window_share: share(count, workers.len()),
+                evidence,
+                advice,
+            });
+        }
+    }
+    let open = cluster.open_requests as usize;
+    if cluster.retrying_requests > 0 {
+        let retrying = cluster.retrying_requests as usize;
+        findings.push(RouterFinding {
+            bottleneck: "retries",
+            window_share: share(retrying, open),
+            evidence: format!(
+                "{retrying} of {open} open requests lost their worker and wait for another attempt"
+            ),
+            advice: "find out why workers fail; a higher --retry-rate starts attempts earlier",
+        });
+    }
+    let queued = cluster.queued_requests as usize;
+    if queued > 0 && cluster.queue_ms.p90 > QUEUE_MS {
+        findings.push(RouterFinding {
+            bottleneck: "router_queue",
+            window_share: share(queued, open),
+            evidence: format!(
+                "{queued} of {open} open requests wait at the router; of the last minute's, one in ten waited over {:.1} s",
+                cluster.queue_ms.p90 / 1000.0
+            ),
+            advice: "add workers, or give tenants lower limits",
+        });
+    }
+    findings.sort_by(|a, b| b.window_share.total_cmp(&a.window_share));
+    findings
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+
+    use super::super::view::Percentiles;
+    use super::*;
+
+    #[test]
+    fn a_calm_router_has_no_findings_and_each_trouble_has_one() {
+        let worker = |state| WorkerView { name: Arc::from("w"), state: Some(state), ..WorkerView::default() };
+        let [connected, lost, ejected] =
+            [WorkerState::Connected, WorkerState::Disconnected, WorkerState::Ejected].map(worker);
+        let calm = ClusterView { open_requests: 9, queued_requests: 3, ..ClusterView::default() };
+        assert_eq!(of(&calm, &[&connected]), []);
+        let queue_ms = Percentiles { p90: 1500.0, ..Percentiles::default() };
+        let busy = ClusterView { retrying_requests: 1, queue_ms, ..calm };
+        let found = of(&busy, &[&connected, &lost, &ejected, &lost]);
+        let names: Vec<_> = found.iter().map(|finding| finding.bottleneck).collect();
+        assert_eq!(names, ["workers_disconnected", "router_queue", "workers_ejected", "retries"]);
+        assert_eq!(found[0].evidence, "2 of 4 workers have no session with this router: w, w");
+    }
+}

@@ -1,0 +1,312 @@
+//! A request in the live view: what it is, its state, its counters and its life.
+
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use inflight_router_core::{SubmissionId, WorkerId};
+
+use super::life::Life;
+use super::tenant::LiveTenant;
+use super::view::{LifeView, RequestView, State};
+
+/// What a request is, from its arrival on.
+pub(crate) struct NewRequest<'a> {
+    pub(crate) request_id: &'a str,
+    pub(crate) tenant: &'a str,
+    pub(crate) weight: f64,
+    pub(crate) model: &'a str,
+    pub(crate) priority: i32,
+    pub(crate) prompt_tokens: u32,
+    pub(crate) max_tokens: u32,
+    pub(crate) choices: u32,
+    pub(crate) arrived: Instant,
+}
+
+/// Worker that a request runs on.
+#[derive(Debug, Clone, PartialEq)]
+pub(super) struct Place {
+    pub(super) worker: WorkerId,
+    pub(super) name: Arc<str>,
+}
+
+/// Request of this router.
+#[derive(Debug)]
+pub(crate) struct LiveRequest {
+    pub(super) number: u64,
+    request_id: Arc<str>,
+    pub(super) tenant: Arc<LiveTenant>,
+    pub(super) model: Arc<str>,
+    priority: i32,
+    pub(super) prompt_tokens: u32,
+    max_tokens: u32,
+    choices: u32,
+    pub(super) arrived: Instant,
+    output_tokens: AtomicU32,
+    /// Whether its present attempt has no output yet.
+    awaits_output: AtomicBool,
+    progress: Mutex<Progress>,
+}
+
+#[derive(Debug, Default)]
+struct Progress {
+    state: State,
+    place: Option<Place>,
+    attempts: u32,
+    cached_tokens: u32,
+    /// Bits of the choices that have ended.
+    ended_choices: u64,
+    outcome: Arc<str>,
+    ended_ms: Option<u64>,
+    submissions: Vec<SubmissionId>,
+    life: Life,
+}
+
+/// State of a request at one time.
+#[derive(Debug, Clone, PartialEq)]
+pub(super) struct RequestNow {
+    pub(super) state: State,
+    pub(super) place: Option<Place>,
+    pub(super) attempts: u32,
+    pub(super) cached_tokens: u32,
+    pub(super) output_tokens: u32,
+    pub(super) outcome: Arc<str>,
+    pub(super) ended_ms: Option<u64>,
+    /// Of its sequences, while the worker is observed.
+    pub(super) computed_tokens: u32,
+    pub(super) kv_blocks: u32,
+    pub(super) waiting_reason: Arc<str>,
+}
+
+impl LiveRequest {
+    pub(super) fn new(number: u64, new: &NewRequest<'_>, tenant: Arc<LiveTenant>) -> Self {
+        let mut life = Life::default();
+        life.push(0, "arrived", None, format!("{} prompt tokens", new.prompt_tokens));
+        let progress = Progress { state: State::Queued, life, ..Progress::default() };
+        Self {
+            number,
+            request_id: Arc::from(new.request_id),
+            tenant,
+            model: Arc::from(new.model),
+            priority: new.priority,
+            prompt_tokens: new.prompt_tokens,
+            max_tokens: new.max_tokens,
+            choices: new.choices,
+            arrived: new.arrived,
+            output_tokens: AtomicU32::new(0),
+            awaits_output: AtomicBool::new(true),
+            progress: Mutex::new(progress),
+        }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Progress> {
+        // The progress is consistent at every call that could panic.
+        self.progress.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn age_ms(&self, now: Instant) -> u64 {
+        millis(now.saturating_duration_since(self.arrived))
+    }
+
+    /// Changes its state with an event, unless it has ended.
+    fn change(
+        &self,
+        now: Instant,
+        kind: &'static str,
+        detail: String,
+        change: impl FnOnce(&mut Progress),
+    ) -> bool {
+        let at = self.age_ms(now);
+        let mut progress = self.lock();
+        if progress.ended_ms.is_some() {
+            return false;
+        }
+        change(&mut progress);
+        let worker = progress.place.as_ref().map(|place| place.name.clone());
+        progress.life.push(at, kind, worker, detail);
+        true
+    }
+
+    /// Records that it waits in the queue.
+    pub(super) fn queued(&self, now: Instant, detail: &str) {
+        self.change(now, "queued", detail.to_owned(), |progress| {
+            (progress.state, progress.place) = (State::Queued, None);
+        });
+    }
+
+    /// Records a dispatch. Returns whether it is the first one.
+    pub(super) fn dispatched(&self, now: Instant, place: Place, detail: String) -> bool {
+        self.awaits_output.store(true, Ordering::Relaxed);
+        let mut first = false;
+        self.change(now, "dispatched", detail, |progress| {
+            first = progress.attempts == 0;
+            progress.attempts = progress.attempts.max(1);
+            (progress.state, progress.place) = (State::Waiting, Some(place));
+        });
+        first
+    }
+
+    /// Records the id of its submission to a worker.
+    pub(super) fn submitted(&self, submission: SubmissionId, attempt: u32) {
+        let mut progress = self.lock();
+        progress.attempts = attempt;
+        progress.submissions.push(submission);
+    }
+
+    /// Counts tokens. Returns whether they are the first of the request, and the first of its present attempt.
+    pub(super) fn count(&self, tokens: u32) -> (bool, bool) {
+        let before = self.output_tokens.fetch_add(tokens, Ordering::Relaxed);
+        let awaited = self.awaits_output.load(Ordering::Relaxed);
+        if awaited {
+            self.awaits_output.store(false, Ordering::Relaxed);
+        }
+        (before == 0, awaited)
+    }
+
+    /// Records the first output of an attempt.
+    pub(super) fn generating(&self, now: Instant, kind: &'static str, computed: Option<u32>) {
+        let detail = computed.map_or_else(String::new, |computed| {
+            let cached = self.prompt_tokens.saturating_sub(computed);
+            format!("{cached} of {} prompt tokens were in the prefix cache", self.prompt_tokens)
+        });
+        self.change(now, kind, detail, |progress| {
+            progress.state = State::Decode;
+            if let Some(computed) = computed {
+                progress.cached_tokens = self.prompt_tokens.saturating_sub(computed);
+            }
+        });
+    }
+
+    /// Records the end of a choice. Returns whether all have ended.
+    pub(super) fn choice_ended(&self, now: Instant, choice: u32, reason: &str) -> bool {
+        let bit = 1u64.checked_shl(choice).unwrap_or_default();
+        let mut all = false;
+        let ends = self.lock().ended_choices & bit == 0;
+        if ends {
+            let detail =
+                if self.choices == 1 { reason.to_owned() } else { format!("choice {choice}: {reason}") };
+            self.change(now, "choice_ended", detail, |progress| {
+                progress.ended_choices |= bit;
+                all = progress.ended_choices.count_ones() >= self.choices;
+            });
+        }
+        all
+    }
+
+    /// Records that it runs on no worker until its client reads.
+    pub(super) fn paused(&self, now: Instant) {
+        self.change(now, "paused", "its client does not read".to_owned(), |progress| {
+            (progress.state, progress.place) = (State::Paused, None);
+        });
+    }
+
+    /// Records that its client reads again.
+    pub(super) fn continued(&self, now: Instant) {
+        if self.lock().state == State::Paused {
+            self.change(now, "continued", "its client reads again".to_owned(), |progress| {
+                progress.state = State::Queued;
+            });
+        }
+    }
+
+    /// Records that its worker does not finish it.
+    pub(super) fn lost(&self, now: Instant, reason: &str) {
+        self.change(now, "lost", reason.to_owned(), |_| {});
+    }
+
+    /// Records that it waits for its next attempt outside of the queue.
+    pub(super) fn held(&self, now: Instant, state: State, kind: &'static str, detail: &str) {
+        self.change(now, kind, detail.to_owned(), |progress| {
+            (progress.state, progress.place) = (state, None);
+        });
+    }
+
+    /// Records something that its worker was observed to do with it.
+    pub(super) fn observed(&self, now: Instant, kind: &'static str, detail: String) {
+        self.change(now, kind, detail, |_| {});
+    }
+
+    /// Records its end. Returns its submissions if it had not ended.
+    pub(super) fn end(&self, now: Instant, outcome: &str) -> Option<Vec<SubmissionId>> {
+        let at = self.age_ms(now);
+        let mut submissions = None;
+        self.change(now, "ended", outcome.to_owned(), |progress| {
+            (progress.state, progress.ended_ms) = (State::Ended, Some(at));
+            progress.outcome = Arc::from(outcome);
+            submissions = Some(std::mem::take(&mut progress.submissions));
+        });
+        submissions
+    }
+
+    /// Returns its state now.
+    pub(super) fn now(&self) -> RequestNow {
+        let progress = self.lock();
+        RequestNow {
+            state: progress.state,
+            place: progress.place.clone(),
+            attempts: progress.attempts,
+            cached_tokens: progress.cached_tokens,
+            output_tokens: self.output_tokens.load(Ordering::Relaxed),
+            outcome: progress.outcome.clone(),
+            ended_ms: progress.ended_ms,
+            computed_tokens: 0,
+            kv_blocks: 0,
+            waiting_reason: Arc::default(),
+        }
+    }
+
+    /// Whether it is at a worker.
+    pub(super) fn runs_on(&self, worker: WorkerId) -> bool {
+        self.lock().place.as_ref().is_some_and(|place| place.worker == worker)
+    }
+
+    /// Whether it waits for the retry budget or in quarantine.
+    pub(super) fn is_held(&self) -> bool {
+        matches!(self.lock().state, State::Retry | State::Quarantined)
+    }
+
+    /// Whether it has this id or number.
+    pub(super) fn has_id(&self, request_id: &str) -> bool {
+        *self.request_id == *request_id
+    }
+
+    /// Upper bound, about, of the size of its view.
+    pub(super) fn view_bytes(&self) -> usize {
+        300 + self.request_id.len() + self.tenant.name.len() + self.model.len()
+    }
+
+    /// Returns its view in a state.
+    pub(super) fn view(&self, state: &RequestNow, now: Instant) -> RequestView {
+        RequestView {
+            number: self.number,
+            request_id: self.request_id.clone(),
+            tenant: self.tenant.name.clone(),
+            model: self.model.clone(),
+            priority: self.priority,
+            state: state.state,
+            age_ms: state.ended_ms.unwrap_or_else(|| self.age_ms(now)),
+            prompt_tokens: self.prompt_tokens,
+            cached_tokens: state.cached_tokens,
+            computed_tokens: state.computed_tokens,
+            output_tokens: state.output_tokens,
+            max_tokens: self.max_tokens,
+            choices: self.choices,
+            kv_blocks: state.kv_blocks,
+            worker: state.place.as_ref().map(|place| place.name.clone()).unwrap_or_default(),
+            attempts: state.attempts,
+            waiting_reason: state.waiting_reason.clone(),
+            outcome: state.outcome.clone(),
+        }
+    }
+
+    /// Returns its life, in a state.
+    pub(super) fn life(&self, state: &RequestNow, now: Instant) -> LifeView {
+        let request = self.view(state, now);
+        let (events, omitted_events) = self.lock().life.view();
+        LifeView { request, events, omitted_events }
+    }
+}
+
+fn millis(duration: Duration) -> u64 {
+    u64::try_from(duration.as_millis()).unwrap_or(u64::MAX)
+}

@@ -1,0 +1,39 @@
+//! The page `/ui` in a headless browser, used as a viewer does.
+
+use std::path::Path;
+use std::time::Duration;
+
+use anyhow::{Context, Result, ensure};
+use inflight_harness::LocalCluster;
+use serde_json::Value;
+use tokio::process::Command;
+
+use crate::program;
+
+/// Time for everything that the script does; it says itself which of its steps takes too long.
+const LIMIT: Duration = Duration::from_secs(240);
+
+#[tokio::test(flavor = "multi_thread")]
+async fn the_page_shows_a_load_and_a_killed_worker_and_is_usable_by_keyboard() -> Result<()> {
+    let (Some(modules), Some(browser)) =
+        (std::env::var_os("INFLIGHT_TEST_NODE_MODULES"), std::env::var_os("INFLIGHT_TEST_BROWSER"))
+    else {
+        let reason = "INFLIGHT_TEST_NODE_MODULES and INFLIGHT_TEST_BROWSER name no folder with puppeteer-core \
+                      and no Chromium";
+        inflight_fixtures::skipped("the page /ui in a browser", reason);
+        return Ok(());
+    };
+    // Slow enough for a stream to be there when its worker is killed, on any machine.
+    let flags = ["--device=sim:flat,step=0.02,prompt_token=0.0002", "--max-sequences=16"];
+    let cluster = LocalCluster::start(program(), &flags).await?;
+    let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/clients/node/page/page_test.cjs");
+    let mut node = Command::new("node");
+    node.arg(script).arg(&cluster.http).env("NODE_PATH", modules).env("INFLIGHT_TEST_BROWSER", browser);
+    let finished = tokio::time::timeout(LIMIT, node.kill_on_drop(true).output()).await??;
+    let [output, errors] =
+        [finished.stdout, finished.stderr].map(|text| String::from_utf8_lossy(&text).into_owned());
+    ensure!(finished.status.success(), "{errors}\n{output}\n{}", cluster.log());
+    let checked: Value = serde_json::from_str(&output).with_context(|| output.clone())?;
+    ensure!(checked["jump"]["from"] != checked["jump"]["to"], "{checked}");
+    Ok(())
+}

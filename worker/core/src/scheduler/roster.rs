@@ -1,0 +1,75 @@
+//! The sequences as an observer sees them; nothing here changes the scheduler.
+
+use inflight_contract::Tenant;
+
+use super::Scheduler;
+use crate::sequence::SequenceState;
+use crate::{SequenceId, Slot};
+
+/// Where a sequence is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum SequencePhase {
+    /// In the waiting queue, and has not run yet.
+    Waiting,
+    /// Computes its known tokens.
+    Prefill,
+    /// Generates.
+    Decode,
+    /// In the waiting queue again: its blocks were dropped.
+    Preempted,
+    /// In the host pool, or on the way there or back.
+    Swapped,
+}
+
+/// State of a sequence.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct SequenceStatus {
+    /// The sequence.
+    pub id: SequenceId,
+    /// Where it is.
+    pub phase: SequencePhase,
+    /// Its slot; `None` while it does not run.
+    pub slot: Option<Slot>,
+    /// Its tenant.
+    pub tenant: Tenant,
+    /// Device blocks that it, or the transfer of its blocks, owns.
+    pub blocks: u32,
+    /// Tokens with KV computed by committed iterations.
+    pub tokens: u32,
+}
+
+impl Scheduler {
+    /// Returns the state of every sequence that has not ended.
+    pub fn roster(&self) -> impl Iterator<Item = SequenceStatus> + '_ {
+        self.sequences.iter().flatten().filter_map(|sequence| {
+            let in_transfer = |id| self.transfers.get(id).map_or(0, |transfer| transfer.device.len());
+            let own = sequence.table.len();
+            let (phase, slot, blocks) = match &sequence.state {
+                SequenceState::Waiting if sequence.preempted_at.is_some() => {
+                    (SequencePhase::Preempted, None, own)
+                }
+                SequenceState::Waiting => (SequencePhase::Waiting, None, own),
+                SequenceState::Prefilling { slot } => (SequencePhase::Prefill, Some(*slot), own),
+                SequenceState::Decoding { slot } => (SequencePhase::Decode, Some(*slot), own),
+                SequenceState::Swapped => (SequencePhase::Swapped, None, own),
+                SequenceState::SwappingOut { transfer } | SequenceState::SwappingIn { transfer, .. } => {
+                    (SequencePhase::Swapped, None, in_transfer(transfer))
+                }
+                SequenceState::Leaving { .. } => return None,
+            };
+            let (id, tenant, tokens) = (sequence.id, sequence.tenant, sequence.committed_tokens);
+            Some(SequenceStatus { id, phase, slot, tenant, blocks: blocks as u32, tokens })
+        })
+    }
+
+    /// Returns the tenant of a sequence that has not been removed.
+    pub fn tenant_of(&self, id: SequenceId) -> Option<Tenant> {
+        let sequence = self.sequences.get(id.index())?.as_ref()?;
+        (sequence.id == id).then_some(sequence.tenant)
+    }
+
+    /// Returns the number of device blocks in the prefix cache that no sequence uses.
+    pub fn cold_blocks(&self) -> u32 {
+        self.device.cold_blocks()
+    }
+}

@@ -1,0 +1,122 @@
+//! What an observer sees of the engine. Without one, nothing is kept for it.
+
+use inflight_contract::Tenant;
+use inflight_worker_core::{Chunk, Scheduler, SequenceId, SequenceStatus};
+
+use super::live_choice::LiveChoice;
+use super::{Engine, RequestKey};
+
+/// Choice that a chunk of an iteration belongs to. It may have ended since.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct ChunkOwner {
+    /// Request of the choice.
+    pub key: RequestKey,
+    /// Attempt of the request.
+    pub attempt: u32,
+    /// Index of the choice.
+    pub choice: u32,
+    /// Tenant; `None` if the scheduler does not know the sequence any more.
+    pub tenant: Option<Tenant>,
+}
+
+/// Work of one sequence in a completed iteration.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct CompletedWork {
+    /// The sequence.
+    pub id: SequenceId,
+    /// Its owner.
+    pub owner: ChunkOwner,
+    /// Its slot.
+    pub slot: u32,
+    /// Known tokens computed; 0 for a decode.
+    pub prefill_tokens: u32,
+    /// Drafted tokens.
+    pub drafted_tokens: u32,
+    /// Tokens generated.
+    pub generated_tokens: u32,
+}
+
+/// Sequence that has not ended, with its owner.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct LiveSequence {
+    /// State of the sequence.
+    pub status: SequenceStatus,
+    /// Its owner.
+    pub owner: ChunkOwner,
+}
+
+fn owner(live: &LiveChoice, tenant: Option<Tenant>) -> ChunkOwner {
+    ChunkOwner { key: live.key, attempt: live.attempt, choice: live.choice, tenant }
+}
+
+/// Returns the owners of chunks that are about to be launched.
+pub(super) fn owners<'a>(
+    chunks: &'a [Chunk],
+    live: &'a [Option<LiveChoice>],
+    scheduler: &'a Scheduler,
+) -> impl Iterator<Item = ChunkOwner> + 'a {
+    let owner_of = |chunk: &Chunk| {
+        let choice = live[chunk.id.index()].as_ref();
+        choice.map(|choice| owner(choice, scheduler.tenant_of(chunk.id)))
+    };
+    // Every planned sequence is live, so that the owners stay in the order of the chunks.
+    chunks.iter().filter_map(owner_of)
+}
+
+impl Engine {
+    /// Starts or ends keeping what [`Engine::completed_work`] returns.
+    pub fn observe(&mut self, observed: bool) {
+        self.observed = observed;
+    }
+
+    /// Returns the number of the iteration that the last step has completed, and the sequences preempted before it: by
+    /// recompute, and by swap. Only valid after a step that completed one.
+    pub fn completed_iteration(&self) -> Option<(u64, (u32, u32))> {
+        self.spare.last().map(|completed| (completed.number, completed.preempted))
+    }
+
+    /// Returns the work of the iteration that the last step has completed; nothing if the engine was not observed when it
+    /// was launched. Only valid after a step that completed one.
+    pub fn completed_work(&self) -> impl Iterator<Item = CompletedWork> + '_ {
+        let completed = self.spare.last();
+        let mut accepted = self.accepted.iter().copied();
+        let work = completed.into_iter().flat_map(|completed| {
+            completed
+                .chunks
+                .iter()
+                .zip(&completed.owners)
+                .zip(0..)
+                .map(|(work, at)| (work, at < completed.decodes))
+        });
+        work.map(move |((chunk, owner), decodes)| CompletedWork {
+            id: chunk.id,
+            owner: *owner,
+            slot: chunk.slot,
+            prefill_tokens: if decodes { 0 } else { chunk.len },
+            drafted_tokens: chunk.drafts,
+            generated_tokens: match (chunk.samples, chunk.drafts) {
+                (false, _) => 0,
+                (true, 0) => 1,
+                (true, _) => accepted.next().unwrap_or(1),
+            },
+        })
+    }
+
+    /// Returns every sequence that has not ended.
+    pub fn live_sequences(&self) -> impl Iterator<Item = LiveSequence> + '_ {
+        self.scheduler.roster().filter_map(|status| {
+            let live = self.live.get(status.id.index())?.as_ref()?;
+            Some(LiveSequence { status, owner: owner(live, Some(status.tenant)) })
+        })
+    }
+
+    /// Returns the name of a tenant; empty if the scheduler has forgotten it.
+    pub fn tenant_name(&self, tenant: Tenant) -> &str {
+        self.scheduler.tenants().name(tenant)
+    }
+
+    /// Returns the number of device blocks in the prefix cache that no sequence uses.
+    pub fn cold_blocks(&self) -> u32 {
+        self.scheduler.cold_blocks()
+    }
+}

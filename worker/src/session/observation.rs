@@ -1,0 +1,328 @@
+//! Observation of the engine: a collector on its thread, and a bounded feed for each observer.
+
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use inflight_proto::v1;
+use inflight_worker_core::{SequenceId, SequencePhase, Time};
+use tokio::sync::Notify;
+
+use super::engine_thread::RouterName;
+use crate::engine::{ChunkOwner, Engine, SessionId, StepReport};
+
+/// Iterations that a feed keeps for its observer.
+const ITERATIONS_MAX: usize = 256;
+/// Sequences in a state.
+const SEQUENCES_MAX: usize = 4096;
+/// Minimum time between two states.
+const STATE_INTERVAL: Duration = Duration::from_millis(100);
+
+/// Completed iteration, shared by all feeds.
+struct Completed {
+    iteration: v1::ObservedIteration,
+    /// Sequences of its work.
+    sequences: Vec<Arc<v1::ObservedSequence>>,
+}
+
+/// State of all sequences, shared by all feeds.
+struct State {
+    state: v1::ObservedState,
+    /// Its sequences.
+    sequences: Vec<Arc<v1::ObservedSequence>>,
+}
+
+/// Observations that one observer has not read, written by the engine's thread and taken by the observer's response stream.
+pub(crate) struct Feed {
+    unread: Mutex<Unread>,
+    changed: Notify,
+}
+
+#[derive(Default)]
+struct Unread {
+    iterations: VecDeque<Arc<Completed>>,
+    dropped: u64,
+    state: Option<Arc<State>>,
+    closed: bool,
+    /// Sequences that the observer knows.
+    known: BTreeSet<u64>,
+}
+
+impl Feed {
+    pub(super) fn new() -> Self {
+        Self { unread: Mutex::default(), changed: Notify::new() }
+    }
+
+    fn unread(&self) -> MutexGuard<'_, Unread> {
+        // Every critical section leaves the state consistent, so poisoning can be ignored.
+        self.unread.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn push(&self, completed: &Arc<Completed>) {
+        let mut unread = self.unread();
+        if unread.iterations.len() == ITERATIONS_MAX {
+            unread.iterations.pop_front();
+            unread.dropped += 1;
+            crate::metrics::iteration_dropped();
+        }
+        unread.iterations.push_back(completed.clone());
+        drop(unread);
+        self.changed.notify_one();
+    }
+
+    fn set_state(&self, state: &Arc<State>) {
+        self.unread().state = Some(state.clone());
+        self.changed.notify_one();
+    }
+
+    /// Ends the feed.
+    pub(super) fn close(&self) {
+        self.unread().closed = true;
+        self.changed.notify_one();
+    }
+
+    fn is_closed(&self) -> bool {
+        self.unread().closed
+    }
+
+    /// Waits until there is something to read.
+    pub(super) async fn changed(&self) {
+        self.changed.notified().await;
+    }
+
+    /// Takes what is unread; `None` once the feed is closed.
+    pub(super) fn take(&self) -> Option<v1::ObserveResponse> {
+        let mut unread = self.unread();
+        if unread.closed {
+            return None;
+        }
+        let (iterations, state) = (std::mem::take(&mut unread.iterations), unread.state.take());
+        let dropped_iterations = std::mem::take(&mut unread.dropped);
+        let mut known = std::mem::take(&mut unread.known);
+        // The engine's thread does not wait for the rest.
+        drop(unread);
+        let of_iterations = iterations.iter().flat_map(|completed| &completed.sequences);
+        let of_state = state.iter().flat_map(|state| &state.sequences);
+        let fresh = of_iterations.chain(of_state).filter(|sequence| known.insert(sequence.sequence));
+        let joined = fresh.map(|sequence| (**sequence).clone()).collect();
+        if let Some(state) = &state {
+            // Those that have ended are named no more.
+            known = state.sequences.iter().map(|sequence| sequence.sequence).collect();
+        }
+        self.unread().known = known;
+        Some(v1::ObserveResponse {
+            joined,
+            iterations: iterations.iter().map(|completed| completed.iteration.clone()).collect(),
+            dropped_iterations,
+            state: state.map(|state| state.state.clone()),
+        })
+    }
+}
+
+/// Collects observations on the engine's thread while there are observers.
+pub(super) struct Collector {
+    feeds: Vec<Arc<Feed>>,
+    /// Sequences named to the feeds.
+    known: BTreeMap<u64, Arc<v1::ObservedSequence>>,
+    /// Time of the last state.
+    state_at: Option<Time>,
+}
+
+impl Collector {
+    pub(super) fn new() -> Self {
+        Self { feeds: Vec::new(), known: BTreeMap::new(), state_at: None }
+    }
+
+    /// Adds an observer.
+    pub(super) fn add(&mut self, feed: Arc<Feed>) {
+        self.feeds.push(feed);
+    }
+
+    /// Removes the observers that have left. Returns whether any is left.
+    pub(super) fn prune(&mut self) -> bool {
+        self.feeds.retain(|feed| !feed.is_closed());
+        !self.feeds.is_empty()
+    }
+
+    /// Ends all feeds.
+    pub(super) fn close(&self) {
+        self.feeds.iter().for_each(|feed| feed.close());
+    }
+
+    /// Collects the iteration that a step has completed, and the state if it is due. Returns whether there are observers.
+    pub(super) fn step(
+        &mut self,
+        engine: &Engine,
+        routers: &BTreeMap<SessionId, RouterName>,
+        step: &StepReport,
+        now: Time,
+    ) -> bool {
+        if step.tokens > 0
+            && let Some((number, preempted)) = engine.completed_iteration()
+        {
+            self.iteration(engine, routers, step, number, preempted);
+        }
+        if step.idle || self.state_at.is_none_or(|at| now.since(at) >= STATE_INTERVAL) {
+            self.state(engine, routers, now);
+            return self.prune();
+        }
+        true
+    }
+
+    fn iteration(
+        &mut self,
+        engine: &Engine,
+        routers: &BTreeMap<SessionId, RouterName>,
+        step: &StepReport,
+        number: u64,
+        (preempted, swapped): (u32, u32),
+    ) {
+        let summary = engine.history().iter().rev().find(|summary| summary.number == number);
+        let bound = summary.and_then(|summary| summary.bound);
+        let mut sequences = Vec::new();
+        let mut work = Vec::new();
+        for done in engine.completed_work() {
+            let sequence = self.sequence(engine, routers, done.id, &done.owner);
+            work.push(v1::ObservedWork {
+                sequence: sequence.sequence,
+                slot: done.slot,
+                prefill_tokens: done.prefill_tokens,
+                drafted_tokens: done.drafted_tokens,
+                generated_tokens: done.generated_tokens,
+            });
+            sequences.push(sequence);
+        }
+        let iteration = v1::ObservedIteration {
+            iteration: number,
+            duration_us: micros(step.took),
+            predicted_us: micros(step.predicted),
+            target_us: bound.map_or(0, micros),
+            work,
+            preempted_sequences: preempted,
+            swapped_sequences: swapped,
+            tokens: step.tokens,
+            generated_tokens: step.sampled,
+        };
+        let completed = Arc::new(Completed { iteration, sequences });
+        self.feeds.iter().for_each(|feed| feed.push(&completed));
+    }
+
+    /// Collects the state of all sequences and of the pool.
+    pub(super) fn state(&mut self, engine: &Engine, routers: &BTreeMap<SessionId, RouterName>, now: Time) {
+        self.state_at = Some(now);
+        let (mut states, mut sequences, mut omitted) = (Vec::new(), Vec::new(), 0);
+        for live in engine.live_sequences() {
+            if states.len() == SEQUENCES_MAX {
+                omitted += 1;
+                continue;
+            }
+            let status = live.status;
+            let sequence = self.sequence(engine, routers, status.id, &live.owner);
+            states.push(v1::SequenceState {
+                sequence: sequence.sequence,
+                phase: phase(status.phase).into(),
+                slot: status.slot,
+                kv_blocks: status.blocks,
+                tokens: status.tokens,
+            });
+            sequences.push(sequence);
+        }
+        // Those that have ended are forgotten.
+        self.known = sequences.iter().map(|sequence| (sequence.sequence, sequence.clone())).collect();
+        let blocked = engine.last_plan().blocked.filter(|_| engine.load().waiting > 0);
+        let state = v1::ObservedState {
+            sequences: states,
+            omitted_sequences: omitted,
+            kv_blocks_cached: engine.cold_blocks(),
+            blocked_sequence: blocked.map_or(0, |blocked| blocked.id.number()),
+            blocked_by: blocked.map_or("", |blocked| blocked.by.label()).to_owned(),
+        };
+        let state = Arc::new(State { state, sequences });
+        self.feeds.iter().for_each(|feed| feed.set_state(&state));
+    }
+
+    /// Returns the identity of a sequence.
+    fn sequence(
+        &mut self,
+        engine: &Engine,
+        routers: &BTreeMap<SessionId, RouterName>,
+        id: SequenceId,
+        owner: &ChunkOwner,
+    ) -> Arc<v1::ObservedSequence> {
+        let known = self.known.entry(id.number()).or_insert_with(|| {
+            let router = routers.get(&owner.key.session);
+            Arc::new(v1::ObservedSequence {
+                sequence: id.number(),
+                router_id: router.map_or_else(String::new, |router| router.id.clone()),
+                incarnation: router.map_or_else(String::new, |router| router.incarnation.clone()),
+                submission_id: owner.key.request,
+                attempt: owner.attempt,
+                choice: owner.choice,
+                tenant: owner.tenant.map_or("", |tenant| engine.tenant_name(tenant)).to_owned(),
+            })
+        });
+        known.clone()
+    }
+}
+
+fn micros(time: Duration) -> u64 {
+    u64::try_from(time.as_micros()).unwrap_or(u64::MAX)
+}
+
+fn phase(phase: SequencePhase) -> v1::SequencePhase {
+    match phase {
+        SequencePhase::Waiting => v1::SequencePhase::Waiting,
+        SequencePhase::Prefill => v1::SequencePhase::Prefill,
+        SequencePhase::Decode => v1::SequencePhase::Decode,
+        SequencePhase::Preempted => v1::SequencePhase::Preempted,
+        SequencePhase::Swapped => v1::SequencePhase::Swapped,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn sequence(number: u64) -> Arc<v1::ObservedSequence> {
+        Arc::new(v1::ObservedSequence { sequence: number, ..v1::ObservedSequence::default() })
+    }
+
+    fn completed(number: u64) -> Arc<Completed> {
+        let iteration = v1::ObservedIteration { iteration: number, ..v1::ObservedIteration::default() };
+        Arc::new(Completed { iteration, sequences: vec![sequence(7), sequence(number)] })
+    }
+
+    #[test]
+    fn a_slow_observer_loses_the_oldest_iterations_and_only_those() {
+        let feed = Feed::new();
+        let last = ITERATIONS_MAX as u64 + 100;
+        (1..=last).for_each(|number| feed.push(&completed(number)));
+        let response = feed.take().unwrap();
+        let numbers: Vec<u64> = response.iterations.iter().map(|iteration| iteration.iteration).collect();
+        assert_eq!(numbers, (101..=last).collect::<Vec<_>>());
+        assert_eq!(response.dropped_iterations, 100);
+        feed.push(&completed(last + 1));
+        let response = feed.take().unwrap();
+        assert_eq!((response.iterations.len(), response.dropped_iterations), (1, 0));
+    }
+
+    #[test]
+    fn every_sequence_is_introduced_once_until_it_has_ended() {
+        let feed = Feed::new();
+        let joined = |feed: &Feed| {
+            let response = feed.take().unwrap();
+            response.joined.iter().map(|sequence| sequence.sequence).collect::<Vec<_>>()
+        };
+        feed.push(&completed(1));
+        feed.push(&completed(2));
+        assert_eq!(joined(&feed), [7, 1, 2]);
+        feed.push(&completed(2));
+        let state = v1::ObservedState::default();
+        feed.set_state(&Arc::new(State { state, sequences: vec![sequence(7), sequence(8)] }));
+        assert_eq!(joined(&feed), [8]);
+        feed.push(&completed(2));
+        assert_eq!(joined(&feed), [2], "it was not in the last state, so it counts as new");
+        feed.close();
+        assert!(feed.take().is_none());
+    }
+}
