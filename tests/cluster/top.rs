@@ -76,16 +76,19 @@ async fn a_watched_router_may_go_away_and_come_back() -> Result<()> {
     server.set_life(1, life(RequestState::Decode, events.clone()));
     let mut terminal = start(&server.address.to_string(), 80)?;
     terminal.wait_for("first").await?;
-    terminal.wait_for("�]0;owned��[2J�evil��").await?;
+    // Controls are replaced, and the name is cut off at its column.
+    terminal.wait_for("]0;owned").await?;
     let watched = server.watches();
     ensure!(watched.len() == 1 && watched[0].updates_per_second == 10, "{watched:?}");
 
     server.send(update(2, vec![request(3, "third", "acme", RequestState::Prefill)]));
     terminal.wait_for("third").await?;
     terminal.type_keys("/THIRD\r")?;
-    terminal.wait_until("the filter", |screen| screen.contains("third") && !screen.contains("first")).await?;
+    terminal
+        .wait_until("the filter", |screen| screen.contains("third") && screen.contains("1 of 3 requests"))
+        .await?;
     terminal.type_keys("\u{1b}")?;
-    terminal.wait_for("first").await?;
+    terminal.wait_for("3 of 3 requests").await?;
 
     // Follow the first request: its life is read again while it is shown.
     terminal.type_keys("\r")?;
@@ -103,7 +106,7 @@ async fn a_watched_router_may_go_away_and_come_back() -> Result<()> {
 
     server.stop().await?;
     terminal.wait_for("DISCONNECTED").await?;
-    terminal.wait_for("connecting again").await?;
+    terminal.wait_for("Connection refused").await?;
     let screen = terminal.contents();
     ensure!(screen.contains("third"), "the last state is gone:\n{screen}");
     server.begin_with(update(1, vec![request(1, "after the restart", "acme", RequestState::Queued)]));
@@ -235,7 +238,8 @@ async fn a_display_follows_the_size_of_its_terminal() -> Result<()> {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_cluster_is_shown_at_80_and_at_40_columns_while_a_worker_is_killed() -> Result<()> {
-    const TOKENS: u32 = 600;
+    // Half a minute, for two terminals on a busy machine.
+    const TOKENS: u32 = 1500;
     let flags = ["--workers=2", "--device=sim:flat,step=0.02", "--max-context-tokens=4096"];
     let cluster = LocalCluster::start(program(), &flags).await?;
     let mut client = cluster.client().await?;

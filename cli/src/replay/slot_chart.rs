@@ -403,7 +403,61 @@ upper case: prefill; lower case: decode; -: taken, nothing computed; .: free;
   C s3: tenant \"a\", 2 tokens, at most 4 more; iterations 19 to 22, ended: length
 ";
         assert_eq!(chart, expected);
-        let expected = "";
+        let expected = "\
+#1
+                joined     s1 (tenant \"a\", 7 tokens, at most 12 more), s2 (tenant \"a\", 6 tokens, at most 12 more)
+                admitted   s1 (slot 0, tokens 0-1), s2 (slot 1, tokens 0-5)
+#2
+                joined     s3 (tenant \"a\", 2 tokens, at most 4 more)
+                continued  s2 s1 (tokens 2-6)
+#3
+                continued  s1 s2
+#4
+                continued  s1 s2
+#5
+                continued  s1 s2
+#6
+                continued  s1 s2
+#7
+                continued  s1 s2
+#-
+                preempted  s2 (swap, for s1)
+                held       s1
+#8
+                continued  s1
+#9
+                continued  s1
+#10
+                continued  s1
+#11
+                continued  s1
+#12
+                continued  s1
+#13
+                continued  s1
+#-
+                ended      s1 (length)
+                resumed    s2 (slot 0, swapped in, no tokens yet)
+#14
+                continued  s2
+#15
+                continued  s2
+#16
+                continued  s2
+#17
+                continued  s2
+#18
+                continued  s2
+#19
+                ended      s2 (length)
+                admitted   s3 (slot 0, tokens 0-1)
+#20
+                continued  s3
+#21
+                continued  s3
+#22
+                continued  s3
+";
         assert_eq!(lines, expected);
     }
 

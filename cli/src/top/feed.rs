@@ -35,7 +35,7 @@ pub enum FeedEvent {
     Watching(Client),
     /// An update; whether it is the first one of its watch.
     Update(Box<WatchResponse>, bool),
-    /// The router went away, or lets nobody watch now; the feed connects again.
+    /// The router went away, or admits no viewer now; the feed connects again.
     Lost(String),
     /// The feed ended: the router cannot be watched.
     Failed(CommandError),

@@ -120,7 +120,7 @@ impl Model {
         }
     }
 
-    /// Applies an update; the `first` one of a watch has all requests.
+    /// Applies an update; with the `first` one of a watch, the requests of the watch before are forgotten.
     pub fn update(&mut self, update: WatchResponse, first: bool) {
         self.link = Link::Live;
         self.silence = Duration::ZERO;

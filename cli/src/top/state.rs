@@ -81,7 +81,7 @@ pub struct ClusterState {
 }
 
 impl ClusterState {
-    /// Applies an update. The `first` one of a watch has all requests: those of the watch before are forgotten.
+    /// Applies an update. With the `first` one of a watch, the requests of the watch before are forgotten.
     pub fn apply(&mut self, update: WatchResponse, first: bool) {
         if first {
             self.requests.clear();
@@ -124,7 +124,16 @@ impl ClusterState {
         let known = self.requests.get(&number);
         let was_ended = known.is_some_and(Request::ended);
         let open = self.requests.len() - self.ended.len();
-        let view = harmless_request(view);
+        let mut view = harmless_request(view);
+        // Of a request that ended long ago, the router may know the end only.
+        if let Some(known) = known
+            && view.state() == RequestState::Ended
+            && view.request_id.is_empty()
+        {
+            let outcome = if view.outcome.is_empty() { known.view.outcome.clone() } else { view.outcome };
+            let age_ms = if view.age_ms == 0 { known.view.age_ms } else { view.age_ms };
+            view = RequestView { state: RequestState::Ended.into(), outcome, age_ms, ..known.view.clone() };
+        }
         let arrived_ms = self.unix_ms.saturating_sub(view.age_ms);
         let request = Request { view, arrived_ms };
         if request.ended() && !was_ended {
@@ -214,6 +223,10 @@ mod tests {
         state.apply(update(12_000, ended), false);
         assert_eq!((state.open(), state.requests.len()), (1, 1 + ENDED_MAX));
         assert!(!state.requests.contains_key(&2) && state.requests.contains_key(&1_099));
+        // Of an end that is known by its number only, the rest stays known.
+        let end = RequestView { number: 1, state: RequestState::Ended.into(), ..RequestView::default() };
+        state.apply(update(12_500, vec![end]), false);
+        assert_eq!((state.open(), state.requests[&1].view.request_id.as_str()), (0, "r1\u{fffd}"));
         // Another watch begins.
         state.apply(update(13_000, vec![request(7, RequestState::Retry, 0)]), true);
         assert_eq!((state.open(), state.requests.len()), (1, 1));

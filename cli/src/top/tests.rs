@@ -275,7 +275,28 @@ attempts 0 · priority 0
 ?:help q:quit Tab:pane /:filter s:sort r:reverse Enter:follow p:pause e:ended
 ";
     assert_eq!(screen(&model, 80, 14), expected);
-    let narrow = "";
+    let narrow = "\
+inflight top  [1 overview]  14:03:22 UTC
+request req-2 · number 2
+retry · 8.0s · tenant acme · model demo
+prompt 128 tokens, 0 cached · output 5
+of at most 64 · choices 1 · KV blocks 0
+· attempts 0 · priority 0
+3 events between the first and the last
+ones are left out
+   0.000 s arrived
+   0.001 s dispatched
+  worker-1: prefix cache: 96 of 128
+  tokens; least predicted time to first
+  token
+  12.345 s lost
+  worker-1: �[2Jthe session closed
+
+
+
+
+?:help q:quit Tab:pane /:filter s:sort …
+";
     assert_eq!(screen(&model, 40, 20), narrow);
     // It is shown even when the router does not answer, and the roster comes back.
     model.life(2, Err("UNAVAILABLE: gone".to_owned()));

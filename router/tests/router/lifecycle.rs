@@ -202,9 +202,10 @@ async fn a_clients_trace_continues_in_router_spans_and_the_submission() {
             tokio::task::yield_now().await;
         };
         let named = |name: &str| spans.iter().find(|span| span.name == name).unwrap();
-        let (generate, queue) = (named("generate"), named("queue"));
+        let (generate, queue, attempt) = (named("generate"), named("queue"), named("attempt"));
         assert_eq!(generate.parent_span_id.to_string(), "b7ad6b7169203331");
-        assert_eq!(generate.span_context.span_id().to_string(), fields[2]);
+        assert_eq!(attempt.span_context.span_id().to_string(), fields[2]);
+        assert_eq!(attempt.parent_span_id, generate.span_context.span_id());
         assert_eq!(queue.parent_span_id, generate.span_context.span_id());
         let attributes: HashMap<_, _> =
             generate.attributes.iter().map(|kv| (kv.key.as_str(), kv.value.to_string())).collect();

@@ -93,7 +93,7 @@ function buildHelp() {
 
 function onKey(event) {
   if (event.defaultPrevented || document.querySelector("dialog[open]")) return;
-  const typing = event.target.closest?.("input, textarea, select");
+  const typing = event.target.closest?.("input:not([type=checkbox]), textarea, select");
   if (event.key === "Escape") {
     if (!byId("life").hidden) closeLife();
     else if (play.controller) play.controller.abort();

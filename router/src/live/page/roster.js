@@ -36,13 +36,20 @@ function forget(number) {
   roster.moves.delete(number);
 }
 
+// Of a request that ended long ago, the router tells no more than that.
+function endedView(given, before, unixMs) {
+  return before && { ...before, ...given, ageMs: before.state === "ended" ? before.ageMs : unixMs - before.arrived, waitingReason: "", haystack: undefined };
+}
+
 // Takes views of one update. Returns the numbers of requests that moved to another worker.
 function takeRequests(views, unixMs) {
   const moved = [];
-  for (const view of views) {
-    const number = view.number;
+  for (const given of views) {
+    const number = given.number;
     if (!number) continue;
     const before = roster.views.get(number);
+    const view = given.requestId === undefined && given.state === "ended" ? endedView(given, before, unixMs) : given;
+    if (!view) continue;
     // Ages of open requests go on without an update.
     view.arrived = unixMs - (view.ageMs ?? 0);
     view.lastWorker = view.worker || before?.lastWorker || "";

@@ -40,9 +40,9 @@ function buildTable() {
     cell.append(button);
     byId("grid-head").append(cell);
   }
-  byId("grid-body").addEventListener("scroll", () => showRows(true), { passive: true });
+  byId("grid-body").addEventListener("scroll", () => showRows(), { passive: true });
   byId("grid").addEventListener("keydown", onTableKey);
-  byId("grid").addEventListener("focus", () => showRows(true));
+  byId("grid").addEventListener("focus", () => showRows());
   byId("filter").addEventListener("input", () => {
     table.filter = byId("filter").value.trim().toLowerCase();
     rebuildTable();
@@ -52,7 +52,7 @@ function buildTable() {
     rebuildTable();
   });
   byId("filters").addEventListener("submit", (event) => event.preventDefault());
-  new ResizeObserver(() => showRows(true)).observe(byId("grid-body"));
+  new ResizeObserver(() => showRows()).observe(byId("grid-body"));
   lanes.writers.push(writeTable);
   markSort();
 }
@@ -77,7 +77,7 @@ function markSort() {
 // At most twice a second, and not while the viewer has paused.
 function writeTable() {
   const now = performance.now();
-  if (table.version === roster.version || now - table.builtAt < TABLE_EVERY_MS) showRows(false);
+  if (table.version === roster.version || now - table.builtAt < TABLE_EVERY_MS) showRows();
   else rebuildTable();
 }
 
@@ -101,7 +101,7 @@ function rebuildTable() {
   const open = (overview.cluster.openRequests ?? 0) - (roster.views.size - (roster.ended.length - roster.endedFrom));
   setText(byId("requests-count"), `${count(table.order.length)} shown${open > 50 ? `, ${count(open)} more are open and not sent` : ""}`);
   byId("grid-empty").hidden = table.order.length > 0;
-  showRows(true);
+  showRows();
 }
 
 function tableRow() {
@@ -122,14 +122,14 @@ function tableRow() {
   node.addEventListener("click", () => {
     table.active = row.request;
     openLife(row.request, byId("grid"));
-    showRows(true);
+    showRows();
   });
   byId("grid-body").append(node);
   return row;
 }
 
 // Fills the rows in sight. They are reused: what is out of sight costs nothing.
-function showRows(now) {
+function showRows() {
   if (document.hidden) return;
   const body = byId("grid-body");
   const first = Math.max(0, Math.floor(body.scrollTop / ROW_HEIGHT) - 2);
@@ -142,7 +142,6 @@ function showRows(now) {
   const active = table.order.indexOf(table.active);
   const shown = table.rows.find((row) => !row.node.hidden && row.request === table.active);
   setAttribute(byId("grid"), "aria-activedescendant", active >= 0 && shown ? shown.node.id : null);
-  return now;
 }
 
 function fillRow(row, index) {
@@ -181,7 +180,7 @@ function onTableKey(event) {
     return;
   }
   event.preventDefault();
-  showRows(true);
+  showRows();
 }
 
 function scrollToRow(index) {

@@ -152,6 +152,24 @@ impl MetadataPacker {
         Ok(())
     }
 
+    /// Lists the sequences of a batch. One decodes if each of its rows is sampled from.
+    fn list_sequences(&mut self, batch: &Batch) {
+        self.sequences.clear();
+        let mut samples = batch.samples.as_slice();
+        for s in 0..batch.sequences() {
+            let (row, end) = (batch.starts[s], batch.starts[s + 1]);
+            let sampled = samples.iter().take_while(|sample| sample.row < end).count();
+            samples = &samples[sampled..];
+            self.sequences.push(PlannedSequence {
+                row,
+                tokens: end - row,
+                position: batch.positions[row as usize],
+                table: batch.block_starts[s],
+                decode: sampled == (end - row) as usize,
+            });
+        }
+    }
+
     /// Packs a validated batch into `out`. `sampling` has a row per sample; `bucket_for` returns the bucket,
     /// if any, for this many decode rows.
     ///
@@ -168,20 +186,7 @@ impl MetadataPacker {
     ) -> Result<StepShape, Error> {
         self.assign_kv_indices(batch, config)?;
         let rows = batch.rows();
-        self.sequences.clear();
-        let mut samples = batch.samples.as_slice();
-        for s in 0..batch.sequences() {
-            let (row, end) = (batch.starts[s], batch.starts[s + 1]);
-            let sampled = samples.iter().take_while(|sample| sample.row < end).count();
-            samples = &samples[sampled..];
-            self.sequences.push(PlannedSequence {
-                row,
-                tokens: end - row,
-                position: batch.positions[row as usize],
-                table: batch.block_starts[s],
-                decode: sampled == (end - row) as usize,
-            });
-        }
+        self.list_sequences(batch);
         self.plans.resize_with(config.windows.len(), AttentionPlan::default);
         for (plan, window) in self.plans.iter_mut().zip(&config.windows) {
             plan.make(&self.sequences, &PlanShape { window: *window, ..config.plan });

@@ -141,6 +141,34 @@ struct Coverage {
     recomputed: usize,
 }
 
+/// Adds the results of a step to the requests that ran, each with its drafts, up to the first draft that does not stand. Returns
+/// the number of results used.
+fn accept(
+    live: &mut [Running],
+    ran: &[(usize, Vec<u32>)],
+    results: &[StepBits],
+    coverage: &mut Coverage,
+) -> usize {
+    let mut sample = 0;
+    for (index, drafts) in ran {
+        let one = &mut live[*index];
+        for nth in 0..=drafts.len() {
+            let result = &results[sample + nth];
+            one.tokens.push(result.sampled.token);
+            one.steps.push(result.clone());
+            if drafts.get(nth) != Some(&result.sampled.token) {
+                coverage.rejected += drafts.len() - nth;
+                break;
+            }
+            one.fed += 1;
+            coverage.accepted += 1;
+        }
+        one.sampled_at = drafts.is_empty().then_some(sample as u32);
+        sample += 1 + drafts.len();
+    }
+    sample
+}
+
 /// Runs all requests, whose outputs are `expected`, under a random schedule with drafts, of which some stand;
 /// tokens of slots without drafts may reach the next step on the device.
 fn together<G: Gpu<Memory = HostMemory>>(
@@ -223,23 +251,7 @@ fn together<G: Gpu<Memory = HostMemory>>(
             }
         }
         let results = results(gpu, &batch, &masks);
-        let mut sample = 0;
-        for (index, drafts) in &ran {
-            let one = &mut live[*index];
-            for nth in 0..=drafts.len() {
-                let result = &results[sample + nth];
-                one.tokens.push(result.sampled.token);
-                one.steps.push(result.clone());
-                if drafts.get(nth) != Some(&result.sampled.token) {
-                    coverage.rejected += drafts.len() - nth;
-                    break;
-                }
-                one.fed += 1;
-                coverage.accepted += 1;
-            }
-            one.sampled_at = drafts.is_empty().then_some(sample as u32);
-            sample += 1 + drafts.len();
-        }
+        let sample = accept(&mut live, &ran, &results, &mut coverage);
         assert_eq!(sample, results.len(), "seed {seed}");
     }
     (live.into_iter().map(|one| one.steps).collect(), coverage)
