@@ -203,7 +203,8 @@ fn draw_panel(panel: &[Column], letters: &BTreeMap<Number, char>, text: &mut Str
         1..=9 => char::from(b'0' + count as u8),
         _ => '+',
     };
-    let counts: [(&str, fn(&Column) -> usize); 2] =
+    type Count = fn(&Column) -> usize;
+    let counts: [(&str, Count); 2] =
         [("waiting", |column| column.waiting), ("swapped", |column| column.swapped)];
     for (name, count) in counts {
         if panel.iter().any(|column| count(column) > 0) {

@@ -87,9 +87,7 @@ async fn feed(source: Source, key: ApiKey, events: mpsc::Sender<FeedEvent>) {
         ever |= updates;
         failures = if updates { 1 } else { failures + 1 };
         // Once every router has failed at the start, the user should know rather than wait; later, routers come back.
-        let event = if !ever && failures >= source.routers.len() {
-            FeedEvent::Failed(failure(router, &why))
-        } else if is_final(&why) {
+        let event = if !ever && failures >= source.routers.len() || is_final(&why) {
             FeedEvent::Failed(failure(router, &why))
         } else {
             FeedEvent::Lost(format!("no connection to {router}: {}", why.message()))

@@ -218,6 +218,7 @@ fn serve(runtime: SharedRuntime, run: &Run) -> JobResult<Outcome> {
             priority: 0,
             deadline: None,
             span: tracing::Span::none(),
+            queued: None,
         };
         engine.command(Command::Submit(Box::new(request)), Time::ZERO.after(begun.elapsed()), &mut events);
     }
