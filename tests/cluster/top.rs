@@ -5,8 +5,7 @@ use inflight_harness::{
     AdminServer, LocalCluster, PseudoTerminal, Script, TokenServer, eventually, kill, run,
 };
 use inflight_proto::v1::{
-    ClusterView, GenerateRequest, GetRequestResponse, LifeEvent, RequestState, RequestView, TenantView,
-    WatchResponse, WorkerView,
+    ClusterView, GenerateRequest, RequestState, RequestView, TenantView, WatchResponse, WorkerView,
 };
 
 use crate::program;
@@ -56,73 +55,6 @@ fn start(router: &str, columns: u16) -> Result<PseudoTerminal> {
 /// Width of the longest line of a screen.
 fn longest(screen: &str) -> usize {
     screen.lines().map(|line| line.chars().count()).max().unwrap_or(0)
-}
-
-#[tokio::test(flavor = "multi_thread")]
-async fn a_watched_router_may_go_away_and_come_back() -> Result<()> {
-    let hostile = "\u{1b}]0;owned\u{7}\u{1b}[2J\u{202e}evil\r\n";
-    let both = vec![
-        request(1, "first", "acme", RequestState::Decode),
-        request(2, hostile, "beta", RequestState::Queued),
-    ];
-    let mut server = AdminServer::start(update(1, both), None).await?;
-    let events =
-        vec![LifeEvent { kind: "arrived".to_owned(), detail: "at noon".to_owned(), ..LifeEvent::default() }];
-    let life = |state, events| GetRequestResponse {
-        request: Some(request(1, "first", "acme", state)),
-        events,
-        omitted_events: 0,
-    };
-    server.set_life(1, life(RequestState::Decode, events.clone()));
-    let mut terminal = start(&server.address.to_string(), 80)?;
-    terminal.wait_for("first").await?;
-    // Controls are replaced, and the name is cut off at its column.
-    terminal.wait_for("]0;owned").await?;
-    let watched = server.watches();
-    ensure!(watched.len() == 1 && watched[0].updates_per_second == 10, "{watched:?}");
-
-    server.send(update(2, vec![request(3, "third", "acme", RequestState::Prefill)]));
-    terminal.wait_for("third").await?;
-    terminal.type_keys("/THIRD\r")?;
-    terminal
-        .wait_until("the filter", |screen| screen.contains("third") && screen.contains("1 of 3 requests"))
-        .await?;
-    terminal.type_keys("\u{1b}")?;
-    terminal.wait_for("3 of 3 requests").await?;
-
-    // Follow the first request: its life is read again while it is shown.
-    terminal.type_keys("\r")?;
-    terminal.wait_for("at noon").await?;
-    let lost = LifeEvent {
-        at_ms: 1_500,
-        kind: "lost".to_owned(),
-        detail: "killed".to_owned(),
-        ..LifeEvent::default()
-    };
-    server.set_life(1, life(RequestState::Retry, [events, vec![lost]].concat()));
-    terminal.wait_for("killed").await?;
-    terminal.type_keys("\r")?;
-    terminal.wait_for("third").await?;
-
-    server.stop().await?;
-    terminal.wait_for("DISCONNECTED").await?;
-    terminal.wait_for("Connection refused").await?;
-    let screen = terminal.contents();
-    ensure!(screen.contains("third"), "the last state is gone:\n{screen}");
-    server.begin_with(update(1, vec![request(1, "after the restart", "acme", RequestState::Queued)]));
-    server.restart().await?;
-    terminal
-        .wait_until("the new state", |screen| {
-            screen.contains("after the restart")
-                && !screen.contains("third")
-                && !screen.contains("DISCONNECTED")
-        })
-        .await?;
-
-    terminal.type_keys("q")?;
-    let status = terminal.wait().await?;
-    ensure!(status.success(), "{status}:\n{}", terminal.contents());
-    terminal.check_restored()
 }
 
 #[tokio::test(flavor = "multi_thread")]
