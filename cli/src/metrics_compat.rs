@@ -12,7 +12,7 @@ use crate::exposition::{self, Family, FamilyKind, HistogramSample, escape};
 /// Names under which metrics are exported beside ours.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
 pub enum MetricsCompat {
-    /// Those of vLLM.
+    /// vLLM's metric names.
     Vllm,
 }
 
@@ -196,7 +196,7 @@ fn write_values(
     }
 }
 
-/// Writes the histograms of a metric, those of one model as one. Requests that failed are left out, as vLLM
+/// Writes the histograms of a metric, summed for each model. Requests that failed are left out, as vLLM
 /// does.
 fn write_histograms(text: &mut String, name: &str, help: &str, family: &Family, only: &str) {
     let mut merged: BTreeMap<String, HistogramSample> = BTreeMap::new();

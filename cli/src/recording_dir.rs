@@ -16,7 +16,7 @@ impl RecordingDir {
     /// Opens a directory for new recordings, and creates it if necessary.
     ///
     /// # Errors
-    /// It cannot be created or read, or it has recordings already.
+    /// The directory cannot be created or read, or contains recordings already.
     pub fn open(path: &Path) -> Result<Self, CommandError> {
         let failed = |error: std::io::Error| {
             CommandError::new(Exit::Failure, format!("--record {}: {error}", path.display()))

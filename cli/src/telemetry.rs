@@ -61,7 +61,7 @@ pub struct Args {
     /// Sampling ratio of traces that start here; the caller's sampling decision is respected
     #[arg(long, value_name = "SHARE", default_value_t = 1.0, env = "INFLIGHT_OTLP_SAMPLE_RATIO")]
     pub otlp_sample_ratio: f64,
-    /// What is exported to --otlp-endpoint: traces, metrics, logs, separated by commas
+    /// Signals exported to --otlp-endpoint: traces, metrics, logs, separated by commas
     #[arg(
         long,
         value_name = "SIGNAL,...",

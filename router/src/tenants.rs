@@ -86,7 +86,7 @@ pub(crate) struct Tenant {
 #[derive(Debug)]
 pub(crate) struct TenantState {
     pub(crate) limits: TenantLimits,
-    /// Whether its callers may use the service for operators.
+    /// Whether callers of the tenant may use the Admin service.
     admin: bool,
     pub(crate) gate: TenantGate,
     pub(crate) budget: DailyBudget,

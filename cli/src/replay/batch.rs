@@ -11,7 +11,7 @@ pub type Number = u64;
 /// Sequence that was submitted.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Joined {
-    /// Its number.
+    /// Number of the sequence.
     pub number: Number,
     /// Tenant.
     pub tenant: String,
@@ -24,18 +24,18 @@ pub struct Joined {
 /// Sequence that got a slot.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Admitted {
-    /// Its number.
+    /// Number of the sequence.
     pub number: Number,
-    /// Its slot.
+    /// Slot of the sequence.
     pub slot: u32,
-    /// How it was preempted before; `None`: it comes from the queue for the first time.
+    /// Kind of the preceding preemption; `None`: admitted from the queue for the first time.
     pub after: Option<Preemption>,
 }
 
 /// Sequence that lost its slot and blocks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Victim {
-    /// Its number.
+    /// Number of the sequence.
     pub number: Number,
     /// Slot it lost.
     pub slot: Option<u32>,
@@ -48,9 +48,9 @@ pub struct Victim {
 /// Work of one sequence in an iteration.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Work {
-    /// Its number.
+    /// Number of the sequence.
     pub number: Number,
-    /// Its slot.
+    /// Slot of the sequence.
     pub slot: u32,
     /// Position of the first token.
     pub start: u32,
@@ -58,11 +58,11 @@ pub struct Work {
     pub tokens: u32,
     /// Drafted tokens.
     pub drafts: u32,
-    /// Whether it computes a part of the prompt, or again what a preemption dropped.
+    /// Prefill: computes prompt tokens, or recomputes what a preemption dropped.
     pub prefill: bool,
 }
 
-/// What a plan changed in the batch.
+/// Changes of the batch by one plan.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Changes {
     /// Number of the iteration; `None`: the plan computes nothing, so it is not executed.
@@ -71,7 +71,7 @@ pub struct Changes {
     pub at: Duration,
     /// Submitted since the previous plan.
     pub joined: Vec<Joined>,
-    /// Ended since the previous plan, with the reasons.
+    /// Sequences that ended since the previous plan, with their finish reasons.
     pub ended: Vec<(Number, &'static str)>,
     /// Got a slot.
     pub admitted: Vec<Admitted>,
@@ -79,7 +79,7 @@ pub struct Changes {
     pub preempted: Vec<Victim>,
     /// Victims that are preempted after the iterations in flight, with the beneficiaries.
     pub marked: Vec<(Number, Number)>,
-    /// What is computed.
+    /// Chunks computed by the iteration.
     pub work: Vec<Work>,
     /// Sequences with a slot for which nothing is computed, by slot.
     pub held: Vec<(u32, Number)>,

@@ -45,7 +45,7 @@ struct Column {
     swapped: usize,
 }
 
-/// What the legend says about a sequence.
+/// Legend entry of a sequence.
 #[derive(Debug)]
 struct Life {
     joined: Joined,

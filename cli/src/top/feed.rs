@@ -41,7 +41,7 @@ pub enum FeedEvent {
     Failed(CommandError),
 }
 
-/// What to watch.
+/// Routers to watch, and how.
 #[derive(Debug, Clone)]
 pub struct Source {
     /// URLs of routers; the first that answers is watched.

@@ -17,7 +17,7 @@ pub fn update(update: &WatchResponse) -> Value {
 
 /// Field of a message.
 trait Field {
-    /// Its value; `None` if it has the default value.
+    /// JSON value of the field; `None` for the default value.
     fn json(&self) -> Option<Value>;
 }
 

@@ -19,9 +19,9 @@ const WIDE: usize = 60;
 /// Text of a followed request, in lines.
 #[derive(Debug, Default)]
 pub struct LifeText {
-    /// What it is.
+    /// Lines about the request itself.
     pub head: Vec<(String, Tone)>,
-    /// Its events.
+    /// Lines about the request's events.
     pub events: Vec<(String, Tone)>,
 }
 

@@ -31,7 +31,7 @@ use crate::units::Span;
 
 /// Width of a snapshot that is written to a file or pipe.
 const SNAPSHOT_WIDTH: usize = 160;
-/// Least and greatest time between two updates of the display.
+/// Minimum and maximum of --interval, the refresh interval of the display.
 const INTERVAL_MIN: Duration = Duration::from_millis(100);
 const INTERVAL_MAX: Duration = Duration::from_secs(60);
 
@@ -124,7 +124,7 @@ pub async fn run(args: Args) -> Result<(), CommandError> {
 /// Receiver of the events of a feed.
 type Events = tokio::sync::mpsc::Receiver<FeedEvent>;
 
-/// Error of a feed that ended without a reason.
+/// Error reported when the task that watches the router ends unexpectedly.
 fn feed_ended() -> CommandError {
     CommandError::new(Exit::Failure, "the watch ended")
 }

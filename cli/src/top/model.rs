@@ -55,9 +55,9 @@ pub enum Link {
 /// The followed request.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Follow {
-    /// Its number.
+    /// Number of the request.
     pub number: u64,
-    /// Its life, as far as it is known.
+    /// Life of the request; `None` until it was read.
     pub life: Option<GetRequestResponse>,
     /// Why its life could not be read the last time.
     pub error: Option<String>,
@@ -65,7 +65,7 @@ pub struct Follow {
     pub scrolled: usize,
 }
 
-/// What the shell does after a key.
+/// Action of the terminal loop after a key.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Action {
     /// Draws.
@@ -80,7 +80,7 @@ pub enum Action {
 #[derive(Debug, Default)]
 pub struct Model {
     live: ClusterState,
-    /// What is shown while the display is paused.
+    /// State shown while the display is paused.
     frozen: Option<Box<ClusterState>>,
     /// Connection to the router.
     pub link: Link,
@@ -120,7 +120,7 @@ impl Model {
         }
     }
 
-    /// Applies an update; with the `first` one of a watch, the requests of the watch before are forgotten.
+    /// Applies an update. The `first` update of a watch replaces all requests of the previous watch.
     pub fn update(&mut self, update: WatchResponse, first: bool) {
         self.link = Link::Live;
         self.silence = Duration::ZERO;

@@ -21,14 +21,14 @@ const STEP_AGE_MAX_MS: u64 = 5_000;
 /// A request.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Request {
-    /// What the router reported last.
+    /// Last reported view of the request.
     pub view: RequestView,
     /// Time of its arrival, in milliseconds since the Unix epoch.
     arrived_ms: u64,
 }
 
 impl Request {
-    /// Whether it has ended.
+    /// Whether the request has ended.
     pub fn ended(&self) -> bool {
         self.view.state() == RequestState::Ended
     }
@@ -37,7 +37,7 @@ impl Request {
 /// A worker.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Worker {
-    /// What the router reported last, without slots and iterations.
+    /// Last reported view of the worker, without slots and iterations.
     pub view: WorkerView,
     /// Time of arrival and duration in microseconds of the last iterations.
     steps: VecDeque<(u64, u32)>,
@@ -81,7 +81,7 @@ pub struct ClusterState {
 }
 
 impl ClusterState {
-    /// Applies an update. With the `first` one of a watch, the requests of the watch before are forgotten.
+    /// Applies an update. The `first` update of a watch replaces all requests of the previous watch.
     pub fn apply(&mut self, update: WatchResponse, first: bool) {
         if first {
             self.requests.clear();

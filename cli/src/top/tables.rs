@@ -32,7 +32,7 @@ pub struct Column<R> {
     pub width: usize,
     /// Maximum width.
     pub grows_to: usize,
-    /// Whether its text is at the right end.
+    /// Whether the column is right-aligned.
     pub right: bool,
     /// Importance: 0 is shown first where not all columns fit.
     pub rank: u8,

@@ -14,7 +14,7 @@ pub struct PlannedSequence {
     pub position: u32,
     /// Offset of the sequence's block table in the concatenated tables.
     pub table: u32,
-    /// Whether it takes the decode kernel however many rows it has, as a decode with drafts does.
+    /// Whether the sequence uses the decode kernel whatever its number of rows, as a decode with drafts does.
     pub decode: bool,
 }
 

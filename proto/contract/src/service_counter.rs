@@ -26,10 +26,10 @@ impl From<u64> for ServiceCounter {
 pub struct TenantCharge<'a> {
     /// Name of the tenant.
     pub tenant: &'a str,
-    /// Its counter now.
+    /// Service counter of the tenant after the charges.
     pub counter: ServiceCounter,
     /// Service charged since the last drain, in tokens weighted by [`TokenCost`](crate::TokenCost).
     pub growth: u64,
-    /// Its weight.
+    /// Fair-share weight of the tenant.
     pub weight: Weight,
 }

@@ -1,4 +1,4 @@
-//! The service for operators, whatever the protocol: who may use it, and its viewers.
+//! Admin service, independent of the protocol: authorization and viewers.
 
 use std::sync::Arc;
 use std::time::{Duration, SystemTime};
@@ -15,7 +15,7 @@ use crate::tenants::{Caller, Tenants};
 /// Delay after which a viewer that found no place may try again.
 const RETRY: Duration = Duration::from_secs(5);
 
-/// What the protocols of the service for operators share.
+/// State shared by the gRPC and HTTP front ends of the Admin service.
 #[derive(Clone)]
 pub(crate) struct Operations {
     pub(crate) hub: Arc<Hub>,

@@ -19,7 +19,7 @@ impl PhaseSpans {
         Self { request, phase, attempts: 0 }
     }
 
-    /// It was dispatched to a worker.
+    /// The request was dispatched to a worker.
     pub(super) fn attempt(&mut self, worker: &str) {
         self.attempts += 1;
         self.enter(
@@ -27,17 +27,17 @@ impl PhaseSpans {
         );
     }
 
-    /// Its worker does not finish it: it waits for another one.
+    /// The worker was lost or returned the request, which waits for another worker.
     pub(super) fn retry(&mut self, reason: &'static str) {
         self.enter(|request, after| info_span!(parent: request, "retry", reason, after_attempt = after));
     }
 
-    /// It runs on no worker until its client reads again.
+    /// The request is paused until its client reads again.
     pub(super) fn pause(&mut self) {
         self.enter(|request, after| info_span!(parent: request, "paused", after_attempt = after));
     }
 
-    /// It has ended.
+    /// The request has ended.
     pub(super) fn end(&mut self) {
         (self.phase, self.request) = (Span::none(), Span::none());
     }

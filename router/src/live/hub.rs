@@ -21,7 +21,7 @@ use crate::options::{Admin, Options};
 
 /// Ended requests that are kept.
 const ENDED_MAX: usize = 1000;
-/// Known tenants above which those without requests are forgotten.
+/// Table size above which idle tenants are removed.
 const TENANTS_MAX: usize = 1000;
 
 /// State of the live view, shared by dispatcher, sessions and viewers.
@@ -34,7 +34,7 @@ pub(crate) struct Hub {
     bytes_per_second: u64,
     /// Socket of the supervisor under `inflight up`.
     supervisor: Option<PathBuf>,
-    /// Addresses of the workers in the order of their numbers under `inflight up`.
+    /// Worker addresses; the index plus one is the number of a worker under `inflight up`.
     up_workers: Vec<String>,
     next_number: AtomicU64,
     registry: Mutex<Registry>,
@@ -63,13 +63,13 @@ impl std::fmt::Debug for Hub {
 #[derive(Debug, Default)]
 pub(super) struct Registry {
     pub(super) open: BTreeMap<u64, Arc<LiveRequest>>,
-    /// Those that ended last, oldest first.
+    /// Most recently ended requests, oldest first.
     pub(super) ended: VecDeque<Arc<LiveRequest>>,
-    /// All that have ended.
+    /// Number of all ended requests so far.
     pub(super) ended_total: u64,
     submissions: BTreeMap<SubmissionId, Arc<LiveRequest>>,
     pub(super) tenants: BTreeMap<Arc<str>, Arc<LiveTenant>>,
-    /// Number of tenants at which those without requests are forgotten.
+    /// Number of tenants at which idle tenants are removed from the table.
     tenants_full: usize,
 }
 
@@ -107,7 +107,7 @@ struct Viewers {
 #[derive(Debug)]
 struct PresentViewer {
     iterations: bool,
-    /// Time at which its next update is due.
+    /// Time at which the viewer's next update is due.
     due: Instant,
 }
 

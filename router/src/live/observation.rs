@@ -20,7 +20,7 @@ const NAME_BYTES_MAX: usize = 128;
 /// Tenants whose blocks are listed.
 const TENANTS_MAX: usize = 16;
 
-/// What a worker has reported to its observer.
+/// State of a worker as reported by its Observe stream.
 #[derive(Debug, Default)]
 pub(crate) struct Observation {
     /// Sequences that are named for the first time.
@@ -110,7 +110,7 @@ struct Sequence {
     tokens: u32,
     /// Tokens that it was seen to compute.
     computed: u32,
-    /// Whether it was seen to run.
+    /// Whether the sequence has been observed in an iteration.
     admitted: bool,
 }
 

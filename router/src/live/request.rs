@@ -10,7 +10,7 @@ use super::life::Life;
 use super::tenant::LiveTenant;
 use super::view::{LifeView, RequestView, State};
 
-/// What a request is, from its arrival on.
+/// Properties of a request that do not change after its arrival.
 pub(crate) struct NewRequest<'a> {
     pub(crate) request_id: &'a str,
     pub(crate) tenant: &'a str,
@@ -43,7 +43,7 @@ pub(crate) struct LiveRequest {
     choices: u32,
     pub(super) arrived: Instant,
     output_tokens: AtomicU32,
-    /// Whether its present attempt has no output yet.
+    /// Whether the current attempt has no output yet.
     awaits_output: AtomicBool,
     progress: Mutex<Progress>,
 }
@@ -72,7 +72,7 @@ pub(super) struct RequestNow {
     pub(super) output_tokens: u32,
     pub(super) outcome: Arc<str>,
     pub(super) ended_ms: Option<u64>,
-    /// Of its sequences, while the worker is observed.
+    /// State of the request's sequences at its worker, while the worker is observed.
     pub(super) computed_tokens: u32,
     pub(super) kv_blocks: u32,
     pub(super) waiting_reason: Arc<str>,
@@ -108,7 +108,7 @@ impl LiveRequest {
         millis(now.saturating_duration_since(self.arrived))
     }
 
-    /// Changes its state with an event, unless it has ended.
+    /// Appends an event and changes the state, unless the request has ended.
     fn change(
         &self,
         now: Instant,
@@ -127,7 +127,7 @@ impl LiveRequest {
         true
     }
 
-    /// Records that it waits in the queue.
+    /// Records that the request waits in the queue.
     pub(super) fn queued(&self, now: Instant, detail: &str) {
         self.change(now, "queued", detail.to_owned(), |progress| {
             (progress.state, progress.place) = (State::Queued, None);
@@ -193,14 +193,14 @@ impl LiveRequest {
         all
     }
 
-    /// Records that it runs on no worker until its client reads.
+    /// Records that the request is paused until its client reads.
     pub(super) fn paused(&self, now: Instant) {
         self.change(now, "paused", "its client does not read".to_owned(), |progress| {
             (progress.state, progress.place) = (State::Paused, None);
         });
     }
 
-    /// Records that its client reads again.
+    /// Records that the client reads again.
     pub(super) fn continued(&self, now: Instant) {
         if self.lock().state == State::Paused {
             self.change(now, "continued", "its client reads again".to_owned(), |progress| {
@@ -209,24 +209,24 @@ impl LiveRequest {
         }
     }
 
-    /// Records that its worker does not finish it.
+    /// Records that the worker was lost or returned the request.
     pub(super) fn lost(&self, now: Instant, reason: &str) {
         self.change(now, "lost", reason.to_owned(), |_| {});
     }
 
-    /// Records that it waits for its next attempt outside of the queue.
+    /// Records that the request waits for its next attempt outside the queue: for the retry budget or in quarantine.
     pub(super) fn held(&self, now: Instant, state: State, kind: &'static str, detail: &str) {
         self.change(now, kind, detail.to_owned(), |progress| {
             (progress.state, progress.place) = (state, None);
         });
     }
 
-    /// Records something that its worker was observed to do with it.
+    /// Records an event observed at the worker, such as a chunk or a preemption.
     pub(super) fn observed(&self, now: Instant, kind: &'static str, detail: String) {
         self.change(now, kind, detail, |_| {});
     }
 
-    /// Records its end. Returns its submissions if it had not ended.
+    /// Records the end of the request. Returns its submission ids if it had not ended before.
     pub(super) fn end(&self, now: Instant, outcome: &str) -> Option<Vec<SubmissionId>> {
         let at = self.age_ms(now);
         let mut submissions = None;
@@ -238,7 +238,7 @@ impl LiveRequest {
         submissions
     }
 
-    /// Returns its state now.
+    /// Returns the current state.
     pub(super) fn now(&self) -> RequestNow {
         let progress = self.lock();
         RequestNow {
@@ -255,27 +255,27 @@ impl LiveRequest {
         }
     }
 
-    /// Whether it is at a worker.
+    /// Whether the request is at a worker.
     pub(super) fn runs_on(&self, worker: WorkerId) -> bool {
         self.lock().place.as_ref().is_some_and(|place| place.worker == worker)
     }
 
-    /// Whether it waits for the retry budget or in quarantine.
+    /// Whether the request waits for the retry budget or in quarantine.
     pub(super) fn is_held(&self) -> bool {
         matches!(self.lock().state, State::Retry | State::Quarantined)
     }
 
-    /// Whether it has this id or number.
+    /// Whether the request has this request id.
     pub(super) fn has_id(&self, request_id: &str) -> bool {
         *self.request_id == *request_id
     }
 
-    /// Upper bound, about, of the size of its view.
+    /// Approximate upper bound of the bytes of the request's view.
     pub(super) fn view_bytes(&self) -> usize {
         300 + self.request_id.len() + self.tenant.name.len() + self.model.len()
     }
 
-    /// Returns its view in a state.
+    /// Returns the view of the request in `state`.
     pub(super) fn view(&self, state: &RequestNow, now: Instant) -> RequestView {
         RequestView {
             number: self.number,
@@ -299,7 +299,7 @@ impl LiveRequest {
         }
     }
 
-    /// Returns its life, in a state.
+    /// Returns the life of the request, whose view is that of `state`.
     pub(super) fn life(&self, state: &RequestNow, now: Instant) -> LifeView {
         let request = self.view(state, now);
         let (events, omitted_events) = self.lock().life.view();

@@ -34,7 +34,7 @@ pub(super) struct Snapshot {
     pub(super) tenants: Vec<TenantView>,
     /// Open requests by number.
     pub(super) open: Vec<RequestSample>,
-    /// Those that ended last, in the order of their ends.
+    /// Most recently ended requests, in the order of their ends.
     pub(super) ended: Vec<Arc<LiveRequest>>,
     /// All that have ended.
     pub(super) ended_total: u64,
@@ -44,7 +44,7 @@ pub(super) struct Snapshot {
 pub(super) struct RequestSample {
     pub(super) request: Arc<LiveRequest>,
     pub(super) now: RequestNow,
-    /// Number of the snapshot in which it last changed.
+    /// Number of the last snapshot in which the request changed.
     pub(super) changed: u64,
 }
 

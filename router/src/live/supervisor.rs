@@ -15,7 +15,7 @@ const ANSWER_BYTES_MAX: u64 = 1024;
 /// Kills a worker process, which the supervisor starts again. Workers are numbered from 1.
 ///
 /// # Errors
-/// The supervisor does not answer, or refuses.
+/// The supervisor of `inflight up` does not answer on its socket, or rejects the command.
 pub(crate) async fn kill(socket: &Path, worker: usize) -> Result<(), String> {
     let answer = async {
         let stream = UnixStream::connect(socket).await?;

@@ -92,17 +92,17 @@ impl Tracker {
         }
     }
 
-    /// Records that it runs on no worker until its client reads.
+    /// Records that the request is paused until its client reads.
     pub(crate) fn paused(&self, now: Instant) {
         self.request.paused(now);
     }
 
-    /// Records that its client reads again.
+    /// Records that the client reads again.
     pub(crate) fn continued(&self, now: Instant) {
         self.request.continued(now);
     }
 
-    /// Records that its worker does not finish it. `waits`: its next attempt waits outside of the queue.
+    /// Records that the worker was lost or returned the request. `waits`: the next attempt waits outside the queue.
     pub(crate) fn lost(&self, reason: &str, quarantined: bool, waits: bool, now: Instant) {
         self.request.lost(now, reason);
         if quarantined {
@@ -116,17 +116,17 @@ impl Tracker {
         }
     }
 
-    /// Whether its next attempt was last seen to wait outside of the queue.
+    /// Whether the request was last recorded as waiting outside the queue.
     pub(crate) fn is_held(&self) -> bool {
         self.request.is_held()
     }
 
-    /// Records that its next attempt no longer waits outside of the queue.
+    /// Records that the next attempt no longer waits outside the queue.
     pub(crate) fn requeued(&self, now: Instant) {
         self.request.queued(now, "ahead of new requests");
     }
 
-    /// Records its end; the first one counts.
+    /// Records the end of the request; only the first call has an effect.
     pub(crate) fn ended(&self, outcome: &str, now: Instant) {
         if let Some(submissions) = self.request.end(now, outcome) {
             self.hub.ended(&self.request, &submissions);

@@ -9,7 +9,7 @@ fn is_default<T: Default + PartialEq>(value: &T) -> bool {
     *value == T::default()
 }
 
-/// Defines views whose default values are left out of their JSON.
+/// Defines view structs whose fields with default values are omitted from their JSON.
 macro_rules! views {
     ($($(#[$doc:meta])* struct $name:ident { $($(#[$field_doc:meta])* $field:ident: $of:ty,)* })*) => {
         $(
@@ -38,7 +38,7 @@ pub(crate) enum State {
     Queued,
     /// At a worker, before its first iteration.
     Waiting,
-    /// Its prompt is being computed.
+    /// The prompt is being computed.
     Prefill,
     /// Generating.
     Decode,
@@ -50,7 +50,7 @@ pub(crate) enum State {
     Retry,
     /// Waits for a worker of its own.
     Quarantined,
-    /// Its client does not read.
+    /// Paused: the client does not read.
     Paused,
     /// Ended.
     Ended,
@@ -60,12 +60,12 @@ pub(crate) enum State {
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub(crate) enum WorkerState {
-    /// Without a session.
+    /// Disconnected: no open session.
     #[default]
     Disconnected,
-    /// With an open session.
+    /// Connected: an open session.
     Connected,
-    /// It finishes its requests and takes no new ones.
+    /// Draining: finishes its requests and accepts no new ones.
     Draining,
     /// Excluded from placement after failures.
     Ejected,

@@ -41,7 +41,7 @@ pub(super) struct TenantEntry {
     pub(super) limits: LimitsEntry,
     #[serde(default)]
     pub(super) keys: Vec<KeyEntry>,
-    /// Whether its callers may use the service for operators.
+    /// Whether callers of the tenant may use the Admin service.
     #[serde(default)]
     pub(super) admin: bool,
     /// Names in client certificates, or `sha256:` and a certificate's digest.

@@ -286,9 +286,9 @@ pub enum ReplayEvent<'a> {
         id: SequenceId,
         /// Time of the submission.
         at: Time,
-        /// Its tenant.
+        /// Tenant of the sequence.
         tenant: &'a str,
-        /// Its prompt tokens and, if it continues a sequence of another worker, the tokens generated there.
+        /// Tokens of the prompt and, for a sequence resumed from another worker, the tokens generated there.
         known_tokens: u32,
         /// Maximum number of tokens to generate.
         max_tokens: u32,

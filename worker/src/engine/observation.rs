@@ -24,9 +24,9 @@ pub struct ChunkOwner {
 pub struct CompletedWork {
     /// The sequence.
     pub id: SequenceId,
-    /// Its owner.
+    /// Request and choice that own the sequence.
     pub owner: ChunkOwner,
-    /// Its slot.
+    /// Slot of the sequence.
     pub slot: u32,
     /// Known tokens computed; 0 for a decode.
     pub prefill_tokens: u32,
@@ -41,7 +41,7 @@ pub struct CompletedWork {
 pub struct LiveSequence {
     /// State of the sequence.
     pub status: SequenceStatus,
-    /// Its owner.
+    /// Request and choice that own the sequence.
     pub owner: ChunkOwner,
 }
 

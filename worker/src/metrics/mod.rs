@@ -441,7 +441,7 @@ pub(crate) fn iteration_dropped() {
     metrics::counter!(DROPPED_ITERATIONS).increment(1);
 }
 
-/// Sets the maximum of open sessions.
+/// Sets the gauge of the session limit.
 pub(crate) fn sessions_max(max: usize) {
     metrics::gauge!(SESSIONS_MAX).set(max as f64);
 }

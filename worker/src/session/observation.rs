@@ -28,7 +28,7 @@ struct Completed {
 /// State of all sequences, shared by all feeds.
 struct State {
     state: v1::ObservedState,
-    /// Its sequences.
+    /// Sequences of the worker.
     sequences: Vec<Arc<v1::ObservedSequence>>,
 }
 

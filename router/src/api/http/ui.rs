@@ -103,7 +103,7 @@ fn rate(uri: &Uri) -> Result<u32, Outcome> {
     }
 }
 
-/// The state of the cluster and what changes, as server-sent events.
+/// Updates of a watch as server-sent events.
 async fn events(State(api): State<Arc<HttpApi>>, request: Request<axum::body::Body>) -> AxumResponse {
     let (parts, _) = request.into_parts();
     let caller = parts.extensions.get::<Caller>();

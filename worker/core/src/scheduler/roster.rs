@@ -28,9 +28,9 @@ pub struct SequenceStatus {
     pub id: SequenceId,
     /// Where it is.
     pub phase: SequencePhase,
-    /// Its slot; `None` while it does not run.
+    /// Slot of the sequence; `None` while it waits or is preempted.
     pub slot: Option<Slot>,
-    /// Its tenant.
+    /// Tenant of the sequence.
     pub tenant: Tenant,
     /// Device blocks that it, or the transfer of its blocks, owns.
     pub blocks: u32,
