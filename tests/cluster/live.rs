@@ -68,6 +68,15 @@ async fn a_stream_is_watched_while_the_page_kills_its_worker() -> Result<()> {
     let moved = life.request.context("the request")?;
     ensure!(moved.attempts == 2 && moved.worker != request.worker, "{moved:?}");
     ensure!(life.events.iter().any(|event| event.kind == "lost"), "{:?}", life.events);
+    // Its iterations on the second worker were seen, with all tokens that came from there.
+    let mut generated = 0;
+    while generated == 0 {
+        let update = watch.message().await?.context("a watch has no end")?;
+        let iterations = update.workers.iter().flat_map(|worker| &worker.iterations);
+        let work = iterations.flat_map(|iteration| &iteration.work);
+        generated +=
+            work.filter(|work| work.request == request.number).map(|work| work.generated_tokens).sum::<u32>();
+    }
     let restarted = cluster.event("restarted").await?;
     ensure!(restarted["member"]["name"] == request.worker.as_str(), "{restarted}");
 

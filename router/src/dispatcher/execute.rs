@@ -93,7 +93,7 @@ impl SharedDispatcher {
         if let WorkerCommand::Submit(submission) = &command
             && let Some(live) = state.tracker(submission.request)
         {
-            live.submitted(submission.id, submission.attempt);
+            live.submitted(worker, submission.id, submission.attempt);
         }
         state.send(worker, command);
         if submits {

@@ -67,7 +67,8 @@ pub(super) struct Registry {
     pub(super) ended: VecDeque<Arc<LiveRequest>>,
     /// Number of all ended requests so far.
     pub(super) ended_total: u64,
-    submissions: BTreeMap<SubmissionId, Arc<LiveRequest>>,
+    /// Worker and request of each submission of these.
+    submissions: BTreeMap<SubmissionId, (WorkerId, Arc<LiveRequest>)>,
     pub(super) tenants: BTreeMap<Arc<str>, Arc<LiveTenant>>,
     /// Number of tenants at which idle tenants are removed from the table.
     tenants_full: usize,
@@ -210,27 +211,39 @@ impl Hub {
         self.registry().open.remove(&number);
     }
 
-    /// Keeps the request of a submission, which a worker's iterations name.
-    pub(super) fn submitted(&self, submission: SubmissionId, request: &Arc<LiveRequest>) {
-        self.registry().submissions.insert(submission, request.clone());
+    /// Keeps the request of a submission, which its worker's iterations name, and forgets an older one.
+    pub(super) fn submitted(
+        &self,
+        worker: WorkerId,
+        submission: SubmissionId,
+        request: &Arc<LiveRequest>,
+        forgotten: Option<SubmissionId>,
+    ) {
+        let mut registry = self.registry();
+        if let Some(forgotten) = forgotten {
+            registry.submissions.remove(&forgotten);
+        }
+        registry.submissions.insert(submission, (worker, request.clone()));
     }
 
-    /// Returns the open request of a submission, if it runs on this worker.
+    /// Returns the request of a submission to this worker, open or ended: iterations are reported up to a tenth of a second
+    /// after a short request has ended.
     pub(crate) fn request_of(&self, submission: SubmissionId, worker: WorkerId) -> Option<Arc<LiveRequest>> {
-        let request = self.registry().submissions.get(&submission).cloned();
-        request.filter(|request| request.runs_on(worker))
+        let registry = self.registry();
+        let (submitted_to, request) = registry.submissions.get(&submission)?;
+        (*submitted_to == worker).then(|| request.clone())
     }
 
     /// Moves a request to those that have ended.
-    pub(super) fn ended(&self, request: &Arc<LiveRequest>, submissions: &[SubmissionId]) {
+    pub(super) fn ended(&self, request: &Arc<LiveRequest>) {
         self.ended_requests.fetch_add(1, Ordering::Relaxed);
         let mut registry = self.registry();
         registry.ended_total += 1;
-        for submission in submissions {
-            registry.submissions.remove(submission);
-        }
         registry.open.remove(&request.number);
         let oldest = if registry.ended.len() == ENDED_MAX { registry.ended.pop_front() } else { None };
+        for submission in oldest.iter().flat_map(|oldest| oldest.take_submissions()) {
+            registry.submissions.remove(&submission);
+        }
         registry.ended.push_back(request.clone());
         drop(registry);
         // Its memory is freed outside of the lock.

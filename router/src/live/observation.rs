@@ -1,6 +1,6 @@
 //! What is observed of a worker's iterations, joined with this router's requests.
 
-use std::collections::{BTreeMap, VecDeque};
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::sync::Arc;
 use std::time::Instant;
 
@@ -182,10 +182,12 @@ impl Observed {
         request_of: impl Fn(SubmissionId) -> Option<Arc<LiveRequest>>,
         now: Instant,
     ) {
+        let mut joined_now = BTreeSet::new();
         for joined in observation.joined {
             if self.sequences.len() >= SEQUENCES_MAX {
                 break;
             }
+            joined_now.insert(joined.sequence);
             let request = joined.submission.and_then(&request_of);
             let tenant = request.as_ref().map_or_else(|| name(joined.tenant), |own| own.tenant.name.clone());
             let sequence = Sequence {
@@ -206,7 +208,7 @@ impl Observed {
             self.push(iteration, now);
         }
         if let Some(state) = observation.state {
-            self.follow(state, now);
+            self.follow(state, &joined_now, now);
         }
     }
 
@@ -249,7 +251,8 @@ impl Observed {
         }
     }
 
-    fn follow(&mut self, state: ObservedState, now: Instant) {
+    /// Follows a state. A sequence that it does not have has ended, unless it has joined since the state was taken.
+    fn follow(&mut self, state: ObservedState, joined: &BTreeSet<u64>, now: Instant) {
         let mut before = std::mem::take(&mut self.sequences);
         for now_state in state.sequences.iter().take(SEQUENCES_MAX) {
             if let Some(mut sequence) = before.remove(&now_state.sequence) {
@@ -257,6 +260,8 @@ impl Observed {
                 self.sequences.insert(now_state.sequence, sequence);
             }
         }
+        before.retain(|sequence, _| joined.contains(sequence));
+        self.sequences.append(&mut before);
         self.kv_blocks_cached = state.kv_blocks_cached;
         self.blocked = state.blocked.map(|(sequence, by)| (sequence, name(by)));
     }

@@ -10,6 +10,9 @@ use super::life::Life;
 use super::tenant::LiveTenant;
 use super::view::{LifeView, RequestView, State};
 
+/// Submissions that a request keeps: a client that does not read may cause any number.
+const SUBMISSIONS_MAX: usize = 16;
+
 /// Properties of a request that do not change after its arrival.
 pub(crate) struct NewRequest<'a> {
     pub(crate) request_id: &'a str,
@@ -146,11 +149,14 @@ impl LiveRequest {
         first
     }
 
-    /// Records the id of its submission to a worker.
-    pub(super) fn submitted(&self, submission: SubmissionId, attempt: u32) {
+    /// Records the id of its submission to a worker. Returns the id of an old one that it forgets.
+    pub(super) fn submitted(&self, submission: SubmissionId, attempt: u32) -> Option<SubmissionId> {
         let mut progress = self.lock();
         progress.attempts = attempt;
+        let full = progress.submissions.len() == SUBMISSIONS_MAX;
+        let oldest = full.then(|| progress.submissions.remove(0));
         progress.submissions.push(submission);
+        oldest
     }
 
     /// Counts tokens. Returns whether they are the first of the request, and the first of its present attempt.
@@ -226,16 +232,18 @@ impl LiveRequest {
         self.change(now, kind, detail, |_| {});
     }
 
-    /// Records the end of the request. Returns its submission ids if it had not ended before.
-    pub(super) fn end(&self, now: Instant, outcome: &str) -> Option<Vec<SubmissionId>> {
+    /// Records the end of the request. Returns false if it had ended before.
+    pub(super) fn end(&self, now: Instant, outcome: &str) -> bool {
         let at = self.age_ms(now);
-        let mut submissions = None;
         self.change(now, "ended", outcome.to_owned(), |progress| {
             (progress.state, progress.ended_ms) = (State::Ended, Some(at));
             progress.outcome = Arc::from(outcome);
-            submissions = Some(std::mem::take(&mut progress.submissions));
-        });
-        submissions
+        })
+    }
+
+    /// Takes the ids of its submissions.
+    pub(super) fn take_submissions(&self) -> Vec<SubmissionId> {
+        std::mem::take(&mut self.lock().submissions)
     }
 
     /// Returns the current state.
@@ -253,11 +261,6 @@ impl LiveRequest {
             kv_blocks: 0,
             waiting_reason: Arc::default(),
         }
-    }
-
-    /// Whether the request is at a worker.
-    pub(super) fn runs_on(&self, worker: WorkerId) -> bool {
-        self.lock().place.as_ref().is_some_and(|place| place.worker == worker)
     }
 
     /// Whether the request waits for the retry budget or in quarantine.

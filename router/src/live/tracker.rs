@@ -1,5 +1,5 @@
 //! What the dispatcher's shell reports of one request. Nothing here waits: a few atomic additions for each delivery, and the
-//! request's own lock for each change of its state. Lock order: the dispatcher's lock, then the registry's or the request's.
+//! request's own lock for each change of its state. Lock order: the dispatcher's lock, the registry's, the request's.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -53,9 +53,9 @@ impl Tracker {
     }
 
     /// Records the id of a submission.
-    pub(crate) fn submitted(&self, submission: SubmissionId, attempt: u32) {
-        self.request.submitted(submission, attempt);
-        self.hub.submitted(submission, &self.request);
+    pub(crate) fn submitted(&self, worker: WorkerId, submission: SubmissionId, attempt: u32) {
+        let forgotten = self.request.submitted(submission, attempt);
+        self.hub.submitted(worker, submission, &self.request, forgotten);
     }
 
     /// Counts delivered tokens. `computed` are the prompt tokens that were computed, with the first ones.
@@ -128,8 +128,8 @@ impl Tracker {
 
     /// Records the end of the request; only the first call has an effect.
     pub(crate) fn ended(&self, outcome: &str, now: Instant) {
-        if let Some(submissions) = self.request.end(now, outcome) {
-            self.hub.ended(&self.request, &submissions);
+        if self.request.end(now, outcome) {
+            self.hub.ended(&self.request);
         }
     }
 }

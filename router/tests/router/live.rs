@@ -275,6 +275,19 @@ async fn iterations_are_joined_with_the_requests_of_this_router_while_someone_wa
         observation.send(v1::ObserveResponse { joined: own_again, iterations, ..Default::default() });
         viewer.until("iteration 1", |viewer| viewer.iterations.len() == 3).await;
         assert_eq!((viewer.iterations[2].number, viewer.iterations[2].work[0].request), (1, own));
+        // A short request has ended before its iterations are reported, beside an older state.
+        session.finish(&again, 0, &tokens("d"), LENGTH);
+        viewer.state("seen", Ended).await;
+        observation.send(v1::ObserveResponse {
+            joined: vec![joined(9, &again, "mine")],
+            iterations: vec![iteration(2, &[(9, 0, 0)])],
+            state: Some(v1::ObservedState::default()),
+            ..Default::default()
+        });
+        let iterations = vec![iteration(3, &[(9, 0, 0)])];
+        observation.send(v1::ObserveResponse { iterations, ..Default::default() });
+        viewer.until("iteration 3", |viewer| viewer.iterations.len() == 5).await;
+        assert!(viewer.iterations[3..].iter().all(|iteration| iteration.work[0].request == own));
         assert_eq!(viewer.skipped_iterations, 0);
         drop(viewer);
         observation.ended().await;

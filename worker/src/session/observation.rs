@@ -104,10 +104,11 @@ impl Feed {
         let of_iterations = iterations.iter().flat_map(|completed| &completed.sequences);
         let of_state = state.iter().flat_map(|state| &state.sequences);
         let fresh = of_iterations.chain(of_state).filter(|sequence| known.insert(sequence.sequence));
-        let joined = fresh.map(|sequence| (**sequence).clone()).collect();
+        let joined: Vec<_> = fresh.map(|sequence| (**sequence).clone()).collect();
         if let Some(state) = &state {
-            // Those that have ended are named no more.
-            known = state.sequences.iter().map(|sequence| sequence.sequence).collect();
+            // Those that have ended are named no more. The state may be older than those that join beside it.
+            let present = state.sequences.iter().map(|sequence| sequence.sequence);
+            known = present.chain(joined.iter().map(|sequence| sequence.sequence)).collect();
         }
         self.unread().known = known;
         Some(v1::ObserveResponse {
@@ -322,6 +323,12 @@ mod tests {
         assert_eq!(joined(&feed), [8]);
         feed.push(&completed(2));
         assert_eq!(joined(&feed), [2], "it was not in the last state, so it counts as new");
+        let state = v1::ObservedState::default();
+        feed.set_state(&Arc::new(State { state, sequences: vec![sequence(7)] }));
+        feed.push(&completed(9));
+        assert_eq!(joined(&feed), [9]);
+        feed.push(&completed(9));
+        assert!(joined(&feed).is_empty(), "the state was older than it");
         feed.close();
         assert!(feed.take().is_none());
     }
