@@ -152,8 +152,8 @@ impl MetadataPacker {
         Ok(())
     }
 
-    /// Lists the sequences of a batch. One decodes if each of its rows is sampled from.
-    fn list_sequences(&mut self, batch: &Batch) {
+    /// Plans the attention of a batch, for each distinct window.
+    fn plan_attention(&mut self, batch: &Batch, config: &PackerConfig) {
         self.sequences.clear();
         let mut samples = batch.samples.as_slice();
         for s in 0..batch.sequences() {
@@ -167,6 +167,10 @@ impl MetadataPacker {
                 table: batch.block_starts[s],
                 decode: sampled == (end - row) as usize,
             });
+        }
+        self.plans.resize_with(config.windows.len(), AttentionPlan::default);
+        for (plan, window) in self.plans.iter_mut().zip(&config.windows) {
+            plan.make(&self.sequences, &PlanShape { window: *window, ..config.plan });
         }
     }
 
@@ -186,11 +190,7 @@ impl MetadataPacker {
     ) -> Result<StepShape, Error> {
         self.assign_kv_indices(batch, config)?;
         let rows = batch.rows();
-        self.list_sequences(batch);
-        self.plans.resize_with(config.windows.len(), AttentionPlan::default);
-        for (plan, window) in self.plans.iter_mut().zip(&config.windows) {
-            plan.make(&self.sequences, &PlanShape { window: *window, ..config.plan });
-        }
+        self.plan_attention(batch, config);
         // Every row is sampled from. Graphs have no prefill items.
         let mixed = self.plans.iter().any(AttentionPlan::is_mixed);
         let decodes = batch.samples.len() == rows

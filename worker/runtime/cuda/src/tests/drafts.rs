@@ -132,6 +132,19 @@ struct Running {
     sampled_at: Option<u32>,
 }
 
+impl Running {
+    /// Attaches a request to the slot of its index.
+    fn start<G: Gpu<Memory = HostMemory>>(
+        gpu: &mut HarnessRunner<G>,
+        requests: &[Request],
+        request: usize,
+    ) -> Self {
+        attach(gpu, request as u32, &requests[request], &[]);
+        let tokens = requests[request].prompt.clone();
+        Self { request, tokens, fed: 0, steps: Vec::new(), sampled_at: None }
+    }
+}
+
 /// Steps of [`together`], so that a test can't pass without them.
 #[derive(Debug, Default, PartialEq)]
 struct Coverage {
@@ -184,15 +197,7 @@ fn together<G: Gpu<Memory = HostMemory>>(
         philox4x32([count, 0, 0, 0], [seed, 32])[0] as usize % bound
     };
     let mut coverage = Coverage::default();
-    let mut live: Vec<Running> = requests
-        .iter()
-        .enumerate()
-        .map(|(i, request)| {
-            attach(gpu, i as u32, request, &[]);
-            let tokens = request.prompt.clone();
-            Running { request: i, tokens, fed: 0, steps: Vec::new(), sampled_at: None }
-        })
-        .collect();
+    let mut live: Vec<Running> = (0..requests.len()).map(|i| Running::start(gpu, requests, i)).collect();
     let (mut batch, mut masks) = (Batch::default(), TokenMasks::none(vocab_size));
     while live.iter().any(|one| one.steps.len() < OUTPUT) {
         batch.clear();
