@@ -114,12 +114,20 @@ fn load_cuda(
     ledger: &MemoryLedger,
     progress: Progress<'_>,
 ) -> Result<Box<dyn Runtime>, Error> {
+    let cuda = cuda_options(options)?;
+    // Pinned memory is taken at once and cannot be swapped out.
+    ledger.reserve(options.host_cache_bytes).map_err(Error::HostMemory)?;
+    Ok(Box::new(CudaRuntime::load(model, &cuda, progress)?))
+}
+
+#[cfg(feature = "cuda")]
+fn cuda_options(options: &Options) -> Result<CudaOptions, Error> {
     if let Some(quantize) = options.quantize {
         let range = "left out on GPUs, which keep weights in 16 bits; --device cpu rounds them";
         let (name, value) = ("quantize", quantize.to_string());
         return Err(OptionsError::OutOfRange { name, value, range }.into());
     }
-    let cuda = CudaOptions {
+    Ok(CudaOptions {
         gpus: ordinals(options),
         lone_communicator: false,
         utilization: options.gpu_memory_utilization,
@@ -139,8 +147,18 @@ fn load_cuda(
         graphs: true,
         autotune: options.autotune,
         overlap: true,
-    };
-    // Pinned memory is taken at once and cannot be swapped out.
-    ledger.reserve(options.host_cache_bytes).map_err(Error::HostMemory)?;
-    Ok(Box::new(CudaRuntime::load(model, &cuda, progress)?))
+    })
+}
+
+#[cfg(all(test, feature = "cuda"))]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_gpu_has_rows_for_drafts_only_if_there_are_some() {
+        for (drafts, rows) in [(Drafts::Off, 0), (Drafts::PromptLookup, DRAFT_ROWS)] {
+            let options = Options { drafts, ..Options::default() };
+            assert_eq!(cuda_options(&options).ok().map(|cuda| cuda.draft_rows), Some(rows));
+        }
+    }
 }

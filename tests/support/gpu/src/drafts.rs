@@ -159,8 +159,9 @@ pub fn drafts(runtime: CudaRuntime, task: &Drafts) -> JobResult<Value> {
                     let b = run(task.drafts_max)?;
                     (run(0)?, b)
                 };
-                let pairs = a.outputs.iter().filter(|(stream, output)| b.outputs.get(stream) != Some(output));
-                different += pairs.count();
+                let changed =
+                    a.outputs.iter().filter(|(stream, output)| b.outputs.get(*stream) != Some(*output));
+                different += changed.count();
                 ratios.push(b.tokens_per_second / a.tokens_per_second);
                 without.push(a.tokens_per_second);
                 with.push(b.tokens_per_second);
