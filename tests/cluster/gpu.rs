@@ -38,7 +38,7 @@ async fn generate_all(cluster: &LocalCluster, requests: &[GenerateRequest]) -> R
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn gpu_results_are_batch_invariant_with_and_without_launch_overlap() -> Result<()> {
+async fn gpu_results_are_batch_invariant_with_and_without_launch_overlap_and_drafts() -> Result<()> {
     if !SimulatedGpu::AVAILABLE {
         inflight_fixtures::skipped(
             "the simulated GPU",
@@ -50,12 +50,21 @@ async fn gpu_results_are_batch_invariant_with_and_without_launch_overlap() -> Re
     let requests: Vec<_> = (0..4).map(|seed| sampled("Once upon a time", 10, seed)).collect();
     let mut expected = None;
     // Machine code without programmatic dependent launch (sm_80), with it (sm_90a), and PTX with a driver that rejects it.
-    for settings in
-        ["memory=768,compute=8.0", "memory=768,compute=9.0", "memory=768,compute=10.0,overlap=false"]
-    {
+    for (settings, drafts) in [
+        ("memory=768,compute=8.0", "--drafts=off"),
+        ("memory=768,compute=9.0", "--drafts=prompt-lookup"),
+        ("memory=768,compute=10.0,overlap=false", "--drafts=off"),
+    ] {
         let gpu = SimulatedGpu::new(settings)?;
-        let flags =
-            ["--workers=1", "--device=cuda", "--deterministic", "--verbose", OVERLAP_IS_LOGGED, &model];
+        let flags = [
+            "--workers=1",
+            "--device=cuda",
+            "--deterministic",
+            "--verbose",
+            OVERLAP_IS_LOGGED,
+            drafts,
+            &model,
+        ];
         let flags = [&flags, &SMALL[..]].concat();
         let cluster = LocalCluster::start_with_env(program(), &flags, &gpu.environment()).await?;
         let answers = generate_all(&cluster, &requests)

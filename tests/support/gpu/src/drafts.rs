@@ -32,6 +32,8 @@ pub struct Drafts {
     pairs: u32,
     /// Whether log probabilities are computed and compared, too.
     logprobs: bool,
+    /// Whether drafts are used only where they are expected to save time.
+    governed: bool,
 }
 
 const SESSION: SessionId = SessionId(0);
@@ -121,6 +123,7 @@ struct Run {
     output: u32,
     /// 0: no drafts.
     drafts_max: u32,
+    govern_drafts: bool,
     seed: u32,
 }
 
@@ -148,8 +151,8 @@ pub fn drafts(runtime: CudaRuntime, task: &Drafts) -> JobResult<Value> {
                         SharedRuntime { capabilities: capabilities.clone(), runtime: Arc::clone(&runtime) };
                     let logprobs = task.logprobs.then_some(0);
                     let sampling = SamplingSpec { logprobs, ..spec.clone() };
-                    let (streams, output) = (*streams, task.output);
-                    serve(shared, &Run { sampling, streams, output, drafts_max, seed: pair })
+                    let (streams, output, govern_drafts) = (*streams, task.output, task.governed);
+                    serve(shared, &Run { sampling, streams, output, drafts_max, govern_drafts, seed: pair })
                 };
                 // Alternates which one goes first.
                 let (a, b) = if pair % 2 == 0 {
@@ -195,8 +198,9 @@ fn median(values: &mut [f64]) -> f64 {
 /// Runs streams that all arrive at once to their end.
 fn serve(runtime: SharedRuntime, run: &Run) -> JobResult<Outcome> {
     let vocabulary = runtime.capabilities.vocab_size;
+    let Run { drafts_max, govern_drafts, .. } = *run;
     let options =
-        EngineOptions { drafts_max: run.drafts_max, prefix_cache: false, ..EngineOptions::default() };
+        EngineOptions { drafts_max, govern_drafts, prefix_cache: false, ..EngineOptions::default() };
     let mut engine = Engine::new(Box::new(runtime), &[], options)?;
     engine.calibrate()?;
     let mut events = Vec::new();
