@@ -25,7 +25,9 @@ async fn call(cluster: &LocalCluster, method: &str, path: &str, headers: &str) -
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_stream_is_watched_while_the_page_kills_its_worker() -> Result<()> {
-    let mut cluster = LocalCluster::start(program(), &[]).await?;
+    // Steps of 10 ms: the stream takes five seconds, so that its worker is killed in the middle of it.
+    let flags = ["--workers=2", "--device=sim:flat,step=0.01"];
+    let mut cluster = LocalCluster::start(program(), &flags).await?;
     let mut client = cluster.client().await?;
     let mut operator = AdminClient::connect(cluster.endpoint.clone()).await?;
     let page = call(&cluster, "GET", "/ui", "").await?;

@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
-use inflight_harness::{Collector, LocalCluster, RecordedSpan, kill, scrape};
+use inflight_harness::{Collector, LocalCluster, RecordedSpan, eventually, kill, scrape};
 use tokio::net::TcpListener;
 use tonic::Request;
 
@@ -60,20 +60,23 @@ fn attribute<'a>(attributes: &'a [(String, String)], name: &str) -> &'a str {
 
 /// Returns the position of the worker that runs a sequence.
 async fn busy_worker(cluster: &LocalCluster) -> Result<usize> {
-    for (at, worker) in cluster.workers.iter().enumerate() {
-        if scrape(worker.metrics).await?.total("inflight_worker_running_sequences")? > 0.0 {
-            return Ok(at);
+    eventually("a busy worker", || async {
+        for (at, worker) in cluster.workers.iter().enumerate() {
+            if scrape(worker.metrics).await?.total("inflight_worker_running_sequences")? > 0.0 {
+                return Ok(at);
+            }
         }
-    }
-    anyhow::bail!("no worker is busy")
+        anyhow::bail!("no worker is busy")
+    })
+    .await
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_collector_gets_the_spans_of_both_attempts_of_a_request_whose_worker_was_killed() -> Result<()> {
     let collector = Collector::start().await?;
     let endpoint = format!("--otlp-endpoint=http://{}", collector.address);
-    // Steps of 10 ms: the worker is killed long before it has finished.
-    let device = "--device=sim:flat,step=0.01";
+    // Steps of 25 ms, ten seconds in all: the worker is killed long before it has finished, on a busy machine too.
+    let device = "--device=sim:flat,step=0.025";
     let flags = ["--workers=2", "--verbose", device, &endpoint, "--otlp-signals=traces,metrics,logs"];
     let mut cluster = LocalCluster::start(program(), &flags).await?;
     let mut client = cluster.client().await?;
