@@ -22,12 +22,12 @@ async fn observe(router: &Router) -> Result<Streaming<v1::ObserveResponse>, Stat
 
 #[tokio::test]
 async fn the_observed_iterations_add_up_with_the_streams() {
-    let mut router = Router::start(0.0005, PROTOCOL_VERSION).await;
+    // Some hundred steps of 5 ms, so that several states are sent meanwhile.
+    let mut router = Router::start(0.005, PROTOCOL_VERSION).await;
     let mut observation = observe(&router).await.unwrap();
     let first = observation.message().await.unwrap().unwrap();
     assert!(first.state.unwrap().sequences.is_empty(), "the first response has the state of an idle worker");
-    // Some 400 iterations of half a millisecond, so that several states are sent meanwhile.
-    let requests = [(1, 100, 400), (2, 3000, 250), (3, 1, 10), (4, 17, 600), (5, 50, 300), (6, 5, 20)];
+    let requests = [(1, 100, 40), (2, 3000, 25), (3, 1, 1), (4, 17, 60), (5, 50, 30), (6, 5, 2)];
     for (request, prompt, tokens) in requests {
         router.submit(request, vec![request as u32; prompt], tokens, Vec::new());
     }
@@ -58,7 +58,7 @@ async fn the_observed_iterations_add_up_with_the_streams() {
         ran |= state.sequences.iter().any(|sequence| sequence.slot.is_some() && sequence.kv_blocks > 0);
         // Four slots for six requests.
         waited |= state.sequences.iter().any(|sequence| sequence.phase() == v1::SequencePhase::Waiting);
-        if state.sequences.is_empty() && generated.values().sum::<u32>() == 1580 {
+        if state.sequences.is_empty() && generated.values().sum::<u32>() == 158 {
             break;
         }
     }
