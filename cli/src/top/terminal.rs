@@ -151,7 +151,13 @@ pub async fn run(mut events: mpsc::Receiver<FeedEvent>, interval: Duration) -> R
                         model.paste(&text);
                         Action::Draw
                     }
-                    _ => Action::Draw, // a resize
+                    Event::Resize(..) => {
+                        // Everything is drawn again: the terminal may have cut the screen, also where its size is the same
+                        // as before two resizes.
+                        screen.terminal.draw(|_| {}).map_err(failed)?;
+                        Action::Draw
+                    }
+                    _ => Action::Draw,
                 };
                 match action {
                     Action::Quit => return Ok(()),
