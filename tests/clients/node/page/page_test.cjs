@@ -4,6 +4,7 @@
 // NODE_PATH names the folder with puppeteer-core, INFLIGHT_TEST_BROWSER the browser. Prints JSON: what was checked, and figures.
 const fs = require("node:fs");
 const http = require("node:http");
+const net = require("node:net");
 const path = require("node:path");
 const { launch, open, setScheme, until, text, ensure } = require("./browser.cjs");
 const { SyntheticRouter } = require("./synthetic_router.cjs");
@@ -213,10 +214,42 @@ async function everyControlHasAName(page) {
   ensure(landmarks.every((number) => number > 0), `landmarks: ${landmarks}`);
 }
 
-async function thePageReconnects(page) {
-  await page.setOfflineMode(true);
+// Between the browser and the router: can be cut, with what is open on it.
+class Proxy {
+  async start(url) {
+    const { hostname, port } = new URL(url);
+    this.cut = false;
+    this.sockets = new Set();
+    this.server = net.createServer((client) => {
+      if (this.cut) return client.destroy();
+      const server = net.connect(Number(port), hostname);
+      for (const [from, to] of [[client, server], [server, client]]) {
+        this.sockets.add(from);
+        from.on("error", () => to.destroy());
+        from.on("close", () => { this.sockets.delete(from); to.destroy(); });
+        from.pipe(to);
+      }
+    });
+    await new Promise((resolve) => this.server.listen(0, "127.0.0.1", resolve));
+    this.url = `http://127.0.0.1:${this.server.address().port}`;
+    return this;
+  }
+
+  setCut(cut) {
+    this.cut = cut;
+    if (cut) for (const socket of this.sockets) socket.destroy();
+  }
+
+  stop() {
+    this.setCut(true);
+    this.server.close();
+  }
+}
+
+async function thePageReconnects(page, proxy) {
+  proxy.setCut(true);
   await until(page, "it says that it waits", () => document.querySelector("#connection").dataset.state === "waiting");
-  await page.setOfflineMode(false);
+  proxy.setCut(false);
   await until(page, "it is connected again", LIVE);
   await until(page, "the lanes are back", () => document.querySelectorAll(".lane").length >= 2);
 }
@@ -296,7 +329,8 @@ async function main() {
     router = await new SyntheticRouter({ workers: 2, slots: 16, arrivals: 8 }).start();
     router.cluster.idle = true;
   }
-  const url = router?.url ?? target;
+  const proxy = await new Proxy().start(router?.url ?? target);
+  const { url } = proxy;
   const cluster = {
     workers: 2,
     load: async () => {
@@ -319,7 +353,7 @@ async function main() {
       everyControlHasAName: () => everyControlHasAName(page),
       killedWorkersStreamsJump: async () => { checked.jump = await killedWorkersStreamsJump(page, cluster); },
       everythingWorksByKeyboard: () => everythingWorksByKeyboard(page, cluster),
-      thePageReconnects: () => thePageReconnects(page),
+      thePageReconnects: () => thePageReconnects(page, proxy),
       aNarrowWindowIsNotTooSmall: () => aNarrowWindowIsNotTooSmall(browser, url),
       ...(router && { onlyTheSyntheticRouterCan: () => onlyTheSyntheticRouterCan(browser, router) }),
     };
@@ -332,6 +366,7 @@ async function main() {
     if (process.env.INFLIGHT_PAGE_SCREENSHOT) await page.screenshot({ path: process.env.INFLIGHT_PAGE_SCREENSHOT, fullPage: true });
   } finally {
     await browser.close();
+    proxy.stop();
     await router?.close();
   }
   console.log(JSON.stringify(checked));
