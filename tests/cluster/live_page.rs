@@ -24,7 +24,11 @@ async fn the_page_shows_a_load_and_a_killed_worker_and_is_usable_by_keyboard() -
         return Ok(());
     };
     // Slow enough for a stream to be there when its worker is killed, on any machine.
-    let flags = ["--device=sim:flat,step=0.02,prompt_token=0.0002", "--max-sequences=16"];
+    let flags = [
+        "--device=sim:flat,step=0.02,prompt_token=0.0002",
+        "--max-sequences=16",
+        "--max-context-tokens=65536",
+    ];
     let cluster = LocalCluster::start(program(), &flags).await?;
     let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/clients/node/page/page_test.cjs");
     let mut node = Command::new("node");

@@ -20,6 +20,7 @@ const COLOURS = (lane, last) => {
   const { data } = canvas.getContext("2d").getImageData(left, 0, canvas.width - left, canvas.height - chart);
   const colours = {};
   for (let at = 0; at < data.length; at += 4) {
+    if (!data[at + 3]) continue;
     const colour = `#${[data[at], data[at + 1], data[at + 2]].map((value) => value.toString(16).padStart(2, "0")).join("")}`;
     colours[colour] = (colours[colour] ?? 0) + 1;
   }
@@ -65,6 +66,7 @@ class Load {
 
 async function slotsFillAndEmpty(page, cluster) {
   await until(page, "every lane is there", (number) => document.querySelectorAll(".lane").length >= number, cluster.workers);
+  await until(page, "the lanes are drawn", `[...document.querySelectorAll(".lane")].every((lane) => Object.keys((${COLOURS})(lane)).length > 0)`);
   const before = await page.$eval(".lane", COLOURS);
   const background = Object.entries(before).sort(([, one], [, other]) => other - one)[0][0];
   const load = await cluster.load();
@@ -144,8 +146,10 @@ async function keyboardFindsTheStream(page, worker, number) {
   }
   await page.keyboard.press("End");
   const cell = () => text(page, "#cell");
+  const seen = [];
   for (let tries = 0; !(await cell()).startsWith(`Request ${number},`); tries++) {
-    ensure(tries < 120, `arrow keys do not reach request ${number}: ${await cell()}`);
+    ensure(tries < 120, `arrow keys do not reach request ${number}, ${await text(page, "#answer-state")}: ${seen.join("; ")}`);
+    seen.push((await cell()).slice(0, 40));
     // From the newest column, row by row; columns move on meanwhile.
     await page.keyboard.press(tries % 40 === 0 ? "End" : "ArrowDown");
     if (tries % 40 === 0) for (let up = 0; up < 20; up++) await page.keyboard.press("ArrowUp");
