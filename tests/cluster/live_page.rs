@@ -1,6 +1,7 @@
 //! The page `/ui` in a headless browser, used as a viewer does.
 
 use std::path::Path;
+use std::process::Stdio;
 use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
@@ -33,10 +34,11 @@ async fn the_page_shows_a_load_and_a_killed_worker_and_is_usable_by_keyboard() -
     let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/clients/node/page/page_test.cjs");
     let mut node = Command::new("node");
     node.arg(script).arg(&cluster.http).env("NODE_PATH", modules).env("INFLIGHT_TEST_BROWSER", browser);
-    let finished = tokio::time::timeout(LIMIT, node.kill_on_drop(true).output()).await??;
-    let [output, errors] =
-        [finished.stdout, finished.stderr].map(|text| String::from_utf8_lossy(&text).into_owned());
-    ensure!(finished.status.success(), "{errors}\n{output}\n{}", cluster.log());
+    // Standard error has a line for each step: where it hangs is seen in the test's output.
+    let child = node.stdout(Stdio::piped()).kill_on_drop(true).spawn()?;
+    let finished = tokio::time::timeout(LIMIT, child.wait_with_output()).await??;
+    let output = String::from_utf8_lossy(&finished.stdout).into_owned();
+    ensure!(finished.status.success(), "{output}\n{}", cluster.log());
     let checked: Value = serde_json::from_str(&output).with_context(|| output.clone())?;
     ensure!(checked["jump"]["from"] != checked["jump"]["to"], "{checked}");
     Ok(())

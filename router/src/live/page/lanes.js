@@ -11,7 +11,7 @@ const LANES_MAX = 256;
 
 // What the viewer looks at.
 const view = { paused: false, selected: 0, own: 0, hovered: 0, canKill: false };
-const lanes = { all: new Map(), frame: 0, lastFrame: 0, cost: 0, lastWrite: 0, unwritten: false, pace: 250, lastUpdate: 0, pointer: null, writers: [], parts: [] };
+const lanes = { all: new Map(), dark: false, frame: 0, lastFrame: 0, cost: 0, lastWrite: 0, unwritten: false, pace: 250, lastUpdate: 0, pointer: null, writers: [], parts: [] };
 const reducedMotion = matchMedia("(prefers-reduced-motion: reduce)");
 
 const resized = new ResizeObserver((entries) => {
@@ -125,6 +125,11 @@ function drawFrame(now) {
   // What a frame costs is known when the browser has drawn it.
   const begun = performance.now();
   breathe().then(() => { lanes.cost = 0.8 * lanes.cost + 0.2 * (performance.now() - begun); });
+  // Browsers leave the event of a changed scheme out where a script has read the new scheme before it.
+  if (lanes.dark !== isDark()) {
+    lanes.dark = isDark();
+    for (const lane of lanes.all.values()) lane.stale = true;
+  }
   let more = writeSome(now);
   if (lanes.pointer) pointAt();
   for (const lane of lanes.all.values()) {

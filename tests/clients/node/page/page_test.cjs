@@ -9,6 +9,7 @@ const path = require("node:path");
 const { launch, open, setScheme, until, text, ensure } = require("./browser.cjs");
 const { SyntheticRouter } = require("./synthetic_router.cjs");
 
+const part = (name) => fs.readFileSync(path.join(__dirname, "../../../../router/src/live/page", name), "utf8");
 const LIVE = () => document.querySelector("#connection-text").textContent === "Live";
 const SLOTS_IN_USE = () => [...document.querySelectorAll(".lane-summary")].map((node) => Number(/^(\d+) of/.exec(node.textContent)?.[1] ?? 0));
 
@@ -64,11 +65,39 @@ class Load {
   }
 }
 
+// The page's own colours: its script keeps them to itself.
+const { INKS, HUES, requestTone } = new Function("matchMedia", `${part("palette.js")}\nreturn { INKS, HUES, requestTone };`)(() => ({}));
+
+// Whether the first lane is drawn in the colours of the scheme named: its cells without a request, and none in those of the other.
+const DRAWN_IN = (scheme) => `((colours) => colours["${INKS[scheme].empty}"] > 100 && !colours["${INKS[scheme === "dark" ? "light" : "dark"].empty}"])((${COLOURS})(document.querySelector(".lane")))`;
+
+// How many iterations of a lane have a cell in `colour` with a line of `ink` above and below it, as those of the playground's request have.
+const OUTLINED = (lane, colour, ink) => {
+  const canvas = lane.querySelector(".lane-view canvas");
+  const { width, height } = canvas;
+  const words = new Uint32Array(canvas.getContext("2d").getImageData(0, 0, width, height).data.buffer);
+  const [wanted, edge] = [colour, ink].map((name) => (0xff000000 | parseInt(name.slice(5, 7) + name.slice(3, 5) + name.slice(1, 3), 16)) >>> 0);
+  let found = 0;
+  for (let x = 0; x < width; x++) {
+    for (let y = 1, run = 0, outlined = false; y < height; y++) {
+      const word = words[y * width + x];
+      if (word === wanted) {
+        if (run === 0) outlined = words[(y - 1) * width + x] === edge;
+        run += 1;
+        continue;
+      }
+      if (word === edge && run >= 4 && outlined) {
+        found += 1;
+        break;
+      }
+      run = 0;
+    }
+  }
+  return found;
+};
+
 async function slotsFillAndEmpty(page, cluster) {
   await until(page, "every lane is there", (number) => document.querySelectorAll(".lane").length >= number, cluster.workers);
-  await until(page, "the lanes are drawn", `[...document.querySelectorAll(".lane")].every((lane) => Object.keys((${COLOURS})(lane)).length > 0)`);
-  const before = await page.$eval(".lane", COLOURS);
-  const background = Object.entries(before).sort(([, one], [, other]) => other - one)[0][0];
   const load = await cluster.load();
   await until(page, "slots of every lane are in use", `(${SLOTS_IN_USE})().every((number) => number > 0)`);
   await until(page, "cells of several colours are drawn in every lane", `[...document.querySelectorAll(".lane")].every((lane) => Object.values((${COLOURS})(lane)).filter((pixels) => pixels > 20).length >= 5)`);
@@ -77,20 +106,20 @@ async function slotsFillAndEmpty(page, cluster) {
   await load.stop();
   ensure(!load.failures?.length, `calls of the load failed: ${load.failures}`);
   await until(page, "all slots are free", `(${SLOTS_IN_USE})().every((number) => number === 0)`);
-  await until(page, "the newest columns are empty", `[...document.querySelectorAll(".lane")].every((lane) => Object.keys((${COLOURS})(lane, 3)).every((colour) => colour === "${background}" || colour === "#ffffff"))`);
-  return background;
+  await until(page, "the newest columns are empty", `[...document.querySelectorAll(".lane")].every((lane) => Object.keys((${COLOURS})(lane, 3)).every((colour) => colour === "${INKS.light.empty}" || colour === "${INKS.light.surface}"))`);
 }
 
-async function bothSchemesAreDrawn(page, lightBackground) {
+async function bothSchemesAreDrawn(page) {
   const pageColour = () => page.$eval("body", (node) => getComputedStyle(node).backgroundColor);
+  await until(page, "the lanes are light", DRAWN_IN("light"));
   const light = await pageColour();
   await setScheme(page, "dark");
-  await until(page, "the lanes are dark", `!((${COLOURS})(document.querySelector(".lane"))["${lightBackground}"])`);
+  await until(page, "the lanes are dark", DRAWN_IN("dark"));
   const dark = await pageColour();
   ensure(light !== dark, `the page is ${light} in both schemes`);
   await page.select("#theme", "light");
   await until(page, "the switch overrides the system", (colour) => getComputedStyle(document.body).backgroundColor === colour, light);
-  await until(page, "the lanes are light", `((${COLOURS})(document.querySelector(".lane"))["${lightBackground}"]) > 0`);
+  await until(page, "the lanes are light again", DRAWN_IN("light"));
   await page.select("#theme", "auto");
   await setScheme(page, "light");
 }
@@ -105,6 +134,9 @@ async function killedWorkersStreamsJump(page, cluster) {
   await until(page, "the playground streams", () => document.querySelector("#answer-text").textContent.length > 30 && /at \S+$/.test(document.querySelector("#answer-state").textContent));
   const from = /at (\S+)$/.exec(await text(page, "#answer-state"))[1];
   const lane = `[...document.querySelectorAll(".lane")].find((lane) => lane.querySelector("h3").textContent === "${from}")`;
+  const number = await numberOfThePlayground(page);
+  const outlinedIn = (name) => `(${OUTLINED})([...document.querySelectorAll(".lane")].find((lane) => lane.querySelector("h3").textContent === "${name}"), "${HUES.light[requestTone(number)]}", "${INKS.light.ink}") > 20`;
+  await until(page, `request ${number} is drawn in its colour in the lane of ${from}`, outlinedIn(from));
   await page.evaluate(`${lane}.querySelector("button").click()`);
   await until(page, "it asks before it kills", () => document.querySelector("#kill").open);
   ensure((await text(page, "#kill-title")) === `Kill ${from}?`, `it asks ${await text(page, "#kill-title")}`);
@@ -116,16 +148,14 @@ async function killedWorkersStreamsJump(page, cluster) {
   ensure(to !== from, `it moved from ${from} to ${to}`);
   await until(page, "screen readers hear of the worker", (name) => { window.heard = (window.heard ?? "") + document.querySelector("#announce").textContent; return window.heard.includes(name) || document.querySelector("#announce").textContent.includes("moved"); }, from);
 
-  // Its life tells of both workers, and its colour is in both lanes.
+  await until(page, `request ${number} is drawn in its colour in the lane of ${to}`, outlinedIn(to));
+
+  // Its life tells of both workers.
   await page.click("#follow");
   await until(page, "its life is shown", () => document.querySelectorAll(".timeline li").length > 3);
+  ensure((await text(page, "#life-title")) === `Request ${number}`, `the life shown is that of ${await text(page, "#life-title")}`);
   const life = await text(page, ".timeline");
   for (const word of [from, to, "lost", "dispatched"]) ensure(life.includes(word), `its life has no ${word}: ${life}`);
-  const colour = await page.$eval("#life .meter:not([hidden]) i", (node) => node.style.getPropertyValue("--tone"));
-  for (const name of [from, to]) {
-    await until(page, `its colour ${colour} is in the lane of ${name}`, `((${COLOURS})([...document.querySelectorAll(".lane")].find((lane) => lane.querySelector("h3").textContent === "${name}"))["${colour}"] ?? 0) > 20`);
-  }
-  const number = Number(/\d+/.exec(await text(page, "#life-title"))[0]);
   await page.keyboard.press("Escape");
   await keyboardFindsTheStream(page, to, number);
   await page.click("#stop");
@@ -133,6 +163,14 @@ async function killedWorkersStreamsJump(page, cluster) {
   await load.stop();
   await until(page, "the worker is back", (name) => [...document.querySelectorAll(".lane")].some((lane) => lane.querySelector("h3").textContent === name && lane.querySelector(".pill").textContent === "connected"), from);
   return { from, to, number };
+}
+
+async function numberOfThePlayground(page) {
+  await until(page, "the playground's request is known", () => !document.querySelector("#follow").hidden);
+  await page.click("#follow");
+  const number = Number(/\d+/.exec(await text(page, "#life-title"))[0]);
+  await page.keyboard.press("Escape");
+  return number;
 }
 
 // With keys alone: to the lane, to a cell of the request, to its life and back.
@@ -147,7 +185,7 @@ async function keyboardFindsTheStream(page, worker, number) {
   await page.keyboard.press("End");
   const cell = () => text(page, "#cell");
   const seen = [];
-  for (let tries = 0; !(await cell()).startsWith(`Request ${number},`); tries++) {
+  for (let tries = 0; /^Request (\d+)/.exec(await cell())?.[1] !== String(number); tries++) {
     ensure(tries < 120, `arrow keys do not reach request ${number}, ${await text(page, "#answer-state")}: ${seen.join("; ")}`);
     seen.push((await cell()).slice(0, 40));
     // From the newest column, row by row; columns move on meanwhile.
@@ -308,8 +346,7 @@ async function onlyTheSyntheticRouterCan(browser, router) {
 
 // Names that look like the borders at which a large update is cut must not be cut.
 async function largeUpdatesAreParsedInParts() {
-  const part = (name) => fs.readFileSync(path.join(__dirname, "../../../../router/src/live/page", name), "utf8");
-  const inParts = new Function("location", "view", `${part("elements.js").match(/function breathe[\s\S]*?\n}/)[0]}\n${part("connection.js")}\nreturn parseUpdate;`)({ search: "" }, {});
+  const inParts = new Function("location", "view", "breathe", `${part("connection.js")}\nreturn parseUpdate;`)({ search: "" }, {}, () => new Promise(setImmediate));
   const names = ['},{"number":7', '}],"tenants":[', '}]}', '"requests":[{', "\\", '\\"}],"a', "plain"];
   const requests = Array.from({ length: 9000 }, (_, at) => ({ number: at + 1, requestId: names[at % names.length], tenant: names[(at * 3 + 1) % names.length], state: "queued" }));
   for (const update of [
@@ -352,8 +389,8 @@ async function main() {
     const page = await open(browser, `${url}/ui`);
     await until(page, "it is live", LIVE);
     const steps = {
-      slotsFillAndEmpty: async () => { checked.background = await slotsFillAndEmpty(page, cluster); },
-      bothSchemesAreDrawn: () => bothSchemesAreDrawn(page, checked.background),
+      slotsFillAndEmpty: () => slotsFillAndEmpty(page, cluster),
+      bothSchemesAreDrawn: () => bothSchemesAreDrawn(page),
       everyControlHasAName: () => everyControlHasAName(page),
       killedWorkersStreamsJump: async () => { checked.jump = await killedWorkersStreamsJump(page, cluster); },
       everythingWorksByKeyboard: () => everythingWorksByKeyboard(page, cluster),
@@ -365,6 +402,7 @@ async function main() {
       const started = Date.now();
       await step().catch((error) => { throw new Error(`${name}: ${error.message}`); });
       checked[name] = Date.now() - started;
+      console.error(`${name}: ${checked[name]} ms`);
       ensure(page.faults.length === 0, `${name}: ${page.faults.join("\n")}`);
     }
     if (process.env.INFLIGHT_PAGE_SCREENSHOT) await page.screenshot({ path: process.env.INFLIGHT_PAGE_SCREENSHOT, fullPage: true });
