@@ -197,7 +197,8 @@ impl Matcher {
     }
 
     /// Returns tokens of the bytes that must follow, in the greedy tokenization of the vocabulary; none if several bytes may.
-    /// As drafts they are guesses: the model may write the bytes in other tokens.
+    /// As drafts they are guesses: the model may write the bytes in other tokens. A single byte at the end is left out: a quote
+    /// that closes a string is usually written in one token with the punctuation behind it.
     pub fn forced_tokens(&mut self) -> Vec<u32> {
         if !self.begun || self.is_complete() {
             return Vec::new();
@@ -205,7 +206,12 @@ impl Matcher {
         let forced = self.guarded(|inner| {
             let bytes = inner.compute_ff_bytes();
             let environment = inner.tok_env().map_err(|error| error.to_string())?;
-            Ok(environment.tok_trie().greedy_tokenize(&bytes))
+            let trie = environment.tok_trie();
+            let mut tokens = trie.greedy_tokenize(&bytes);
+            if tokens.last().is_some_and(|last| trie.token_len(*last) <= 1) {
+                tokens.pop();
+            }
+            Ok(tokens)
         });
         forced.unwrap_or_default()
     }

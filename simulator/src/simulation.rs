@@ -4,8 +4,8 @@ use std::collections::{BTreeMap, VecDeque};
 use std::time::Duration;
 
 use inflight_worker_core::{
-    Anticipation, Chunk, CommitError, IterationOutcome, NewSequence, Preempted, Preemption, Scheduler,
-    ScoredRange, SequenceId, Time, TokenVerdict, TransferId,
+    Anticipation, Chunk, CommitError, DraftKind, IterationOutcome, NewSequence, Preempted, Preemption,
+    Scheduler, ScoredRange, SequenceId, Time, TokenVerdict, TransferId,
 };
 
 use crate::{AcceptanceTrace, BatchWork, Device, Observer, Request, RequestEvent, StepSample};
@@ -323,16 +323,16 @@ impl<D: Device> Simulation<D> {
     fn awaits_drafts(&self) -> bool {
         let Some(step) = self.steps.back().filter(|_| self.drafts.is_some()) else { return false };
         let mut chunks = step.chunks.iter().filter(|chunk| chunk.samples);
-        chunks.any(|chunk| chunk.drafts > 0 || self.scheduler.drafts_wanted(chunk.id) > 0)
+        chunks.any(|chunk| chunk.drafts > 0 || self.scheduler.drafts_wanted(chunk.id).guessed > 0)
     }
 
     /// Offers drafts for the decodes that the scheduler wants some for.
     fn offer_drafts(&mut self) {
         let Some(trace) = &mut self.drafts else { return };
         let requests: Vec<_> = self.scheduler.draft_requests().collect();
-        for (id, count) in requests {
-            if trace.proposes() {
-                self.scheduler.draft(id, count);
+        for (id, wanted) in requests {
+            if wanted.guessed > 0 && trace.proposes() {
+                self.scheduler.draft(id, wanted.guessed, DraftKind::Guessed);
             }
         }
     }

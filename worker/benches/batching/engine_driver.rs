@@ -63,15 +63,6 @@ impl EngineDriver {
         Self::with_runtime(Box::new(load(model, size)?), engine_options)
     }
 
-    /// Like [`Self::new`], but with two iterations in flight, as in a worker: the last plan is one ahead of the last step.
-    pub fn overlapped(
-        model: &BenchModel,
-        size: &EngineSize,
-        engine_options: EngineOptions,
-    ) -> BenchResult<Self> {
-        Self::with_runtime(Box::new(load(model, size)?.overlapped()?), engine_options)
-    }
-
     fn with_runtime(runtime: Box<dyn Runtime>, engine_options: EngineOptions) -> BenchResult<Self> {
         let engine_options = EngineOptions { waiting_max: 65_536, prefix_cache: false, ..engine_options };
         let mut engine = Engine::new(runtime, &[], engine_options)?;

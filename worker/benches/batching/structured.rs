@@ -18,8 +18,9 @@ const CALL: &str = r#"{"type": "object", "additionalProperties": false, "require
     "arguments": {"type": "object", "additionalProperties": false, "required": ["city", "days", "unit", "include_hourly"],
         "properties": {"city": {"type": "string", "minLength": 6, "maxLength": 16}, "days": {"type": "integer", "minimum": 1, "maximum": 14},
             "unit": {"enum": ["celsius", "fahrenheit"]}, "include_hourly": {"type": "boolean"}}}}}"#;
-/// Words and punctuation of [`CALL`] that vocabularies have as tokens.
-const WORDS: [&str; 22] = [
+/// Words and punctuation of [`CALL`] as tokens, split where the tokenizers of usual models split them: `{"name": "x"}` is
+/// `{"`, `name`, `":`, ` "`, `x`, `"}`.
+const WORDS: [&str; 27] = [
     "name",
     "arguments",
     "city",
@@ -27,11 +28,12 @@ const WORDS: [&str; 22] = [
     "unit",
     "include",
     "_h",
-    "hour",
+    "our",
     "ly",
     "cel",
     "sius",
-    "fahren",
+    "f",
+    "ahren",
     "heit",
     "get",
     "_weather",
@@ -39,9 +41,13 @@ const WORDS: [&str; 22] = [
     "cast",
     "{\"",
     "\":",
-    "\": \"",
-    "\", \"",
-    "\": {\"",
+    " \"",
+    "\",",
+    " {\"",
+    " true",
+    " false",
+    " 7",
+    "}}",
 ];
 const PROMPT: u32 = 16;
 
@@ -57,10 +63,10 @@ struct Workload {
 }
 
 /// Returns a vocabulary like those of byte-level BPE: all bytes, words of [`CALL`], words of 2 to 12 letters, half of them
-/// behind a space, and runs of punctuation. The last `ends` tokens are control tokens.
+/// behind a space, and runs of punctuation, none with a space in it. The last `ends` tokens are control tokens.
 fn vocabulary(size: usize, ends: usize) -> Vocabulary {
     const LETTERS: &[u8] = b"etaoinshrdlucmfwypvbgkjqxzETAOINS";
-    const MARKS: &[u8] = b"\"{}[]:,.()<>=/\\\n\t -_#";
+    const MARKS: &[u8] = b"\"{}[]:,.()<>=/\\-_#";
     let mut random = SplitMix64(1);
     let mut below = |bound: usize| (random.next() % bound as u64) as usize;
     let mut words: BTreeSet<Vec<u8>> = (0..=u8::MAX).map(|byte| vec![byte]).collect();
@@ -98,8 +104,10 @@ pub fn run(options: &Options) -> BenchResult<()> {
     let eos = vocab - 1;
     let vocabulary = Arc::new(vocabulary(vocab as usize, 1));
     let is_word = |id: &u32| WORDS.iter().any(|word| word.as_bytes() == vocabulary.bytes(*id));
-    // As a trained model does, prefers the usual tokens of a text that a grammar forces to shorter ones.
-    let words = (0..vocab).filter(is_word).map(|id| (id, 20.0)).collect();
+    // As a trained model does, prefers the usual tokens of a text that a grammar forces to shorter ones, and writes a space
+    // behind a colon or a comma.
+    let bias = |id: u32| 20.0 + 4.0 * vocabulary.bytes(id).len() as f32;
+    let words = (0..vocab).filter(is_word).map(|id| (id, bias(id))).collect();
     let grammars = Arc::new(Grammars::new(vocab, &[eos], move || Ok(Arc::clone(&vocabulary))));
     let server = Server { model: &model, size, grammars, words };
     println!("model: {}, {vocab} tokens; machine load {}", model.name, machine_load());
@@ -123,9 +131,10 @@ pub fn run(options: &Options) -> BenchResult<()> {
         forced("tool calls, forced tokens against none", 4),
     ];
     println!("{pairs} pairs; ratio of tokens per second: median (lowest to highest pair)");
-    println!("| workload | streams | tok/s baseline | variant | ratio |\n|---|---|---|---|---|");
+    println!("| workload | streams | tok/s baseline | variant | ratio | tokens per step | drafts accepted |");
+    println!("|---|---|---|---|---|---|---|");
     for workload in &workloads {
-        let [mut base, mut other, mut ratios] = [Vec::new(), Vec::new(), Vec::new()];
+        let (mut base, mut other, mut ratios) = (Vec::new(), Vec::new(), Vec::new());
         for pair in 0..pairs {
             let once = |nth: usize| server.serve(workload, nth, pair);
             // Alternates which one goes first.
@@ -136,22 +145,37 @@ pub fn run(options: &Options) -> BenchResult<()> {
                 let b = once(1)?;
                 (once(0)?, b)
             };
-            ratios.push(b / a);
+            ratios.push(b.tokens_per_s / a.tokens_per_s);
             base.push(a);
             other.push(b);
         }
+        let of = |runs: &[Figures], figure: fn(&Figures) -> f64| {
+            quantile(&runs.iter().map(figure).collect::<Vec<_>>(), 0.5)
+        };
         println!(
-            "| {} | {} | {:.1} | {:.1} | {:.3} ({:.3} to {:.3}) |",
+            "| {} | {} | {:.1} | {:.1} | {:.3} ({:.3} to {:.3}) | {:.2} | {:.0} % |",
             workload.name,
             workload.streams,
-            quantile(&base, 0.5),
-            quantile(&other, 0.5),
+            of(&base, |run| run.tokens_per_s),
+            of(&other, |run| run.tokens_per_s),
             quantile(&ratios, 0.5),
             quantile(&ratios, 0.0),
             quantile(&ratios, 1.0),
+            of(&other, |run| run.tokens_per_step),
+            100.0 * of(&other, |run| run.accepted),
         );
     }
     Ok(())
+}
+
+/// Figures of one run.
+#[derive(Debug, Clone, Copy)]
+struct Figures {
+    tokens_per_s: f64,
+    /// Tokens of a stream per step that computes it.
+    tokens_per_step: f64,
+    /// Share of drafts that stood.
+    accepted: f64,
 }
 
 /// What the variants have in common.
@@ -165,7 +189,7 @@ struct Server<'m> {
 
 impl Server<'_> {
     /// Runs the baseline (0) or the variant (1) of a workload; returns tokens per second.
-    fn serve(&self, workload: &Workload, variant: usize, pair: u32) -> BenchResult<f64> {
+    fn serve(&self, workload: &Workload, variant: usize, pair: u32) -> BenchResult<Figures> {
         let (grammar, drafts_max) = workload.variants[variant].clone();
         // A grammar ends its output itself; without one the length is that of the variant with one.
         let ignore_eos = grammar.is_none();
@@ -180,7 +204,7 @@ impl Server<'_> {
         };
         let engine_options = EngineOptions { drafts_max, ..EngineOptions::default() };
         let mut driver =
-            EngineDriver::overlapped(self.model, &self.size, engine_options)?.with_sampling(sampling)?;
+            EngineDriver::new(self.model, &self.size, engine_options)?.with_sampling(sampling)?;
         driver.set_grammars(Arc::clone(&self.grammars));
         let vocab = self.model.dir.config().vocab_size as u32;
         let mut random = SplitMix64(u64::from(pair));
@@ -192,7 +216,7 @@ impl Server<'_> {
             }
         };
         (0..workload.streams).for_each(|_| submit(&mut driver));
-        let (mut tokens, mut begun) = (0u64, None);
+        let (mut tokens, mut decodes, mut begun) = (0u64, 0u64, None);
         loop {
             let step = driver.step()?;
             if step.idle {
@@ -204,9 +228,16 @@ impl Server<'_> {
                 continue;
             }
             tokens += step.tokens.len() as u64;
+            let computed: BTreeSet<u64> = step.tokens.iter().copied().collect();
+            decodes += computed.len() as u64;
             step.ended.iter().for_each(|_| submit(&mut driver));
         }
         let took = begun.map_or(0.0, |begun| (driver.now() - begun).as_secs_f64());
-        Ok(tokens as f64 / took)
+        let load = driver.totals();
+        Ok(Figures {
+            tokens_per_s: tokens as f64 / took,
+            tokens_per_step: tokens as f64 / decodes as f64,
+            accepted: load.accepted_drafts as f64 / load.drafted_tokens.max(1) as f64,
+        })
     }
 }

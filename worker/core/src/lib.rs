@@ -32,7 +32,7 @@ pub use block_pool::{Block, BlockPool, CacheEvent, CacheTier};
 pub use cost::{CostModel, CostPrior, StepWork};
 pub use diagnosis::{Bottleneck, Conditions, Finding, Objectives, diagnose};
 pub use dispatch_ahead::DispatchAhead;
-pub use drafts::{DraftSource, PromptLookup};
+pub use drafts::{DraftKind, DraftSource, DraftsWanted, PromptLookup};
 pub use first_token::{FirstTokenParts, FirstTokens};
 pub use grants::{Capacity, Grant, Grants};
 pub use history::{History, IterationSummary};

@@ -8,10 +8,12 @@ use inflight_contract::{
     BlockHash, CostCoefficients, FinishReason, Service, TokenCost, VirtualTokenCounters, Weight,
 };
 
+use crate::DraftKind::{Forced, Guessed};
 use crate::policy::PolicyKind;
 use crate::{
-    CostModel, CostPrior, Ended, Iteration, IterationOutcome, LatencyObjectives, NewSequence, Scheduler,
-    SchedulerLimits, ScoredRange, SequenceId, StepTarget, StepWork, Time, TokenVerdict, TransferId,
+    CostModel, CostPrior, DraftKind, Ended, Iteration, IterationOutcome, LatencyObjectives, NewSequence,
+    Scheduler, SchedulerLimits, ScoredRange, SequenceId, StepTarget, StepWork, Time, TokenVerdict,
+    TransferId,
 };
 
 /// First bytes of a log, including the format version.
@@ -38,6 +40,7 @@ enum RecordKind {
     Copy,
     Preempt,
     Draft,
+    ForcedDraft,
 }
 
 /// Log of a scheduler's inputs, with the bytes not drained yet.
@@ -121,21 +124,15 @@ impl RecordLog {
     }
 
     pub fn cancel(&mut self, id: SequenceId) {
-        self.kind(RecordKind::Cancel);
-        self.number(id.index.into());
-        self.number(id.generation.into());
+        self.of_sequence(RecordKind::Cancel, id);
     }
 
     pub fn preempt(&mut self, id: SequenceId) {
-        self.kind(RecordKind::Preempt);
-        self.number(id.index.into());
-        self.number(id.generation.into());
+        self.of_sequence(RecordKind::Preempt, id);
     }
 
-    pub fn draft(&mut self, id: SequenceId, count: u32) {
-        self.kind(RecordKind::Draft);
-        self.number(id.index.into());
-        self.number(id.generation.into());
+    pub fn draft(&mut self, id: SequenceId, count: u32, kind: DraftKind) {
+        self.of_sequence(if kind == Forced { RecordKind::ForcedDraft } else { RecordKind::Draft }, id);
         self.number(count.into());
     }
 
@@ -188,6 +185,12 @@ impl RecordLog {
 
     pub fn take(&mut self) -> Vec<u8> {
         std::mem::take(&mut self.bytes)
+    }
+
+    fn of_sequence(&mut self, kind: RecordKind, id: SequenceId) {
+        self.kind(kind);
+        self.number(id.index.into());
+        self.number(id.generation.into());
     }
 
     fn kind(&mut self, kind: RecordKind) {
@@ -422,20 +425,19 @@ impl RecordReader<'_> {
     }
 
     /// Applies one record to the scheduler.
+    fn sequence_id(&mut self) -> Result<SequenceId, ReplayError> {
+        Ok(SequenceId { index: self.small()?, generation: self.small()? })
+    }
+
     fn record(&mut self, scheduler: &mut Scheduler) -> Result<Applied, ReplayError> {
         match self.take(1)?[0] {
             kind if kind == RecordKind::Submit as u8 => return self.submit(scheduler),
-            kind if kind == RecordKind::Cancel as u8 => {
-                let id = SequenceId { index: self.small()?, generation: self.small()? };
-                scheduler.cancel(id);
-            }
-            kind if kind == RecordKind::Preempt as u8 => {
-                let id = SequenceId { index: self.small()?, generation: self.small()? };
-                scheduler.preempt(id);
-            }
-            kind if kind == RecordKind::Draft as u8 => {
-                let id = SequenceId { index: self.small()?, generation: self.small()? };
-                scheduler.draft(id, self.small()?);
+            kind if kind == RecordKind::Cancel as u8 => scheduler.cancel(self.sequence_id()?),
+            kind if kind == RecordKind::Preempt as u8 => scheduler.preempt(self.sequence_id()?),
+            kind if kind == RecordKind::Draft as u8 || kind == RecordKind::ForcedDraft as u8 => {
+                let id = self.sequence_id()?;
+                let guessed = kind == RecordKind::Draft as u8;
+                scheduler.draft(id, self.small()?, if guessed { Guessed } else { Forced });
             }
             kind if kind == RecordKind::Plan as u8 => {
                 let now = Time::from_nanos(self.number()?);

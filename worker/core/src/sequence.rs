@@ -2,7 +2,7 @@
 
 use inflight_contract::{BlockHash, Service, Tenant, Weight};
 
-use crate::drafts::Acceptance;
+use crate::drafts::{Acceptance, DraftKind};
 use crate::{Block, Time, TransferId};
 
 /// Id of a sequence from submission to end. Indices are reused, with a new generation each time.
@@ -157,11 +157,13 @@ pub(crate) struct Sequence {
     pub scored: ScoredRange,
     /// Tokens that the driver has drafted for the next plan.
     pub drafted: u32,
+    /// Kind of the drafted tokens, also of those in flight.
+    pub draft_kind: DraftKind,
     /// Drafted tokens in the iteration in flight; they count as known and computed until it is committed.
     pub drafts_in_flight: u32,
     /// Blocks that the table had before it was extended for the drafts in flight.
     pub undrafted_blocks: u32,
-    /// Estimate of how many of its drafts stand.
+    /// Estimate of how many of its guessed drafts stand.
     pub acceptance: Acceptance,
     /// Number of iterations in flight that use its slot or blocks.
     pub in_flight: u32,

@@ -1,10 +1,12 @@
 //! Drafting: proposes tokens for the decoding choices before an iteration is planned.
 
+use inflight_worker_core::{DraftKind, DraftsWanted};
+
 use super::Engine;
 use super::live_choice::LiveChoice;
 
 /// Predicted tokens that make it worth completing the iteration in flight first: its own, and one to draft.
-const PREDICTED_MIN: usize = 2;
+pub(super) const PREDICTED_MIN: u32 = 2;
 
 impl Engine {
     /// Offers the scheduler drafts for each decoding choice that it wants some for.
@@ -14,9 +16,9 @@ impl Engine {
         requests.extend(self.scheduler.draft_requests());
         for &(id, wanted) in &requests {
             let Some(Some(live)) = self.live.get_mut(id.index()) else { continue };
-            let (count, grown) = live.propose_drafts(wanted as usize);
+            let (kind, count, grown) = live.propose_drafts(wanted);
             self.draft_index_bytes += grown;
-            self.scheduler.draft(id, count as u32);
+            self.scheduler.draft(id, count as u32, kind);
         }
         self.draft_requests = requests;
     }
@@ -31,12 +33,15 @@ impl Engine {
         }
         for chunk in launched.chunks.iter().filter(|chunk| chunk.samples) {
             let wanted = self.scheduler.drafts_wanted(chunk.id);
-            let Some(Some(live)) = self.live.get_mut(chunk.id.index()).filter(|_| wanted > 0) else {
+            let Some(Some(live)) = self.live.get_mut(chunk.id.index()).filter(|_| !wanted.is_none()) else {
                 continue;
             };
-            let (count, grown) = live.propose_drafts(PREDICTED_MIN);
+            let predicted = |wanted: u32| if wanted > 0 { PREDICTED_MIN } else { 0 };
+            let wanted =
+                DraftsWanted { guessed: predicted(wanted.guessed), forced: predicted(wanted.forced) };
+            let (_, count, grown) = live.propose_drafts(wanted);
             self.draft_index_bytes += grown;
-            if count >= PREDICTED_MIN {
+            if count >= PREDICTED_MIN as usize {
                 return true;
             }
         }
@@ -50,18 +55,27 @@ impl Engine {
 }
 
 impl LiveChoice {
-    /// Proposes up to `max` tokens that follow, for [`super::drafter::Drafter::take`]: those that its grammar forces, else
-    /// those of its draft source that its grammar allows. Returns their number and the bytes that the source has grown by.
-    fn propose_drafts(&mut self, max: usize) -> (usize, usize) {
+    /// Proposes tokens that follow, at most as many as are wanted, for [`super::drafter::Drafter::take`]: those that its
+    /// grammar forces, else those of its draft source that its grammar allows. Returns their kind, their number and the bytes
+    /// that the source has grown by.
+    fn propose_drafts(&mut self, wanted: DraftsWanted) -> (DraftKind, usize, usize) {
         let Self { drafter, constraint, tokens, .. } = self;
-        let Some(constraint) = constraint else { return drafter.propose(tokens, max) };
-        let forced = constraint.forced_tokens(max);
-        if !forced.is_empty() {
-            let count = forced.len();
-            drafter.set(forced);
-            return (count, 0);
+        if let Some(constraint) = constraint.as_mut().filter(|_| wanted.forced > 0) {
+            let forced = constraint.forced_tokens(wanted.forced as usize);
+            if !forced.is_empty() {
+                let count = forced.len();
+                drafter.set(forced);
+                return (DraftKind::Forced, count, 0);
+            }
         }
-        let (count, grown) = drafter.propose(tokens, max);
-        (constraint.valid_drafts(drafter.take(count as u32)), grown)
+        if wanted.guessed == 0 {
+            return (DraftKind::Guessed, 0, 0);
+        }
+        let (count, grown) = drafter.propose(tokens, wanted.guessed as usize);
+        let valid = match constraint {
+            Some(constraint) => constraint.valid_drafts(drafter.take(count as u32)),
+            None => count,
+        };
+        (DraftKind::Guessed, valid, grown)
     }
 }

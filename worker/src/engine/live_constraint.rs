@@ -10,6 +10,8 @@ pub(super) struct LiveConstraint {
     /// State after the committed tokens; away while a mask is computed.
     pub(super) matcher: Option<Box<Matcher>>,
     pub(super) ignore_eos: bool,
+    /// Tokens that the grammar forces behind the committed ones, as far as they were asked for when the matcher left.
+    pub(super) predicted: Vec<u32>,
     /// End found while masks were computed, and the number of tokens before it.
     pub(super) end: Option<(usize, ConstraintEnd)>,
 }
@@ -53,7 +55,12 @@ impl LiveConstraint {
             grammars.compile(&constraint.grammar).map_err(invalid)?.matcher(constraint.begins_after);
         let consumed = tokens.iter().try_for_each(|token| matcher.consume(*token));
         consumed.map_err(|error| Failure::Constraint(error.to_string()))?;
-        Ok(Some(Self { matcher: Some(Box::new(matcher)), ignore_eos: sampling.ignore_eos, end: None }))
+        Ok(Some(Self {
+            matcher: Some(Box::new(matcher)),
+            ignore_eos: sampling.ignore_eos,
+            predicted: Vec::new(),
+            end: None,
+        }))
     }
 
     /// Whether nothing may follow the tokens consumed.
@@ -83,9 +90,11 @@ impl LiveConstraint {
         }
     }
 
-    /// Returns up to `max` tokens that the grammar forces next, as drafts.
+    /// Returns up to `max` tokens that the grammar forces next, as drafts. While a mask is computed, those that are known.
     pub(super) fn forced_tokens(&mut self, max: usize) -> Vec<u32> {
-        let Some(matcher) = &mut self.matcher else { return Vec::new() };
+        let Some(matcher) = &mut self.matcher else {
+            return self.predicted.iter().copied().take(max).collect();
+        };
         let mut forced = matcher.forced_tokens();
         forced.truncate(max);
         let valid = matcher.validate(&forced).unwrap_or(0);

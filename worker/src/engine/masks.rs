@@ -9,6 +9,7 @@ use std::sync::Arc;
 use inflight_grammar::{Grammars, MaskOutcome, Matcher};
 use inflight_runtime::{self as runtime, TokenMasks};
 
+use super::drafting::PREDICTED_MIN;
 use super::live_constraint::ConstraintEnd;
 use super::mask_pool::{MaskJob, MaskPool, MaskResult, compute};
 use super::{Engine, LaunchedIteration};
@@ -65,6 +66,11 @@ impl Engine {
             let constraint = live.and_then(|live| live.constraint.as_mut());
             // An ended sequence draws a token that is discarded.
             let ticket = constraint.and_then(|constraint| {
+                // A look-ahead step asks for them before the matcher is back.
+                let asked =
+                    masked.drafts == 0 && self.scheduler.drafts_wanted(chunks[masked.chunk].id).forced > 0;
+                constraint.predicted =
+                    if asked { constraint.forced_tokens(PREDICTED_MIN as usize) } else { Vec::new() };
                 let matcher = constraint.matcher.take_if(|matcher| matcher.has_begun())?;
                 let own = &drafts[masked.first_draft..][..masked.drafts];
                 Some(state.submit(matcher, constraint.ignore_eos, own, words))

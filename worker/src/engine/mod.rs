@@ -28,9 +28,9 @@ use inflight_runtime::{
 };
 use inflight_worker_core::policy::PolicyKind;
 use inflight_worker_core::{
-    CacheEvent, CacheTier, Capacity, Chunk, CostModel, CostPrior, DispatchAhead, Ended, Grant, Grants,
-    Iteration, IterationOutcome, LimitsError, Preemption, Scheduler, SchedulerLimits, SequenceId, StepTarget,
-    Time, TokenVerdict,
+    CacheEvent, CacheTier, Capacity, Chunk, CostModel, CostPrior, DispatchAhead, DraftsWanted, Ended, Grant,
+    Grants, Iteration, IterationOutcome, LimitsError, Preemption, Scheduler, SchedulerLimits, SequenceId,
+    StepTarget, Time, TokenVerdict,
 };
 
 use live_choice::LiveChoice;
@@ -163,7 +163,7 @@ pub struct Engine {
     /// Number of tokens accepted of each chunk with drafts.
     accepted: Vec<u32>,
     /// Sequences to draft for, and how many tokens.
-    draft_requests: Vec<(SequenceId, u32)>,
+    draft_requests: Vec<(SequenceId, DraftsWanted)>,
     /// Bytes of the draft sources of all live choices.
     draft_index_bytes: usize,
     ended: Vec<Ended>,

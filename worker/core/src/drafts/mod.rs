@@ -7,6 +7,33 @@ mod prompt_lookup;
 pub(crate) use governor::{Acceptance, DraftBudget, DraftPrice};
 pub use prompt_lookup::PromptLookup;
 
+/// Kind of drafts. Each has an estimate of its own of how many stand.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum DraftKind {
+    /// Guessed from a sequence's own tokens, by a [`DraftSource`]: whether they stand depends on the sequence.
+    #[default]
+    Guessed,
+    /// Tokens of the bytes that a grammar forces: whether they stand depends on how the model writes these bytes as tokens, so
+    /// what is learned from one sequence holds for all, also for short ones.
+    Forced,
+}
+
+/// Numbers of drafts of a sequence that a plan would use if made now and if nothing but their price limited them, by kind.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct DraftsWanted {
+    /// Drafts of [`DraftKind::Guessed`].
+    pub guessed: u32,
+    /// Drafts of [`DraftKind::Forced`].
+    pub forced: u32,
+}
+
+impl DraftsWanted {
+    /// Whether no draft of any kind is wanted.
+    pub fn is_none(&self) -> bool {
+        self.guessed == 0 && self.forced == 0
+    }
+}
+
 /// Source of drafted tokens of one sequence.
 ///
 /// A source is a deterministic guess: a draft stands while it equals the token that the sequence's own random

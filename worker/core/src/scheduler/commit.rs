@@ -5,6 +5,7 @@ use std::time::Duration;
 use inflight_contract::FinishReason;
 
 use super::{CommitError, LaunchedIteration, Scheduler, TransferPurpose};
+use crate::drafts::DraftKind;
 use crate::sequence::SequenceState;
 use crate::{Chunk, Direction, IterationOutcome, Time, TokenVerdict, TransferId};
 
@@ -28,7 +29,10 @@ impl Scheduler {
         for index in launched.sources.drain(..) {
             self.release_from_iteration(index);
         }
+        let (mut sampled, mut forced) = (false, false);
         for chunk in launched.chunks.drain(..) {
+            sampled |= chunk.samples;
+            forced |= chunk.drafts > 0 && self.draft_kind(chunk.id.index) == Some(DraftKind::Forced);
             let count = match (chunk.samples, chunk.drafts) {
                 (false, _) => 0,
                 (true, 0) => 1,
@@ -37,6 +41,9 @@ impl Scheduler {
             let own;
             (own, verdicts) = verdicts.split_at(count as usize);
             self.commit_chunk(&chunk, own);
+        }
+        if sampled && !forced {
+            self.forced_acceptance.pass();
         }
         self.recycled.push(launched);
         Ok(())
@@ -158,7 +165,7 @@ impl Scheduler {
         let Some(sequence) = self.sequences[index as usize].as_mut() else { return };
         sequence.committed_tokens = chunk.start + chunk.len - rejected;
         sequence.without_progress = false;
-        if chunk.drafts == 0 && chunk.samples {
+        if chunk.samples && (chunk.drafts == 0 || sequence.draft_kind == DraftKind::Forced) {
             sequence.acceptance.pass();
         }
         sequence.scored.start = sequence.scored.start.max(sequence.committed_tokens);

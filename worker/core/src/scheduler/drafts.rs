@@ -11,8 +11,8 @@
 use super::plan::PlanDraft;
 use super::{CommitError, LaunchedIteration, Scheduler};
 use crate::cost::StepWork;
-use crate::drafts::DraftPrice;
-use crate::sequence::SequenceState;
+use crate::drafts::{Acceptance, DraftKind, DraftPrice, DraftsWanted};
+use crate::sequence::{Sequence, SequenceState};
 use crate::{Chunk, SequenceId, StepTarget, Time};
 
 /// Prefill time as a multiple of the decode time that must fit into a step target beside drafts.
@@ -62,46 +62,60 @@ impl Scheduler {
     /// Offers `count` drafted tokens of a decoding sequence for the next plan, which uses a number of them, from
     /// the first on, and forgets the rest. No-op for a sequence that does not decode, or whose newest token is
     /// in flight.
-    pub fn draft(&mut self, id: SequenceId, count: u32) {
+    pub fn draft(&mut self, id: SequenceId, count: u32, kind: DraftKind) {
         let known = self.get(id).is_some_and(Self::is_draftable);
         if !known || count == 0 || self.limits.drafts_max == 0 {
             return;
         }
-        self.log.iter_mut().for_each(|log| log.draft(id, count));
+        self.log.iter_mut().for_each(|log| log.draft(id, count, kind));
         let drafts_max = self.limits.drafts_max;
         let sequence = self.sequence_mut(id.index);
-        sequence.drafted = count.min(drafts_max);
+        (sequence.drafted, sequence.draft_kind) = (count.min(drafts_max), kind);
         self.drafting.push(id.index);
     }
 
-    /// Returns the number of drafted tokens of a sequence that a plan would use if made now and if nothing but
-    /// their price limited them; 0 for a sequence that does not run. A driver that plans ahead completes the
+    /// Returns the numbers of drafted tokens of a sequence that a plan would use if made now and if nothing but
+    /// their price limited them; none for a sequence that does not run. A driver that plans ahead completes the
     /// iteration in flight first if a sequence is worth drafting for.
-    pub fn drafts_wanted(&self, id: SequenceId) -> u32 {
-        let Some(sequence) = self.get(id) else { return 0 };
+    pub fn drafts_wanted(&self, id: SequenceId) -> DraftsWanted {
+        let Some(sequence) = self.get(id) else { return DraftsWanted::default() };
         if !matches!(sequence.state, SequenceState::Decoding { .. }) || sequence.is_marked() {
-            return 0;
+            return DraftsWanted::default();
         }
         let most = self.limits.drafts_max.min(sequence.remaining_tokens);
         if !self.limits.govern_drafts || most == 0 {
-            return most;
+            return DraftsWanted { guessed: most, forced: most };
         }
-        let Some(price) = self.draft_budget.price() else { return 0 };
-        sequence.acceptance.drafts_wanted(price, &self.draft_budget, most)
+        let Some(price) = self.draft_budget.price() else { return DraftsWanted::default() };
+        let wanted = |kind| self.acceptance(sequence, kind).drafts_wanted(price, &self.draft_budget, most);
+        DraftsWanted { guessed: wanted(DraftKind::Guessed), forced: wanted(DraftKind::Forced) }
     }
 
-    /// Returns the sequences for which a plan made now would use drafts, with the number of tokens to draft.
-    pub fn draft_requests(&self) -> impl Iterator<Item = (SequenceId, u32)> + '_ {
+    /// Returns the estimate of how many drafts of a sequence and kind stand.
+    fn acceptance<'s>(&'s self, sequence: &'s Sequence, kind: DraftKind) -> &'s Acceptance {
+        match kind {
+            DraftKind::Guessed => &sequence.acceptance,
+            DraftKind::Forced => &self.forced_acceptance,
+        }
+    }
+
+    /// Returns the kind of a sequence's newest drafts.
+    pub(super) fn draft_kind(&self, index: u32) -> Option<DraftKind> {
+        self.sequences[index as usize].as_ref().map(|sequence| sequence.draft_kind)
+    }
+
+    /// Returns the sequences for which a plan made now would use drafts, with the numbers of tokens to draft.
+    pub fn draft_requests(&self) -> impl Iterator<Item = (SequenceId, DraftsWanted)> + '_ {
         let drafts = self.limits.drafts_max > 0;
         let running = self.running.iter().filter(move |_| drafts).map(|index| self.sequence(*index));
         running
             .filter(|sequence| Self::is_draftable(sequence))
             .map(|sequence| (sequence.id, self.drafts_wanted(sequence.id)))
-            .filter(|(_, wanted)| *wanted > 0)
+            .filter(|(_, wanted)| !wanted.is_none())
     }
 
     /// Returns true if the next plan may extend the sequence by drafts.
-    fn is_draftable(sequence: &crate::sequence::Sequence) -> bool {
+    fn is_draftable(sequence: &Sequence) -> bool {
         matches!(sequence.state, SequenceState::Decoding { .. }) && sequence.in_flight == 0
     }
 
@@ -182,7 +196,8 @@ impl Scheduler {
                     continue;
                 }
                 let chunk = self.iteration.chunks[candidate.at];
-                let acceptance = &self.sequence(candidate.index).acceptance;
+                let sequence = self.sequence(candidate.index);
+                let acceptance = self.acceptance(sequence, sequence.draft_kind);
                 let mut with = work;
                 with.extend(chunk.start, 1 + candidate.drafts, 1);
                 let wanted = !self.limits.govern_drafts
@@ -214,7 +229,8 @@ impl Scheduler {
         }
         let (mut work, mut tokens) = (*decodes, f64::from(decodes.sequences));
         for candidate in candidates.iter().filter(|candidate| candidate.drafts > 0) {
-            let acceptance = &self.sequence(candidate.index).acceptance;
+            let sequence = self.sequence(candidate.index);
+            let acceptance = self.acceptance(sequence, sequence.draft_kind);
             if !acceptance.is_proven() {
                 continue;
             }
@@ -276,7 +292,10 @@ impl Scheduler {
         self.totals.accepted_drafts += u64::from(accepted - 1);
         self.draft_budget.verify(accepted - 1, rejected);
         let Some(sequence) = self.sequences[chunk.id.index()].as_mut() else { return rejected };
-        sequence.acceptance.verify(chunk.drafts, accepted - 1);
+        match sequence.draft_kind {
+            DraftKind::Guessed => sequence.acceptance.verify(chunk.drafts, accepted - 1),
+            DraftKind::Forced => self.forced_acceptance.verify(chunk.drafts, accepted - 1),
+        }
         sequence.drafts_in_flight = 0;
         sequence.computed_tokens -= rejected;
         sequence.known_tokens -= rejected;

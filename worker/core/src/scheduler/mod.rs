@@ -21,7 +21,7 @@ use std::time::Duration;
 use inflight_contract::{BlockHash, FinishReason, Service, Tenant, TenantCharge, VirtualTokenCounters};
 
 use crate::cost::{CostModel, CostPrior, StepWork};
-use crate::drafts::{Acceptance, DraftBudget};
+use crate::drafts::{Acceptance, DraftBudget, DraftKind};
 use crate::history::History;
 use crate::policy::{PolicyKind, SchedulingPolicy, SequenceView};
 use crate::record::RecordLog;
@@ -139,6 +139,8 @@ pub struct Scheduler {
     resumption: ResumptionEstimator,
     prefill_load: PrefillLoad,
     draft_budget: DraftBudget,
+    /// Estimate of how many forced drafts stand, over all sequences.
+    forced_acceptance: Acceptance,
     /// Set if the last step stopped admitting only because its token budget was used up.
     group_open: bool,
     log: Option<RecordLog>,
@@ -205,6 +207,7 @@ impl Scheduler {
             resumption: ResumptionEstimator::default(),
             prefill_load: PrefillLoad::default(),
             draft_budget: DraftBudget::default(),
+            forced_acceptance: Acceptance::default(),
             group_open: false,
             log: None,
             scratch: Vec::new(),
@@ -370,6 +373,7 @@ impl Scheduler {
             group: new.group,
             scored: ScoredRange { end: new.scored.end.min(new.known_tokens - 1), ..new.scored },
             drafted: 0,
+            draft_kind: DraftKind::Guessed,
             drafts_in_flight: 0,
             undrafted_blocks: 0,
             acceptance: Acceptance::default(),

@@ -53,7 +53,7 @@ fn schedule(limits: worker::SchedulerLimits, policy: worker::policy::PolicyKind)
     }
     for step in 1..14u64 {
         let now = worker::Time::from_nanos(step * 1_000_000);
-        ids.iter().for_each(|id| scheduler.draft(*id, 2));
+        ids.iter().for_each(|id| scheduler.draft(*id, 2, worker::DraftKind::Guessed));
         let plan = scheduler.plan(now);
         // One draft of each chunk stands.
         let counts = plan.chunks.iter().filter(|chunk| chunk.drafts > 0).map(|_| 2);

@@ -4,7 +4,7 @@
 use std::collections::BTreeMap;
 use std::time::Duration;
 
-use inflight_worker_core::{Iteration, IterationOutcome, SequenceId, TokenVerdict};
+use inflight_worker_core::{DraftKind, Iteration, IterationOutcome, SequenceId, TokenVerdict};
 
 use super::rules::ModelSnapshot;
 use super::{Harness, mix};
@@ -29,8 +29,9 @@ impl Harness {
         for (nth, id) in self.live.keys().copied().enumerate().collect::<Vec<_>>() {
             let count = (mix(self.now.as_nanos(), nth as u64) % 8) as u32;
             let wanted = self.scheduler.drafts_wanted(id);
-            assert!(wanted <= self.scheduler.limits().drafts_max);
-            self.scheduler.draft(id, count);
+            assert!(wanted.guessed.max(wanted.forced) <= self.scheduler.limits().drafts_max);
+            let forced = mix(self.now.as_nanos(), nth as u64) / 8 % 2 == 0;
+            self.scheduler.draft(id, count, if forced { DraftKind::Forced } else { DraftKind::Guessed });
             offered.insert(id, count);
         }
         offered
