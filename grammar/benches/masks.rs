@@ -54,8 +54,13 @@ fn grammars() -> Vec<(&'static str, Grammar)> {
         "query": {"type": "string"}, "limit": {"type": "integer", "minimum": 1, "maximum": 50},
         "filters": {"type": "array", "items": {"type": "object", "additionalProperties": false, "required": ["field", "value"],
             "properties": {"field": {"enum": ["author", "year", "title"]}, "value": {"type": ["string", "integer"]}}}}}}"#;
+    // Output that does not end within the steps.
+    let records = r#"{"type": "array", "minItems": 400, "items": {"type": "object", "additionalProperties": false,
+        "required": ["query", "limit", "field"], "properties": {"query": {"type": "string", "maxLength": 60},
+        "limit": {"type": "integer", "minimum": 1, "maximum": 50}, "field": {"enum": ["author", "year", "title"]}}}}"#;
     vec![
         ("tool", Grammar::JsonSchema(tool.to_owned())),
+        ("records", Grammar::JsonSchema(records.to_owned())),
         ("json object", Grammar::JsonObject),
         ("regex", Grammar::Regex("([A-Z][a-z]+ ){2,400}[0-9]{4}-[0-9]{2}".to_owned())),
     ]

@@ -35,6 +35,7 @@
 //! | `--seconds S` | 15 | storm: duration of each phase |
 //! | `--output N` | 200, structured: 100 | drafts, structured: tokens of each stream |
 //! | `--drafts-max N` | 8 | drafts, structured: maximum drafts of a stream and iteration |
+//! | `--only TEXT` | | structured: workloads whose name contains it |
 //! | `--target-factor F` | 1.8 | storm: step target as a multiple of the P99 inter-token latency of the calm phase before |
 
 mod continuous;

@@ -5,7 +5,7 @@ use std::str::FromStr;
 
 pub type BenchResult<T> = Result<T, Box<dyn std::error::Error>>;
 
-const NAMES: [&str; 19] = [
+const NAMES: [&str; 20] = [
     "model",
     "random",
     "context",
@@ -25,6 +25,7 @@ const NAMES: [&str; 19] = [
     "output",
     "drafts-max",
     "vocab",
+    "only",
 ];
 
 /// Scenario with its options, `--name value`.

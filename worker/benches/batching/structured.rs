@@ -86,12 +86,15 @@ fn vocabulary(size: usize, ends: usize) -> Vocabulary {
     Vocabulary::from_tokens(words.iter().map(|word| (word.as_slice(), false)).chain(control))
 }
 
-/// Grammar of output that does not end within the workload: records with free text, numbers and names.
-fn records() -> Grammar {
-    let schema = r#"{"type": "array", "minItems": 400, "items": {"type": "object", "additionalProperties": false,
-        "required": ["query", "limit", "field"], "properties": {"query": {"type": "string", "maxLength": 60},
-        "limit": {"type": "integer", "minimum": 1, "maximum": 50}, "field": {"enum": ["author", "year", "title"]}}}}"#;
-    Grammar::JsonSchema(schema.to_owned())
+/// Grammar of output that does not end within the workload: records with free text of at most `most` characters, numbers and
+/// names.
+fn records(most: Option<u32>) -> Grammar {
+    let query = most.map_or_else(String::new, |most| format!(r#", "maxLength": {most}"#));
+    Grammar::JsonSchema(format!(
+        r#"{{"type": "array", "minItems": 400, "items": {{"type": "object", "additionalProperties": false,
+        "required": ["query", "limit", "field"], "properties": {{"query": {{"type": "string"{query}}},
+        "limit": {{"type": "integer", "minimum": 1, "maximum": 50}}, "field": {{"enum": ["author", "year", "title"]}}}}}}}}"#
+    ))
 }
 
 pub fn run(options: &Options) -> BenchResult<()> {
@@ -119,21 +122,26 @@ pub fn run(options: &Options) -> BenchResult<()> {
         max_tokens: 200,
         variants: [(call(), 0), (call(), drafts_max)],
     };
+    let masks = |name, most| Workload {
+        name,
+        streams: u64::from(size.sequences),
+        requests: 1,
+        max_tokens: output,
+        variants: [(None, 0), (Some(records(most)), 0)],
+    };
     let workloads = [
-        Workload {
-            name: "masks against none",
-            streams: u64::from(size.sequences),
-            requests: 1,
-            max_tokens: output,
-            variants: [(None, 0), (Some(records()), 0)],
-        },
+        masks("masks against none", None),
+        masks("masks of strings of bounded length against none", Some(60)),
         forced("tool calls, forced tokens against none", 1),
         forced("tool calls, forced tokens against none", 4),
     ];
     println!("{pairs} pairs; ratio of tokens per second: median (lowest to highest pair)");
     println!("| workload | streams | tok/s baseline | variant | ratio | tokens per step | drafts accepted |");
     println!("|---|---|---|---|---|---|---|");
-    for workload in &workloads {
+    let only: Option<String> = options.get("only")?;
+    for workload in
+        workloads.iter().filter(|workload| only.as_ref().is_none_or(|only| workload.name.contains(only)))
+    {
         let (mut base, mut other, mut ratios) = (Vec::new(), Vec::new(), Vec::new());
         for pair in 0..pairs {
             let once = |nth: usize| server.serve(workload, nth, pair);
