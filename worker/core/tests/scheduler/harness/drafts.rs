@@ -30,7 +30,7 @@ impl Harness {
             let count = (mix(self.now.as_nanos(), nth as u64) % 8) as u32;
             let wanted = self.scheduler.drafts_wanted(id);
             assert!(wanted.guessed.max(wanted.forced) <= self.scheduler.limits().drafts_max);
-            let forced = mix(self.now.as_nanos(), nth as u64) / 8 % 2 == 0;
+            let forced = (mix(self.now.as_nanos(), nth as u64) / 8).is_multiple_of(2);
             self.scheduler.draft(id, count, if forced { DraftKind::Forced } else { DraftKind::Guessed });
             offered.insert(id, count);
         }
