@@ -140,18 +140,17 @@ impl Sequence {
     /// Follows a state, which may be a change in the life of its request.
     fn follow(&mut self, state: &SequenceState, now: Instant) {
         let before = std::mem::replace(&mut self.state, state.state);
+        let (blocks, tokens) = (self.kv_blocks, self.tokens);
         (self.slot, self.kv_blocks, self.tokens) = (state.slot, state.kv_blocks, state.tokens);
         let runs = |state| matches!(state, State::Prefill | State::Decode);
         match (before, state.state) {
             (before, State::Preempted) if before != State::Preempted => {
-                self.event(
-                    now,
-                    "preempted",
-                    "its KV blocks were dropped; they are computed again later".to_owned(),
-                );
+                let dropped =
+                    format!("{blocks} KV blocks were dropped; {tokens} tokens are computed again later");
+                self.event(now, "preempted", dropped);
             }
             (before, State::Swapped) if before != State::Swapped => {
-                self.event(now, "swapped", "its KV blocks are copied to the host".to_owned());
+                self.event(now, "swapped", format!("{blocks} KV blocks are copied to the host"));
             }
             (State::Preempted | State::Swapped, after) if runs(after) => {
                 self.event(now, "resumed", slot_text(state.slot));
