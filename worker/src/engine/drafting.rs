@@ -4,9 +4,7 @@ use inflight_worker_core::{DraftKind, DraftsWanted};
 
 use super::Engine;
 use super::live_choice::LiveChoice;
-
-/// Predicted tokens that make it worth completing the iteration in flight first: its own, and one to draft.
-pub(super) const PREDICTED_MIN: u32 = 2;
+use super::live_constraint::PREDICTED_MIN;
 
 impl Engine {
     /// Offers the scheduler drafts for each decoding choice that it wants some for.

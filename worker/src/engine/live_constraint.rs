@@ -5,6 +5,9 @@ use inflight_grammar::{GrammarError, Grammars, MatchError, Matcher};
 
 use super::request::Failure;
 
+/// Predicted tokens that make it worth completing the iteration in flight first: its own, and one to draft.
+pub(super) const PREDICTED_MIN: u32 = 2;
+
 /// Constraint of a live choice.
 pub(super) struct LiveConstraint {
     /// State after the committed tokens; away while a mask is computed.

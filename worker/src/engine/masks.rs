@@ -9,8 +9,7 @@ use std::sync::Arc;
 use inflight_grammar::{Grammars, MaskOutcome, Matcher};
 use inflight_runtime::{self as runtime, TokenMasks};
 
-use super::drafting::PREDICTED_MIN;
-use super::live_constraint::ConstraintEnd;
+use super::live_constraint::{ConstraintEnd, PREDICTED_MIN};
 use super::mask_pool::{MaskJob, MaskPool, MaskResult, compute};
 use super::{Engine, LaunchedIteration};
 

@@ -15,6 +15,7 @@ use rustix::fs::{Mode, OFlags};
 use rustix::pty::{OpenptFlags, grantpt, openpt, ptsname, unlockpt};
 use rustix::termios::{LocalModes, Winsize, tcgetattr, tcsetwinsize};
 use tokio::process::{Child, Command};
+use tokio::sync::oneshot;
 
 use crate::process::{ProcessTag, kill};
 use crate::{DEADLINE, eventually};
@@ -34,6 +35,8 @@ pub struct PseudoTerminal {
     pub pid: u32,
     master: File,
     emulator: Arc<Mutex<Emulator>>,
+    /// Resolves when all output is read.
+    read: Option<oneshot::Receiver<()>>,
     _tag: ProcessTag,
 }
 
@@ -90,7 +93,9 @@ impl PseudoTerminal {
         }));
         let master = File::from(master);
         let (mut output, screen) = (master.try_clone()?, Arc::clone(&emulator));
+        let (reading, read) = oneshot::channel::<()>();
         std::thread::spawn(move || {
+            let _reading = reading;
             let mut bytes = [0; 4096];
             // A hang-up is an error, EIO.
             while let Ok(len @ 1..) = output.read(&mut bytes) {
@@ -103,7 +108,7 @@ impl PseudoTerminal {
                 }
             }
         });
-        Ok(Self { child, pid, master, emulator, _tag: tag })
+        Ok(Self { child, pid, master, emulator, read: Some(read), _tag: tag })
     }
 
     fn emulator(&self) -> MutexGuard<'_, Emulator> {
@@ -180,7 +185,14 @@ impl PseudoTerminal {
     /// It does not exit within [`DEADLINE`]; the error contains the screen.
     pub async fn wait(&mut self) -> Result<ExitStatus> {
         let ended = tokio::time::timeout(DEADLINE, self.child.wait()).await;
-        Ok(ended.with_context(|| format!("it did not end; the screen is\n{}", self.contents()))??)
+        let status =
+            ended.with_context(|| format!("it did not end; the screen is\n{}", self.contents()))??;
+        // What it wrote last may not have been read yet.
+        if let Some(read) = self.read.take() {
+            // The thread drops its end when it has read all.
+            let _ = tokio::time::timeout(DEADLINE, read).await.context("the terminal does not hang up")?;
+        }
+        Ok(status)
     }
 
     /// Checks that the terminal is as a shell expects it: no alternate screen, a cursor, lines and echo.
