@@ -144,6 +144,16 @@ impl Cluster {
         Ok(Self { workers, routers, clocks, _liar: liar })
     }
 
+    /// Newest lines of the logs of all processes.
+    fn newest_lines(&self) -> String {
+        let newest = |role: &RoleProcess| {
+            let log = role.log();
+            let lines: Vec<&str> = log.lines().collect();
+            format!("{}:\n{}\n", role.address, lines[lines.len().saturating_sub(40)..].join("\n"))
+        };
+        self.workers.iter().chain(&self.routers).map(newest).collect()
+    }
+
     /// Kills or suspends a random process, sets its clock, or lies to a random worker.
     async fn fault(&mut self, random: &mut StdRng, counts: &mut [u32; 4]) -> Result<()> {
         let processes = self.workers.len() + self.routers.len();
@@ -270,7 +280,7 @@ async fn endure(seed: u64) -> Result<()> {
     done.store(true, Ordering::Release);
     let mut total = Tally::default();
     while let Some(tally) = streams.join_next().await {
-        let tally = tally??;
+        let tally = tally?.with_context(|| cluster.newest_lines())?;
         total.whole += tally.whole;
         total.failed += tally.failed;
         total.stale += tally.stale;
