@@ -118,7 +118,7 @@ def measure(cluster, options, observed):
     subprocess.run(
         [options.program, "bench", f"--endpoint=http://127.0.0.1:{cluster.port}", f"--concurrency={options.streams}",
          f"--duration={options.seconds}s", "--prompt-tokens=64", "--output-tokens=200", "--warmup=0", "--seed=1"],
-        stdout=subprocess.DEVNULL, check=True)
+        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, check=True)
     spent, tokens = cpu_seconds(pids) - before, cluster.tokens() - tokens
     if observers:
         observers.stop()
