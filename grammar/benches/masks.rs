@@ -54,7 +54,7 @@ fn grammars() -> Vec<(&'static str, Grammar)> {
         "query": {"type": "string"}, "limit": {"type": "integer", "minimum": 1, "maximum": 50},
         "filters": {"type": "array", "items": {"type": "object", "additionalProperties": false, "required": ["field", "value"],
             "properties": {"field": {"enum": ["author", "year", "title"]}, "value": {"type": ["string", "integer"]}}}}}}"#;
-    // Output that does not end within the steps.
+    // An array that is longer than the output of the benchmark.
     let records = r#"{"type": "array", "minItems": 400, "items": {"type": "object", "additionalProperties": false,
         "required": ["query", "limit", "field"], "properties": {"query": {"type": "string", "maxLength": 60},
         "limit": {"type": "integer", "minimum": 1, "maximum": 50}, "field": {"enum": ["author", "year", "title"]}}}}"#;

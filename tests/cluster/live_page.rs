@@ -34,7 +34,7 @@ async fn the_page_shows_a_load_and_a_killed_worker_and_is_usable_by_keyboard() -
     let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/clients/node/page/page_test.cjs");
     let mut node = Command::new("node");
     node.arg(script).arg(&cluster.http).env("NODE_PATH", modules).env("INFLIGHT_TEST_BROWSER", browser);
-    // Standard error has a line for each step: where it hangs is seen in the test's output.
+    // Standard error is inherited, so that the test's output names the last step that ended.
     let child = node.stdout(Stdio::piped()).kill_on_drop(true).spawn()?;
     let finished = tokio::time::timeout(LIMIT, child.wait_with_output()).await??;
     let output = String::from_utf8_lossy(&finished.stdout).into_owned();

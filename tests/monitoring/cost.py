@@ -6,7 +6,7 @@
 PROGRAM is a release build of `inflight`. Both clusters are `inflight up` with two workers on a simulated device (steps of 20 ms)
 under the same closed loop of streams. *On* exports traces, metrics and logs to a collector that discards them, is scraped once a
 second, records its decisions, serves metrics under the names of another engine, and is watched by a page and by `inflight top`.
-Prints the CPU time of router and workers per token, off and on, and the difference, as medians over the pairs. Needs grpcio."""
+Prints the CPU time of router and workers per token, off and on, and the difference, as medians over the pairs. Needs grpcio and curl."""
 
 import argparse
 import concurrent.futures

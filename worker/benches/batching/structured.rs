@@ -86,8 +86,7 @@ fn vocabulary(size: usize, ends: usize) -> Vocabulary {
     Vocabulary::from_tokens(words.iter().map(|word| (word.as_slice(), false)).chain(control))
 }
 
-/// Grammar of output that does not end within the workload: records with free text of at most `most` characters, numbers and
-/// names.
+/// JSON schema of an array of records, longer than any output of the benchmark. `most` bounds the characters of each free text.
 fn records(most: Option<u32>) -> Grammar {
     let query = most.map_or_else(String::new, |most| format!(r#", "maxLength": {most}"#));
     Grammar::JsonSchema(format!(
@@ -180,7 +179,7 @@ pub fn run(options: &Options) -> BenchResult<()> {
 #[derive(Debug, Clone, Copy)]
 struct Figures {
     tokens_per_s: f64,
-    /// Tokens of a stream per step that computes it.
+    /// Output tokens per stream and step.
     tokens_per_step: f64,
     /// Share of drafts that stood.
     accepted: f64,

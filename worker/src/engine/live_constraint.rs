@@ -5,7 +5,8 @@ use inflight_grammar::{GrammarError, Grammars, MatchError, Matcher};
 
 use super::request::Failure;
 
-/// Predicted tokens that make it worth completing the iteration in flight first: its own, and one to draft.
+/// Minimum number of predicted tokens for which the engine completes the iteration in flight before it plans the next one: the
+/// token that this iteration samples, and one draft.
 pub(super) const PREDICTED_MIN: u32 = 2;
 
 /// Constraint of a live choice.
@@ -13,7 +14,7 @@ pub(super) struct LiveConstraint {
     /// State after the committed tokens; away while a mask is computed.
     pub(super) matcher: Option<Box<Matcher>>,
     pub(super) ignore_eos: bool,
-    /// Tokens that the grammar forces behind the committed ones, as far as they were asked for when the matcher left.
+    /// First forced tokens behind the committed ones, stored when the matcher went to the mask pool; empty without look-ahead.
     pub(super) predicted: Vec<u32>,
     /// End found while masks were computed, and the number of tokens before it.
     pub(super) end: Option<(usize, ConstraintEnd)>,
@@ -93,7 +94,8 @@ impl LiveConstraint {
         }
     }
 
-    /// Returns up to `max` tokens that the grammar forces next, as drafts. While a mask is computed, those that are known.
+    /// Returns up to `max` tokens that the grammar forces next, as drafts. While the mask pool holds the matcher, these
+    /// are the stored ones.
     pub(super) fn forced_tokens(&mut self, max: usize) -> Vec<u32> {
         let Some(matcher) = &mut self.matcher else {
             return self.predicted.iter().copied().take(max).collect();

@@ -65,9 +65,10 @@ impl Engine {
             let constraint = live.and_then(|live| live.constraint.as_mut());
             // An ended sequence draws a token that is discarded.
             let ticket = constraint.and_then(|constraint| {
-                // A look-ahead step asks for them before the matcher is back.
-                let asked =
-                    masked.drafts == 0 && self.scheduler.drafts_wanted(chunks[masked.chunk].id).forced > 0;
+                // With look-ahead, the next plan needs the forced tokens while the mask pool holds the matcher.
+                let asked = self.scheduler.limits().depth > 1
+                    && masked.drafts == 0
+                    && self.scheduler.drafts_wanted(chunks[masked.chunk].id).forced > 0;
                 constraint.predicted =
                     if asked { constraint.forced_tokens(PREDICTED_MIN as usize) } else { Vec::new() };
                 let matcher = constraint.matcher.take_if(|matcher| matcher.has_begun())?;

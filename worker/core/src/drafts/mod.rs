@@ -21,9 +21,9 @@ pub enum DraftKind {
 /// Numbers of drafts of a sequence that a plan would use if made now and if nothing but their price limited them, by kind.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct DraftsWanted {
-    /// Drafts of [`DraftKind::Guessed`].
+    /// Number of guessed drafts.
     pub guessed: u32,
-    /// Drafts of [`DraftKind::Forced`].
+    /// Number of forced drafts.
     pub forced: u32,
 }
 
