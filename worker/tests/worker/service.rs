@@ -101,6 +101,10 @@ impl Router {
         }));
     }
 
+    pub fn cancel(&self, request: u64) {
+        self.send(RequestMessage::Cancel(v1::Cancel { submission_id: request, choice: None }));
+    }
+
     /// Receives the next update; `None` at the end of the session.
     async fn update(&mut self) -> Option<v1::Update> {
         match self.updates.message().await.unwrap()?.message.unwrap() {
