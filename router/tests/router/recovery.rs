@@ -117,7 +117,7 @@ fn charges(cost: u64) -> v1::Update {
 async fn a_protocol_violation_closes_the_session_and_its_streams_fail_over() {
     bounded(async {
         type Lie = fn(&ScriptedSession, &v1::Submit);
-        let lies: [(&str, Lie); 12] = [
+        let lies: [(&str, Lie); 14] = [
             ("journal", |session, submit| session.tokens(submit, 0, &[1; 41])),
             ("unknown_request", |session, submit| session.tokens(submit, 9, &[1])),
             ("unknown_request", |session, submit| {
@@ -127,6 +127,14 @@ async fn a_protocol_violation_closes_the_session_and_its_streams_fail_over() {
             ("unknown_request", |session, submit| {
                 session.finish(submit, 1, &[EOT], STOP);
                 session.tokens(submit, 1, &tokens("after the end"));
+            }),
+            ("wrong_attempt", |session, submit| {
+                let later = v1::Submit { attempt: submit.attempt + 7, ..submit.clone() };
+                session.finish(&later, 0, &[EOT], STOP);
+            }),
+            ("wrong_attempt", |session, submit| {
+                let earlier = v1::Submit { attempt: submit.attempt - 1, ..submit.clone() };
+                session.tokens(&earlier, 0, &tokens("y"));
             }),
             ("unknown_token", |session, submit| session.tokens(submit, 0, &[1 << 30])),
             ("grant", |session, _| session.grant(8, u32::MAX)),

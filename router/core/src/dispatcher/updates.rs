@@ -114,9 +114,11 @@ impl Dispatcher {
                 summary.violation = Some(Violation::UnknownRequest { request: submission, choice });
                 break;
             };
+            // Each submission is one attempt. To drop the update would leave the request waiting for its end.
             if in_flight.attempt != sequence.attempt {
-                summary.stale_updates += 1;
-                continue;
+                let (attempt, submitted) = (sequence.attempt, in_flight.attempt);
+                summary.violation = Some(Violation::WrongAttempt { request: submission, attempt, submitted });
+                break;
             }
             let (id, ended) = (in_flight.request, sequence.end.is_some());
             let effect = match self.requests.get_mut(id) {

@@ -23,6 +23,16 @@ pub enum Violation {
         /// Index of the choice.
         choice: u32,
     },
+    /// Attempt other than the one that the submission started.
+    #[error("request {request}: update for attempt {attempt}, but the submission is attempt {submitted}")]
+    WrongAttempt {
+        /// Submission of the update.
+        request: SubmissionId,
+        /// Attempt of the update.
+        attempt: u32,
+        /// Attempt of the submission.
+        submitted: u32,
+    },
     /// Token id outside the vocabulary.
     #[error("request {request}: token id {token} exceeds the vocabulary of {vocab_size}")]
     UnknownToken {
@@ -93,6 +103,7 @@ impl Violation {
         match self {
             Self::Journal { request, .. }
             | Self::UnknownRequest { request, .. }
+            | Self::WrongAttempt { request, .. }
             | Self::UnknownToken { request, .. }
             | Self::Alternatives { request, .. } => Some(*request),
             Self::Grant { .. }
@@ -108,6 +119,7 @@ impl Violation {
         match self {
             Self::Journal { .. } => "journal",
             Self::UnknownRequest { .. } => "unknown_request",
+            Self::WrongAttempt { .. } => "wrong_attempt",
             Self::UnknownToken { .. } => "unknown_token",
             Self::Alternatives { .. } => "top_logprobs",
             Self::Grant { .. } => "grant",
