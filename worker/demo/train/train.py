@@ -19,6 +19,8 @@ from pathlib import Path
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # much faster while other programs use the CPU
 
+import gguf  # noqa: E402
+import numpy as np  # noqa: E402
 import torch  # noqa: E402
 import torch.nn.functional as F  # noqa: E402
 
@@ -31,10 +33,16 @@ SPECIAL = ["<|bos|>", "<|end|>", "<|pad|>", "<|system|>", "<|user|>", "<|assista
 BOS, END, PAD = 0, 1, 2
 CONTEXT = 1024
 CONFIG = dict(
-    vocab_size=2048, hidden_size=192, intermediate_size=480, num_hidden_layers=4, num_attention_heads=6, num_key_value_heads=2, head_dim=32,
+    vocab_size=2048, hidden_size=256, intermediate_size=640, num_hidden_layers=5, num_attention_heads=8, num_key_value_heads=2, head_dim=32,
     max_position_embeddings=CONTEXT, rms_norm_eps=1e-5, rope_theta=10000.0, tie_word_embeddings=True, hidden_act="silu",
     attention_bias=False, mlp_bias=False, attention_dropout=0.0, initializer_range=0.02, bos_token_id=BOS, eos_token_id=END, pad_token_id=PAD,
 )
+NAME = "inflight-demo.gguf"
+GGUF_NAMES = {
+    "input_layernorm": "attn_norm", "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output", "post_attention_layernorm": "ffn_norm", "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
 CHAT_TEMPLATE = (
     "<|bos|>{% for message in messages %}"
     "{% if message['role'] == 'user' %}<|user|>{% elif message['role'] == 'assistant' %}<|assistant|>{% else %}<|system|>{% endif %}"
@@ -333,33 +341,117 @@ def write_json(path, value):
     path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n")
 
 
+def interleave(weight, heads):
+    """Rows of a query or key projection in the order of GGUF's Llama: the two halves of each head alternate."""
+    return weight.reshape(heads, 2, weight.shape[0] // heads // 2, weight.shape[1]).swapaxes(1, 2).reshape(weight.shape)
+
+
+def q6_k(weight):
+    """Encodes rows as q6_k: blocks of 256 elements, 16 scales of 8 bits each with a common scale, elements of 6 bits.
+
+    The layout is that of ggml's `block_q6_K`: low nibbles, high pairs of bits, scales, common scale.
+    """
+    groups = weight.reshape(-1, 16, 16).astype(np.float32)
+    # The element of largest magnitude becomes -32, the longer end of the range, whatever its sign.
+    largest = np.take_along_axis(groups, np.abs(groups).argmax(-1, keepdims=True), -1)[..., 0]
+    scales = largest / -32
+    top = np.take_along_axis(scales, np.abs(scales).argmax(-1, keepdims=True), -1)
+    common = (top / -128).astype(np.float16)
+    safe = np.where(common == 0, 1, common).astype(np.float32)
+    steps = np.clip(np.round(scales / safe), -128, 127)
+    unit = (steps * safe)[..., None]
+    quants = np.clip(np.round(np.divide(groups, unit, out=np.zeros_like(groups), where=unit != 0)), -32, 31)
+    quants = (quants + 32).astype(np.uint8).reshape(-1, 2, 4, 32)
+    low = quants & 15
+    low = np.concatenate([low[:, :, 0] | low[:, :, 2] << 4, low[:, :, 1] | low[:, :, 3] << 4], -1)
+    high = quants >> 4
+    high = high[:, :, 0] | high[:, :, 1] << 2 | high[:, :, 2] << 4 | high[:, :, 3] << 6
+    parts = [low.reshape(-1, 128), high.reshape(-1, 64), steps.astype(np.int8).view(np.uint8), common.view(np.uint8).reshape(-1, 2)]
+    return np.concatenate(parts, -1).reshape(weight.shape[0], -1)
+
+
 def export(model, tokenizer, out):
-    from safetensors.torch import save_file
+    """Writes the model as GGUF: matrices in q8_0, those from the hidden size to the feed-forward size in q6_k."""
     out.mkdir(parents=True, exist_ok=True)
-    state = {k: v.detach().to(torch.bfloat16).contiguous() for k, v in model.state_dict().items() if k != "lm_head.weight"}
-    save_file(state, str(out / "model.safetensors"), metadata={"format": "pt"})
-    (out / "model.safetensors").chmod(0o644)
+    state = {name: tensor.detach().float().numpy() for name, tensor in model.state_dict().items()}
+    writer = gguf.GGUFWriter(str(out / NAME), "llama")
+    writer.add_name("inflight-demo")
+    writer.add_context_length(CONTEXT)
+    writer.add_embedding_length(CONFIG["hidden_size"])
+    writer.add_block_count(CONFIG["num_hidden_layers"])
+    writer.add_feed_forward_length(CONFIG["intermediate_size"])
+    writer.add_head_count(CONFIG["num_attention_heads"])
+    writer.add_head_count_kv(CONFIG["num_key_value_heads"])
+    writer.add_key_length(CONFIG["head_dim"])
+    writer.add_value_length(CONFIG["head_dim"])
+    writer.add_rope_dimension_count(CONFIG["head_dim"])
+    writer.add_rope_freq_base(CONFIG["rope_theta"])
+    writer.add_layer_norm_rms_eps(CONFIG["rms_norm_eps"])
+    writer.add_vocab_size(CONFIG["vocab_size"])
+    writer.add_bos_token_id(BOS)
+    writer.add_eos_token_id(END)
+    writer.add_pad_token_id(PAD)
+
+    def add(name, weight):
+        if weight.ndim == 1:
+            writer.add_tensor(name, weight.astype(np.float32))
+        elif "gate" in name or "up" in name:
+            writer.add_tensor(name, q6_k(weight), raw_dtype=gguf.GGMLQuantizationType.Q6_K)
+        else:
+            kind = gguf.GGMLQuantizationType.Q8_0
+            writer.add_tensor(name, gguf.quants.quantize(weight, kind), raw_dtype=kind)
+
+    add("token_embd.weight", state["model.embed_tokens.weight"])
+    add("output_norm.weight", state["model.norm.weight"])
+    for layer in range(CONFIG["num_hidden_layers"]):
+        for ours, theirs in GGUF_NAMES.items():
+            weight = state[f"model.layers.{layer}.{ours}.weight"]
+            if theirs == "attn_q":
+                weight = interleave(weight, CONFIG["num_attention_heads"])
+            if theirs == "attn_k":
+                weight = interleave(weight, CONFIG["num_key_value_heads"])
+            add(f"blk.{layer}.{theirs}.weight", weight)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    (out / NAME).chmod(0o644)
     tokenizer.save(str(out / "tokenizer.json"), pretty=False)
-    write_json(out / "config.json", dict(architectures=["LlamaForCausalLM"], model_type="llama", torch_dtype="bfloat16", rope_scaling=None, pretraining_tp=1, use_cache=True, **CONFIG))
     write_json(out / "generation_config.json", dict(bos_token_id=BOS, eos_token_id=END, pad_token_id=PAD, do_sample=True, temperature=0.7, top_p=0.9, max_new_tokens=400))
     write_json(out / "tokenizer_config.json", dict(
         tokenizer_class="PreTrainedTokenizerFast", model_max_length=CONTEXT, bos_token="<|bos|>", eos_token="<|end|>", pad_token="<|pad|>",
         clean_up_tokenization_spaces=False, model_input_names=["input_ids", "attention_mask"],
         added_tokens_decoder={str(i): dict(content=t, lstrip=False, normalized=False, rstrip=False, single_word=False, special=True) for i, t in enumerate(SPECIAL)},
         chat_template=CHAT_TEMPLATE))
-    size = sum((out / n).stat().st_size for n in ("model.safetensors", "tokenizer.json", "config.json", "generation_config.json", "tokenizer_config.json"))
+    size = sum((out / n).stat().st_size for n in (NAME, "tokenizer.json", "generation_config.json", "tokenizer_config.json"))
     print(f"exported {size} bytes to {out}")
     assert size <= 4_000_000
 
 
 # ---------------------------------------------------------------- evaluation
 
+def load_exported(out):
+    """The exported model with the weights that its file holds, after quantization."""
+    tensors = {t.name: gguf.quants.dequantize(t.data, t.tensor_type) if t.tensor_type.name.startswith("Q") else t.data for t in gguf.GGUFReader(str(out / NAME)).tensors}
+    state = {"model.embed_tokens.weight": tensors["token_embd.weight"], "lm_head.weight": tensors["token_embd.weight"], "model.norm.weight": tensors["output_norm.weight"]}
+    for layer in range(CONFIG["num_hidden_layers"]):
+        for ours, theirs in GGUF_NAMES.items():
+            weight = tensors[f"blk.{layer}.{theirs}.weight"]
+            heads = {"attn_q": CONFIG["num_attention_heads"], "attn_k": CONFIG["num_key_value_heads"]}.get(theirs)
+            if heads:
+                weight = weight.reshape(heads, -1, 2, weight.shape[1]).swapaxes(1, 2).reshape(weight.shape)
+            state[f"model.layers.{layer}.{ours}.weight"] = weight
+    model = build_model()
+    model.load_state_dict({name: torch.from_numpy(np.array(tensor)) for name, tensor in state.items()})
+    return model.eval()
+
+
 def evaluate(args):
     """Answers the held-out phrasings greedily with the exported files."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoTokenizer
     torch.set_num_threads(args.threads)
     tokenizer = AutoTokenizer.from_pretrained(args.out)
-    model = AutoModelForCausalLM.from_pretrained(args.out, dtype=torch.float32 if args.fp32 else torch.bfloat16)
+    model = load_exported(Path(args.out))
     cases = read_eval(HERE / "corpus/eval.txt")
     passed = 0
     for question, words in cases:
