@@ -9,13 +9,9 @@ use inflight_fixtures::TempDir;
 use inflight_harness::{RoleProcess, is_alive};
 use inflight_proto::v1::generate_request::Input;
 use inflight_proto::v1::{GenerateRequest, SamplingParams, StopConditions};
-use serde_json::Value;
 
 use crate::endurance::connected;
 use crate::program;
-
-/// Embedding of the demo model, which is its LM head, too.
-const EMBEDDING: &str = "model.embed_tokens.weight";
 
 /// Copies the demo model to a folder; returns the path of its weights.
 fn copy_demo_model(folder: &Path) -> Result<PathBuf> {
@@ -26,22 +22,24 @@ fn copy_demo_model(folder: &Path) -> Result<PathBuf> {
             fs::copy(entry.path(), folder.join(entry.file_name()))?;
         }
     }
-    Ok(folder.join("model.safetensors"))
+    Ok(folder.join("inflight-demo.gguf"))
 }
 
 /// Swaps the halves of the embedding by writing into the file.
 fn swap_halves_of_embedding(weights: &Path) -> Result<()> {
+    /// Last entry of the list of tensors, before the data, which begin with the embedding.
+    const LAST_TENSOR: &[u8] = b"blk.4.ffn_down.weight";
+    /// Of an entry after its name: number of dimensions, two dimensions, encoding, offset.
+    const ENTRY_BYTES: usize = 4 + 2 * 8 + 4 + 8;
+    /// 2048 rows of 256 elements in q8_0.
+    const EMBEDDING_BYTES: usize = 2048 * 256 / 32 * 34;
     let bytes = fs::read(weights)?;
-    let header = u64::from_le_bytes(bytes[..8].try_into()?) as usize;
-    let header_json: Value = serde_json::from_slice(&bytes[8..8 + header])?;
-    let offset = |index: usize| -> Result<usize> {
-        let offset = header_json[EMBEDDING]["data_offsets"][index].as_u64().context("no such tensor")?;
-        Ok(8 + header + offset as usize)
-    };
-    let (start, end) = (offset(0)?, offset(1)?);
-    let mut embedding = bytes[start..end].to_vec();
-    embedding.rotate_left((end - start) / 2);
-    ensure!(embedding != bytes[start..end], "the halves are equal");
+    let last = bytes.windows(LAST_TENSOR.len()).position(|name| name == LAST_TENSOR);
+    let header = last.context("no such tensor")? + LAST_TENSOR.len() + ENTRY_BYTES;
+    let start = header.next_multiple_of(32);
+    let mut embedding = bytes[start..start + EMBEDDING_BYTES].to_vec();
+    embedding.rotate_left(EMBEDDING_BYTES / 2);
+    ensure!(embedding != bytes[start..start + EMBEDDING_BYTES], "the halves are equal");
     File::options().write(true).open(weights)?.write_all_at(&embedding, start as u64)?;
     Ok(())
 }
@@ -85,7 +83,7 @@ async fn weights_overwritten_or_truncated_under_a_worker_change_no_answer() -> R
     let folder = TempDir::new("model-files")?;
     let weights = copy_demo_model(folder.path())?;
     let flags = ["--no-prefix-cache", "--fingerprint-cache=off"];
-    let (worker, router) = start(folder.path(), &flags).await?;
+    let (worker, router) = start(&weights, &flags).await?;
     let before = answers(&router).await?;
     swap_halves_of_embedding(&weights)?;
     let overwritten = answers(&router).await?;
@@ -105,7 +103,7 @@ async fn overwritten_weights_have_another_fingerprint_at_the_next_start() -> Res
     let cache_flag = format!("--fingerprint-cache={}", cache.display());
     let mut fingerprints = Vec::new();
     for _ in 0..2 {
-        let (_worker, router) = start(folder.path(), &[&cache_flag]).await?;
+        let (_worker, router) = start(&weights, &[&cache_flag]).await?;
         fingerprints.push(answers(&router).await?.pop().context("no answer")?);
         swap_halves_of_embedding(&weights)?;
     }

@@ -33,7 +33,7 @@ SPECIAL = ["<|bos|>", "<|end|>", "<|pad|>", "<|system|>", "<|user|>", "<|assista
 BOS, END, PAD = 0, 1, 2
 CONTEXT = 1024
 CONFIG = dict(
-    vocab_size=2048, hidden_size=256, intermediate_size=640, num_hidden_layers=5, num_attention_heads=8, num_key_value_heads=2, head_dim=32,
+    vocab_size=2048, hidden_size=256, intermediate_size=640, num_hidden_layers=5, num_attention_heads=4, num_key_value_heads=2, head_dim=64,
     max_position_embeddings=CONTEXT, rms_norm_eps=1e-5, rope_theta=10000.0, tie_word_embeddings=True, hidden_act="silu",
     attention_bias=False, mlp_bias=False, attention_dropout=0.0, initializer_range=0.02, bos_token_id=BOS, eos_token_id=END, pad_token_id=PAD,
 )

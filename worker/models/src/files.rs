@@ -7,7 +7,6 @@ use std::path::{Path, PathBuf};
 
 use super::embedded;
 use super::error::Error;
-use super::source::ModelSource;
 use super::weight_file::WeightFile;
 
 /// Location of a model's files.
@@ -17,30 +16,14 @@ pub(super) enum Files {
 }
 
 impl Files {
-    pub(super) fn of(source: &ModelSource) -> Result<Self, Error> {
-        match source {
-            ModelSource::Embedded => Ok(Self::Embedded(embedded::FILES)),
-            ModelSource::Directory(path) => {
-                let refuse = |reason: String| Error::NoDirectory { path: path.display().to_string(), reason };
-                let metadata = std::fs::metadata(path).map_err(|error| refuse(error.to_string()))?;
-                if metadata.is_dir() {
-                    Ok(Self::Directory(path.clone()))
-                } else {
-                    Err(refuse("it is a file".to_owned()))
-                }
-            }
-        }
-    }
-
-    /// Default name of the model.
-    pub(super) fn model_name(&self) -> String {
-        match self {
-            Self::Embedded(_) => embedded::NAME.to_owned(),
-            // Canonicalized, because `.` and `..` have no file name.
-            Self::Directory(path) => {
-                let absolute = path.canonicalize().unwrap_or_else(|_| path.clone());
-                absolute.file_name().map_or("model".into(), |name| name.to_string_lossy()).into_owned()
-            }
+    /// Files of a directory in the Hugging Face layout.
+    pub(super) fn of_directory(path: &Path) -> Result<Self, Error> {
+        let refuse = |reason: String| Error::NoDirectory { path: path.display().to_string(), reason };
+        let metadata = std::fs::metadata(path).map_err(|error| refuse(error.to_string()))?;
+        if metadata.is_dir() {
+            Ok(Self::Directory(path.to_owned()))
+        } else {
+            Err(refuse("it is a file".to_owned()))
         }
     }
 
@@ -78,6 +61,17 @@ impl Files {
         let opened = open_regular(&path).and_then(|file| WeightFile::new(label.clone(), file));
         existing(opened).map_err(|source| Error::Read { file: label, source })
     }
+}
+
+/// Opens the weight file of the embedded model; returns its other files, too.
+pub(super) fn open_embedded() -> Result<(Files, WeightFile), Error> {
+    let files = Files::Embedded(embedded::FILES);
+    let missing = || Error::MissingFile {
+        file: files.label(embedded::WEIGHTS),
+        advice: "this binary was built without it; choose a model with --model",
+    };
+    let weights = files.open_weights(embedded::WEIGHTS)?.ok_or_else(missing)?;
+    Ok((files, weights))
 }
 
 /// Opens the weight file at `path`; returns its directory, too.

@@ -42,6 +42,7 @@ pub use tensors::{LoadedTensor, Tensor, Tensors};
 use fields::Fields;
 use files::Files;
 use gguf::Gguf;
+use weight_file::WeightFile;
 
 /// Opened model: configuration, located tensors and bundle files.
 #[derive(Debug)]
@@ -59,31 +60,43 @@ impl ModelDir {
     /// # Errors
     /// [`Error`] with the file and, where applicable, the invalid field or tensor.
     pub fn open(source: &ModelSource) -> Result<Self, Error> {
-        let files = match source {
-            ModelSource::Directory(path) if path.extension().is_some_and(|kind| kind == "gguf") => {
-                return Self::open_gguf(path);
+        match source {
+            ModelSource::Embedded => {
+                let (beside, file) = files::open_embedded()?;
+                Self::open_gguf(&beside, file, embedded::NAME)
             }
-            _ => Files::of(source)?,
-        };
+            ModelSource::Directory(path) if path.extension().is_some_and(|kind| kind == "gguf") => {
+                let (beside, file) = files::open_file(path)?;
+                let name = path.file_stem().map_or("model".into(), |stem| stem.to_string_lossy());
+                Self::open_gguf(&beside, file, &name)
+            }
+            ModelSource::Directory(path) => Self::open_directory(path),
+        }
+    }
+
+    fn open_directory(path: &Path) -> Result<Self, Error> {
+        let files = Files::of_directory(path)?;
         let config = ModelConfig::read(&files)?;
         let generation = GenerationDefaults::read(&files, &config)?;
         let bundle = bundle::read(&files)?;
         let tensors = Tensors::open(&files)?;
-        Ok(Self { name: files.model_name(), config, generation, tensors, bundle })
+        // Canonicalized, because `.` and `..` have no file name.
+        let absolute = path.canonicalize().unwrap_or_else(|_| path.to_owned());
+        let name = absolute.file_name().map_or("model".into(), |name| name.to_string_lossy()).into_owned();
+        Ok(Self { name, config, generation, tensors, bundle })
     }
 
-    /// Opens a GGUF file. Uses tokenizer.json of its directory or, if that is missing, the tokenizer in the
-    /// file.
-    fn open_gguf(path: &Path) -> Result<Self, Error> {
-        let (beside, file) = files::open_file(path)?;
-        let label = path.display().to_string();
+    /// Opens a GGUF file with the files `beside` it. Uses their tokenizer.json or, if that is missing, the
+    /// tokenizer in the file.
+    fn open_gguf(beside: &Files, file: WeightFile, name: &str) -> Result<Self, Error> {
+        let label = file.label().to_owned();
         let gguf = Gguf::parse(&file)?;
         let map = gguf::config(&gguf)?;
         let text = serde_json::to_vec(&map).unwrap_or_default();
         let config = ModelConfig::of(&Fields::of(label, map))?;
-        let generation = GenerationDefaults::read(&beside, &config)?;
+        let generation = GenerationDefaults::read(beside, &config)?;
         let mut bundle = if beside.read("tokenizer.json")?.is_some() {
-            bundle::read(&beside)?
+            bundle::read(beside)?
         } else {
             let files = gguf::tokenizer(&gguf)?.into_iter();
             files.map(|(name, value)| (name.to_owned(), value.to_string().into_bytes())).collect()
@@ -91,11 +104,10 @@ impl ModelDir {
         // A config.json in the same directory may belong to another model.
         bundle.retain(|(name, _)| name != "config.json");
         bundle.push(("config.json".to_owned(), text));
-        let name = path.file_stem().map_or("model".into(), |stem| stem.to_string_lossy()).into_owned();
         let interleaved = config.architecture.gguf().is_some_and(|gguf| gguf.interleaved_heads);
         let names = config.architecture.spec().tensors;
         let tensors = Tensors::of_gguf(gguf, Arc::new(file), names, interleaved.then_some(config.head_dim));
-        Ok(Self { name, config, generation, tensors, bundle })
+        Ok(Self { name: name.to_owned(), config, generation, tensors, bundle })
     }
 
     /// Uses a fingerprint cache. To be called before a runtime loads the model.

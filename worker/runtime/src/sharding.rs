@@ -309,26 +309,26 @@ mod tests {
         let refused = |config: &ModelConfig, world, alignment| {
             shards(config, world, &|_| alignment).unwrap_err().to_string()
         };
-        // Qwen2.5-0.5B and the demo model.
+        // Qwen2.5-0.5B and a small model.
         let qwen = config(14, 2, 64, 4864, 151_936);
-        let demo = config(6, 2, 32, 480, 2048);
+        let small = config(6, 2, 32, 480, 2048);
         for (model, world, alignment, clues) in [
             (&qwen, 4, UNALIGNED, ["--tensor-parallel 4", "14 attention heads", "1, 2 would do"]),
             (&qwen, 7, UNALIGNED, ["--tensor-parallel 7", "2 key and value heads", "1, 2 would do"]),
             (&qwen, 14, UNALIGNED, ["--tensor-parallel 14", "intermediate size of 4864", "1, 2 would do"]),
             (
-                &demo,
+                &small,
                 6,
                 Alignment { output: 64, down: 1 },
                 ["32 of the 192 inputs of o_proj", "groups of 64", "1 would do"],
             ),
             (
-                &demo,
+                &small,
                 2,
                 Alignment { output: 32, down: 64 },
                 ["240 of the 480 inputs of down_proj", "groups of 64", "1 would"],
             ),
-            (&demo, 0, UNALIGNED, ["--tensor-parallel 0", "6 attention heads", "1, 2, 6 would do"]),
+            (&small, 0, UNALIGNED, ["--tensor-parallel 0", "6 attention heads", "1, 2, 6 would do"]),
         ] {
             let message = refused(model, world, alignment);
             for clue in clues {

@@ -4,11 +4,13 @@
 use std::sync::Arc;
 
 use inflight_contract::SamplingParams;
-use inflight_fixtures::{Arch, Checkpoint, Dtype};
+use half::bf16;
+use inflight_fixtures::{Arch, Checkpoint, Dtype, TempDir};
 use inflight_kernels::cpu::{Isa, KvDtype};
 use inflight_models::{ModelDir, ModelSource};
 use inflight_runtime::{Batch, Runtime, SampleRow, SlotSetup};
 use inflight_runtime_cpu::{CpuOptions, CpuRuntime, Quantization};
+use safetensors::tensor::TensorView;
 use tokenizers::Tokenizer;
 
 /// Stories of the grammar that the demo model was trained on (`worker/demo/train/corpus/stories.py`).
@@ -69,9 +71,53 @@ fn perplexity(runtime: &mut CpuRuntime, stories: &[Vec<u32>]) -> f64 {
     (total / f64::from(count)).exp()
 }
 
+/// Writes the demo model's weights as a bf16 checkpoint.
+fn widened_demo() -> TempDir {
+    let demo = ModelDir::open(&ModelSource::Embedded).unwrap();
+    let config = demo.config();
+    let (hidden, heads, kv) = (config.hidden_size, config.heads, config.kv_heads * config.head_dim);
+    let (inner, queries) = (config.intermediate_size, heads * config.head_dim);
+    let mut shapes = vec![
+        ("model.embed_tokens.weight".to_owned(), vec![config.vocab_size, hidden]),
+        ("model.norm.weight".to_owned(), vec![hidden]),
+    ];
+    for layer in 0..config.layers {
+        let of_layer = [
+            ("input_layernorm", vec![hidden]),
+            ("post_attention_layernorm", vec![hidden]),
+            ("self_attn.q_proj", vec![queries, hidden]),
+            ("self_attn.k_proj", vec![kv, hidden]),
+            ("self_attn.v_proj", vec![kv, hidden]),
+            ("self_attn.o_proj", vec![hidden, queries]),
+            ("mlp.gate_proj", vec![inner, hidden]),
+            ("mlp.up_proj", vec![inner, hidden]),
+            ("mlp.down_proj", vec![hidden, inner]),
+        ];
+        shapes.extend(of_layer.map(|(name, shape)| (format!("model.layers.{layer}.{name}.weight"), shape)));
+    }
+    let tensors: Vec<_> = shapes
+        .into_iter()
+        .map(|(name, shape)| {
+            let values = demo.tensors().get(&name, &shape).unwrap().to_f32().unwrap();
+            let bytes: Vec<u8> = values.into_iter().flat_map(|x| bf16::from_f32(x).to_le_bytes()).collect();
+            (name, shape, bytes)
+        })
+        .collect();
+    let views = tensors.iter().map(|(name, shape, bytes)| {
+        (name, TensorView::new(safetensors::Dtype::BF16, shape.clone(), bytes).unwrap())
+    });
+    let folder = TempDir::new("inflight-widened").unwrap();
+    safetensors::serialize_to_file(views, None, &folder.path().join("model.safetensors")).unwrap();
+    for (name, content) in demo.bundle_files() {
+        std::fs::write(folder.path().join(name), content).unwrap();
+    }
+    folder
+}
+
 #[test]
 fn perplexity_is_within_1_percent_with_8_bits_and_within_4_with_4() {
-    let model = ModelDir::open(&ModelSource::Embedded).unwrap();
+    let folder = widened_demo();
+    let model = ModelDir::open(&ModelSource::Directory(folder.path().to_path_buf())).unwrap();
     let (_, tokenizer) = model.bundle_files().iter().find(|(name, _)| name == "tokenizer.json").unwrap();
     let tokenizer = Tokenizer::from_bytes(tokenizer).unwrap();
     let encode = |story: &str| tokenizer.encode(story, true).unwrap().get_ids().to_vec();

@@ -227,8 +227,8 @@ fn pools_and_progress_equal_those_of_the_unsharded_model() {
     };
     // Two KV heads: one per rank.
     assert_eq!(loaded(1), loaded(2));
-    // Six ranks hold three replicas of each.
+    // Four ranks hold two replicas of each.
     let (blocks, host_blocks, _) = loaded(1);
-    let (sixth, host_sixth, _) = loaded(6);
-    assert_eq!((sixth, host_sixth), (blocks / 3, host_blocks / 3));
+    let (fourth, host_fourth, _) = loaded(4);
+    assert_eq!((fourth, host_fourth), (blocks / 2, host_blocks / 2));
 }

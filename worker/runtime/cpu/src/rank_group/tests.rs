@@ -11,7 +11,7 @@ use inflight_runtime::{Batch, Error, Runtime, Sampled, SlotSetup};
 use super::super::{CpuOptions, CpuRuntime};
 
 /// Collectives per step of the demo model: two all-reduces per layer and one gather.
-const CALLS: usize = 4 * 2 + 1;
+const CALLS: usize = 5 * 2 + 1;
 
 /// Collective whose rank fails or panics in its call number `at`.
 struct Faulty {

@@ -265,9 +265,13 @@ fn an_indivisible_model_is_refused_with_the_rank_counts_that_work() {
     for clue in ["--tensor-parallel 4", "6 attention heads", "1, 2 would do"] {
         assert!(refused(4).contains(clue), "{}", refused(4));
     }
-    let demo = ModelDir::open(&ModelSource::Embedded).unwrap();
-    let refused = super::super::supports(&demo, 2).unwrap_err().to_string();
+    let folder = inflight_fixtures::Checkpoint::new(Arch::Qwen2, Dtype::Bf16).write_temp().unwrap();
+    let narrow = ModelDir::open(&ModelSource::Directory(folder.path().to_path_buf())).unwrap();
+    let refused = super::super::supports(&narrow, 2).unwrap_err().to_string();
     assert!(refused.contains("head_dim"), "{refused}");
+    // What runs without a model of one's own runs on GPUs, too.
+    let demo = ModelDir::open(&ModelSource::Embedded).unwrap();
+    assert!(super::super::supports(&demo, 1).is_ok() && super::super::supports(&demo, 2).is_ok());
 }
 
 #[test]
