@@ -2,6 +2,7 @@
 
 use std::pin::Pin;
 use std::sync::Arc;
+use std::time::Duration;
 
 use futures::{Stream, stream};
 use inflight_proto::v1;
@@ -20,6 +21,9 @@ const LIMIT_DEFAULT: u32 = 1000;
 const LIMIT_MAX: u32 = 10_000;
 /// Updates a second, at most.
 const RATE_MAX: u32 = 10;
+
+/// Queueing time beyond which a request counts as late, where a diagnosis asks for none.
+const QUEUE_OBJECTIVE: Duration = Duration::from_secs(1);
 
 /// Service for operators.
 pub(crate) struct AdminService(pub(crate) Operations);
@@ -105,7 +109,11 @@ impl Admin for AdminService {
         authorize(request.extensions())?;
         let worker = request.into_inner().worker.unwrap_or_default();
         let workers = self.0.calls.diagnose(worker).await;
-        let findings = self.0.hub.findings(clock::now()).into_iter().map(|finding| v1::Finding {
+        let objective = match worker.queue_objective_us {
+            0 => QUEUE_OBJECTIVE,
+            given => Duration::from_micros(given),
+        };
+        let findings = self.0.hub.findings(clock::now(), objective).into_iter().map(|finding| v1::Finding {
             bottleneck: finding.bottleneck.to_owned(),
             window_share: finding.window_share,
             evidence: finding.evidence,

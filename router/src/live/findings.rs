@@ -1,9 +1,8 @@
 //! Findings about the router itself, for the diagnosis of the cluster.
 
-use super::view::{ClusterView, WorkerState, WorkerView};
+use std::time::Duration;
 
-/// Queueing time at the router that counts as long, in milliseconds.
-const QUEUE_MS: f64 = 1000.0;
+use super::view::{ClusterView, WorkerState, WorkerView};
 
 /// Bottleneck at the router.
 #[derive(Debug, Clone, PartialEq)]
@@ -15,8 +14,13 @@ pub(crate) struct RouterFinding {
     pub(crate) advice: &'static str,
 }
 
-/// Returns what is wrong at the router, most severe first.
-pub(super) fn of(cluster: &ClusterView, workers: &[&WorkerView]) -> Vec<RouterFinding> {
+/// Returns what is wrong at the router, most severe first. Requests queued for longer than `queue_objective` count
+/// as late.
+pub(super) fn of(
+    cluster: &ClusterView,
+    workers: &[&WorkerView],
+    queue_objective: Duration,
+) -> Vec<RouterFinding> {
     let mut findings = Vec::new();
     let share = |part: usize, of: usize| part as f64 / of.max(1) as f64;
     let in_state = |state| workers.iter().filter(|worker| worker.state == Some(state)).count();
@@ -63,7 +67,7 @@ pub(super) fn of(cluster: &ClusterView, workers: &[&WorkerView]) -> Vec<RouterFi
         });
     }
     let queued = cluster.queued_requests as usize;
-    if queued > 0 && cluster.queue_ms.p90 > QUEUE_MS {
+    if queued > 0 && cluster.queue_ms.p90 > queue_objective.as_secs_f64() * 1000.0 {
         findings.push(RouterFinding {
             bottleneck: "router_queue",
             window_share: share(queued, open),
@@ -91,12 +95,15 @@ mod tests {
         let [connected, lost, ejected] =
             [WorkerState::Connected, WorkerState::Disconnected, WorkerState::Ejected].map(worker);
         let calm = ClusterView { open_requests: 9, queued_requests: 3, ..ClusterView::default() };
-        assert_eq!(of(&calm, &[&connected]), []);
+        assert_eq!(of(&calm, &[&connected], Duration::from_secs(1)), []);
         let queue_ms = Percentiles { p90: 1500.0, ..Percentiles::default() };
         let busy = ClusterView { retrying_requests: 1, queue_ms, ..calm };
-        let found = of(&busy, &[&connected, &lost, &ejected, &lost]);
+        let trouble = [&connected, &lost, &ejected, &lost];
+        let found = of(&busy, &trouble, Duration::from_secs(1));
         let names: Vec<_> = found.iter().map(|finding| finding.bottleneck).collect();
         assert_eq!(names, ["workers_disconnected", "router_queue", "workers_ejected", "retries"]);
+        let patient = of(&busy, &trouble, Duration::from_secs(2));
+        assert!(patient.iter().all(|finding| finding.bottleneck != "router_queue"), "{patient:?}");
         assert_eq!(found[0].evidence, "2 of 4 workers have no session with this router: w, w");
     }
 }

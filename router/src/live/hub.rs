@@ -391,11 +391,11 @@ impl Hub {
         }
     }
 
-    /// Returns what is wrong at the router.
-    pub(crate) fn findings(&self, now: Instant) -> Vec<RouterFinding> {
+    /// Returns what is wrong at the router. Requests queued for longer than `queue_objective` count as late.
+    pub(crate) fn findings(&self, now: Instant, queue_objective: Duration) -> Vec<RouterFinding> {
         let snapshot = self.snapshot(now);
         let workers: Vec<_> = snapshot.workers.iter().map(|sample| &sample.view).collect();
-        findings::of(&snapshot.cluster, &workers)
+        findings::of(&snapshot.cluster, &workers, queue_objective)
     }
 
     /// Lists requests, oldest first, with the number of those beyond `limit`. `tenant`: only its requests, unless empty.
