@@ -17,6 +17,7 @@ mod metrics;
 mod models;
 mod overload;
 mod placement;
+mod python_package;
 mod recording;
 mod requests;
 mod resuming_commands;

@@ -1,4 +1,4 @@
-//! The helper for Python clients, client/python/inflight_client.py, against a scripted worker that fails a stream
+//! The helper for Python clients, client/python, against a scripted worker that fails a stream
 //! after its headers.
 
 use std::path::Path;

@@ -1,4 +1,4 @@
-"""Reads streams with client/python/inflight_client.py while routers and workers are killed, and compares them.
+"""Reads streams with client/python while routers and workers are killed, and compares them.
 
 Standard input is a JSON object. With `urls` of routers, each of `requests` has `path` and `body`, and the expected `text` and
 `completion_tokens`; with `expect` they are asked for once, unstreamed, and printed as `results`. For gRPC there are `targets`

@@ -1,4 +1,4 @@
-"""Prints the events of one stream that client/python/inflight_client.py reads, as JSON: [[name, data], …].
+"""Prints the events of one stream that client/python reads, as JSON: [[name, data], …].
 
 Arguments: URL, path, body, patience in seconds.
 """

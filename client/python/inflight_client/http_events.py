@@ -1,66 +1,45 @@
-"""Streams that survive the loss of any router.
+"""Server-sent events of the HTTP APIs, with the standard library alone."""
 
-`stream_events` posts a request to an HTTP API and yields its server-sent events; `generate` calls the gRPC RPC Generate and
-yields its messages. When a call breaks off, both continue the stream at the next router, from where it broke off: the caller
-sees one stream without gaps or repetitions. HTTP needs nothing beside the standard library; gRPC needs grpcio and the stubs
-that grpcio-tools generates from proto/.
-"""
+from __future__ import annotations
 
-import collections
 import http.client
 import itertools
 import json
-import time
 import urllib.parse
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
-Event = collections.namedtuple("Event", "name data")
-Event.__doc__ = "A server-sent event: its name, or None, and its data."
+from .attempts import PATIENCE_SECONDS, Attempts
 
-PATIENCE_SECONDS = 30.0
-BACKOFF_SECONDS = (0.02, 1.0)
 # The status of a limit is final for a new request; a stream that has begun waits for it.
 RETRIED_STATUSES = {502, 503, 504}
 RETRIED_ONCE_BEGUN = {429}
 
 
+class Event(NamedTuple):
+    """A server-sent event: its name, or None, and its data."""
+
+    name: str | None
+    data: str
+
+
 class StatusError(Exception):
     """A response with an error status, which no other router can mend."""
 
-    def __init__(self, status, body):
+    def __init__(self, status: int, body: str) -> None:
         super().__init__(f"status {status}: {body}")
         self.status = status
         self.body = body
 
 
-class _Attempts:
-    """Pauses between attempts, until no message has come for the patience."""
-
-    def __init__(self, routers, patience):
-        self.routers = routers
-        self.patience = patience
-        self.failures = 0
-        self.since = None
-
-    def progress(self):
-        self.failures = 0
-        self.since = None
-
-    def failed(self):
-        """Waits for the next attempt; returns False if there is none."""
-        now = time.monotonic()
-        self.since = now if self.since is None else self.since
-        self.failures += 1
-        least, most = BACKOFF_SECONDS
-        pause = min(most, least * 2 ** min(self.failures - 1, 16))
-        if now + pause > self.since + self.patience:
-            return False
-        # The next of several routers is tried at once.
-        if self.failures >= self.routers:
-            time.sleep(pause)
-        return True
-
-
-def stream_events(urls, path, body, headers=None, patience=PATIENCE_SECONDS, timeout=300.0):
+def stream_events(
+    urls: Sequence[str],
+    path: str,
+    body: Mapping[str, Any],
+    headers: Mapping[str, str] | None = None,
+    patience: float = PATIENCE_SECONDS,
+    timeout: float = 300.0,
+) -> Iterator[Event]:
     """Posts `body`, a dictionary, with `stream` set to `path` of the first of `urls` that answers, and yields its events.
 
     `data: [DONE]` ends the stream and is not yielded. An error event that is not final, as of an overloaded router, is not
@@ -70,7 +49,7 @@ def stream_events(urls, path, body, headers=None, patience=PATIENCE_SECONDS, tim
     """
     payload = json.dumps({**body, "stream": True}).encode()
     headers = {"content-type": "application/json", **(headers or {})}
-    attempts = _Attempts(len(urls), patience)
+    attempts = Attempts(len(urls), patience)
     last_id, begun, failed = None, False, False
     for url in itertools.cycle(urls):
         connection = None
@@ -163,65 +142,3 @@ def _parse(lines):
             name = value
         elif field == "id":
             event_id = value
-
-
-def generate(stubs, request, patience=PATIENCE_SECONDS, timeout=None, metadata=None):
-    """Calls Generate at the first of `stubs`, one for each router, and yields its messages up to `completed`.
-
-    `request` is a GenerateRequest, which is not changed. Raises grpc.RpcError for a status that is final, and the last one
-    if no router has continued the stream within `patience` seconds. `timeout` is the deadline of the whole stream in
-    seconds.
-    """
-    import grpc
-
-    message = type(request)()
-    message.CopyFrom(request)
-    message.resumable = True
-    deadline = None if timeout is None else time.monotonic() + timeout
-    choices = [[] for _ in range(request.sampling.n or 1)]
-    attempts = _Attempts(len(stubs), patience)
-    cursor, started = b"", False
-    for stub in itertools.cycle(stubs):
-        if cursor:
-            message.ClearField("resume")
-            message.resume.cursor = cursor
-            for ids in choices:
-                message.resume.choices.add().ids.extend(ids)
-        left = None if deadline is None else max(0.0, deadline - time.monotonic())
-        call = stub.Generate(message, timeout=left, metadata=metadata)
-        try:
-            for response in call:
-                attempts.progress()
-                event = response.WhichOneof("event")
-                if event in ("started", "delta", "finished"):
-                    cursor = getattr(response, event).cursor
-                if event == "started" and started:
-                    continue
-                started = started or event == "started"
-                if event == "delta":
-                    choices[response.delta.choice].extend(response.delta.token_ids)
-                yield response
-                if event == "completed":
-                    return
-            if (started and not cursor) or not attempts.failed():
-                raise ConnectionError("the stream ended before it was complete")
-        except grpc.RpcError as error:
-            retried = {grpc.StatusCode.UNAVAILABLE}
-            if cursor:
-                retried |= {grpc.StatusCode.RESOURCE_EXHAUSTED}
-            # Errors of the connection, which no router has sent.
-            if error.code() not in retried and not _is_broken(error):
-                raise
-            # Without a cursor the router cannot resume it, as with log probabilities of the prompt.
-            if (started and not cursor) or not attempts.failed():
-                raise
-        finally:
-            call.cancel()
-            # The error is the call, and its traceback holds this frame. A call in a cycle may be collected at the end of the
-            # process, where grpcio waits for a lock that nobody releases.
-            del call
-
-
-def _is_broken(error):
-    details = error.details() or ""
-    return any(text in details for text in ("Connection reset", "Socket closed", "RST_STREAM", "GOAWAY", "recvmsg"))
