@@ -3,6 +3,7 @@
 mod bench;
 mod chat;
 mod child_log;
+mod completions;
 mod config;
 mod control_socket;
 mod conversation;
@@ -18,6 +19,7 @@ pub mod fuzz;
 mod generate;
 mod gpus;
 mod key;
+mod man;
 mod memory_share;
 mod metrics_compat;
 mod metrics_endpoint;
@@ -67,10 +69,14 @@ enum Subcommand {
     Chat(Box<chat::Args>),
     /// Generates load against routers or OpenAI-compatible servers and reports throughput and latency
     Bench(Box<bench::Args>),
+    /// Prints completions of the command line for a shell
+    Completions(completions::Args),
     /// Reports the bottlenecks of workers and how to relieve them
     Diagnose(diagnose::Args),
     /// Generates an API key and its digest for the tenants file
     Key(key::Args),
+    /// Writes manual pages
+    Man(man::Args),
     /// Replays the scheduler of a worker that ran with --record
     Replay(replay::Args),
     /// Runs a router: admits, queues and dispatches requests, streams tokens to clients
@@ -92,8 +98,10 @@ pub fn main() -> ExitCode {
             Subcommand::Chat(args) => role::block_on(Some(1), chat::run(*args)),
             // One thread, to leave the cores to a server on the same machine.
             Subcommand::Bench(args) => role::block_on(Some(1), bench::run(*args)),
+            Subcommand::Completions(args) => completions::run(&args),
             Subcommand::Diagnose(args) => role::block_on(Some(1), diagnose::run(args)),
             Subcommand::Key(args) => key::run(&args),
+            Subcommand::Man(args) => man::run(&args),
             Subcommand::Replay(args) => replay::run(&args),
             Subcommand::Router(args) => role::block_on(None, router::run(*args)),
             Subcommand::Top(args) => role::block_on(Some(1), top::run(*args)),

@@ -16,7 +16,10 @@ use crate::storm::all_connected;
 #[tokio::test(flavor = "multi_thread")]
 async fn the_readme_of_the_python_package_streams_tokens_and_survives_a_killed_router() -> Result<()> {
     let Ok(python) = std::env::var("INFLIGHT_TEST_PYTHON") else {
-        inflight_fixtures::skipped("the Python package", "INFLIGHT_TEST_PYTHON names no Python with grpcio-tools and setuptools");
+        inflight_fixtures::skipped(
+            "the Python package",
+            "INFLIGHT_TEST_PYTHON names no Python with grpcio-tools and setuptools",
+        );
         return Ok(());
     };
     let folder = TempDir::new("python-package")?;
@@ -27,8 +30,7 @@ async fn the_readme_of_the_python_package_streams_tokens_and_survives_a_killed_r
     let worker = RoleProcess::start(program().to_owned(), "worker", &flags).await?;
     let mut routers = Vec::new();
     for _ in 0..2 {
-        let flags =
-            [format!("--workers={}", worker.address), format!("--resume-key-file={}", key.display())];
+        let flags = [format!("--workers={}", worker.address), format!("--resume-key-file={}", key.display())];
         routers.push(RoleProcess::start(program().to_owned(), "router", &flags).await?);
     }
     for router in &routers {
@@ -45,7 +47,8 @@ async fn the_readme_of_the_python_package_streams_tokens_and_survives_a_killed_r
     let mut output = BufReader::new(client.stdout.take().context("piped")?);
     let mut complete = String::new();
     output.read_line(&mut complete).await?;
-    let complete: String = serde_json::from_str(&complete).with_context(|| format!("it printed {complete:?}"))?;
+    let complete: String =
+        serde_json::from_str(&complete).with_context(|| format!("it printed {complete:?}"))?;
     // The stream has begun.
     let mut text = vec![0];
     output.read_exact(&mut text).await?;

@@ -67,6 +67,18 @@ fn backlog() -> Vec<Request> {
     requests.into_iter().map(waiting).collect()
 }
 
+/// Chats beside prompts that fill several iterations.
+fn chats_and_documents() -> Vec<Request> {
+    let chats =
+        Workload { rate: 1.0, requests: 200, shares: vec![1.0], prompts: fixed(60.0), outputs: fixed(200.0) };
+    let documents =
+        Workload { rate: 0.15, requests: 30, prompts: fixed(6000.0), outputs: fixed(20.0), ..chats.clone() };
+    let mut requests = chats.generate(SEED);
+    requests.extend(documents.generate(SEED + 1));
+    requests.sort_by_key(|request| request.arrival);
+    requests
+}
+
 #[test]
 fn a_higher_watermark_preempts_less_and_runs_fewer_at_once() {
     let requests = backlog();
@@ -183,14 +195,7 @@ fn more_bypasses_serve_small_requests_sooner_and_large_ones_later() {
 
 #[test]
 fn without_a_step_target_gaps_are_longer_and_long_prompts_shorter() {
-    // Chats beside prompts that fill several iterations.
-    let chats =
-        Workload { rate: 1.0, requests: 200, shares: vec![1.0], prompts: fixed(60.0), outputs: fixed(200.0) };
-    let documents =
-        Workload { rate: 0.15, requests: 30, prompts: fixed(6000.0), outputs: fixed(20.0), ..chats.clone() };
-    let mut requests = chats.generate(SEED);
-    requests.extend(documents.generate(SEED + 1));
-    requests.sort_by_key(|request| request.arrival);
+    let requests = chats_and_documents();
     let targets = [
         ("auto", StepTarget::Adaptive(LatencyObjectives::default())),
         ("100ms", StepTarget::Fixed(Duration::from_millis(100))),
@@ -211,4 +216,35 @@ fn without_a_step_target_gaps_are_longer_and_long_prompts_shorter() {
     });
     assert!(2.0 * auto.0 < off.0 && 2.0 * fixed.0 < off.0, "gaps: {auto:?} {fixed:?} {off:?}");
     assert!(off.1 < auto.1 && off.1 < fixed.1, "documents: {auto:?} {fixed:?} {off:?}");
+}
+
+#[test]
+fn larger_chunks_lengthen_gaps_and_shorten_the_wait_of_long_prompts() {
+    let requests = chats_and_documents();
+    let sweep = [64, 128, 256, 512, 1024, 2048, 4096, 8192].map(|batch_tokens| {
+        let limits = SchedulerLimits {
+            step_target: StepTarget::Unbounded,
+            waiting_max: 10_000,
+            prefix_cache: false,
+            ..SchedulerLimits::new(BLOCK_TOKENS, 4000, 256, batch_tokens)
+        };
+        let outcome = serve(limits, &requests);
+        let wait = outcome.first_token(0.5, |request| request.prompt_tokens > 1000);
+        let (gap, rate) = (outcome.gap(0.99), outcome.records.tokens_per_second());
+        println!(
+            "--max-batch-tokens {batch_tokens:5}  gap P50 {:5.1} ms, P99 {:6.1} ms  first token P50 {wait:5.2} s of documents  \
+             {rate:5.1} tok/s",
+            1e3 * outcome.gap(0.5),
+            1e3 * gap,
+        );
+        (gap, wait, rate)
+    });
+    assert!(sweep.windows(2).all(|pair| pair[0].0 <= 1.02 * pair[1].0), "gaps grow: {sweep:?}");
+    let [first, .., last] = sweep;
+    assert!(last.0 > 8.0 * first.0 && first.1 > 2.0 * last.1, "gaps against waits: {sweep:?}");
+    // The chunks compute the same work: what they cost is the fixed part of more steps.
+    let rates: Vec<f64> = sweep[2..].iter().map(|chunk| chunk.2).collect();
+    let (least, most) =
+        (rates.iter().copied().fold(f64::MAX, f64::min), rates.iter().copied().fold(0.0, f64::max));
+    assert!(most < 1.1 * least, "from 256 tokens the throughput is the same: {sweep:?}");
 }

@@ -3,8 +3,8 @@
 
 use std::sync::Arc;
 
-use inflight_contract::SamplingParams;
 use half::bf16;
+use inflight_contract::SamplingParams;
 use inflight_fixtures::{Arch, Checkpoint, Dtype, TempDir};
 use inflight_kernels::cpu::{Isa, KvDtype};
 use inflight_models::{ModelDir, ModelSource};
