@@ -226,25 +226,22 @@ fn larger_chunks_lengthen_gaps_and_shorten_the_wait_of_long_prompts() {
             step_target: StepTarget::Unbounded,
             waiting_max: 10_000,
             prefix_cache: false,
-            ..SchedulerLimits::new(BLOCK_TOKENS, 4000, 256, batch_tokens)
+            ..SchedulerLimits::new(BLOCK_TOKENS, 4000, 64, batch_tokens)
         };
         let outcome = serve(limits, &requests);
         let wait = outcome.first_token(0.5, |request| request.prompt_tokens > 1000);
-        let (gap, rate) = (outcome.gap(0.99), outcome.records.tokens_per_second());
+        let longest = outcome.gap(1.0);
         println!(
-            "--max-batch-tokens {batch_tokens:5}  gap P50 {:5.1} ms, P99 {:6.1} ms  first token P50 {wait:5.2} s of documents  \
-             {rate:5.1} tok/s",
+            "--max-batch-tokens {batch_tokens:5}  gap P50 {:5.1} ms, P99 {:6.1} ms, longest {:6.1} ms  first token P50 {wait:5.2} s of \
+             documents",
             1e3 * outcome.gap(0.5),
-            1e3 * gap,
+            1e3 * outcome.gap(0.99),
+            1e3 * longest,
         );
-        (gap, wait, rate)
+        (longest, wait)
     });
-    assert!(sweep.windows(2).all(|pair| pair[0].0 <= 1.02 * pair[1].0), "gaps grow: {sweep:?}");
+    let monotonic = sweep.windows(2).all(|pair| pair[0].0 < pair[1].0 && pair[0].1 > pair[1].1);
+    assert!(monotonic, "gaps grow and waits shrink: {sweep:?}");
     let [first, .., last] = sweep;
     assert!(last.0 > 8.0 * first.0 && first.1 > 2.0 * last.1, "gaps against waits: {sweep:?}");
-    // The chunks compute the same work: what they cost is the fixed part of more steps.
-    let rates: Vec<f64> = sweep[2..].iter().map(|chunk| chunk.2).collect();
-    let (least, most) =
-        (rates.iter().copied().fold(f64::MAX, f64::min), rates.iter().copied().fold(0.0, f64::max));
-    assert!(most < 1.1 * least, "from 256 tokens the throughput is the same: {sweep:?}");
 }
