@@ -15,6 +15,7 @@ mod load;
 mod measure;
 mod openai;
 mod outcome;
+mod rate_search;
 mod report;
 mod tenants;
 #[cfg(test)]
@@ -28,6 +29,7 @@ pub use error::{BenchError, ErrorKind};
 pub use lengths::Lengths;
 pub use load::LoadPattern;
 pub use measure::{Meter, Quota, RoundMeasurements, Slo};
+pub use rate_search::RateSearch;
 pub use report::{BenchReport, LoadPoint};
 pub use tenants::Tenant;
 pub use workload::{Arrivals, BenchWorkload, LengthSource, PlannedRequest, PromptKey, PromptKeys};

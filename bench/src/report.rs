@@ -6,6 +6,7 @@ use serde_json::{Value, json};
 
 use crate::load::LoadPattern;
 use crate::measure::{LatencyHistogram, RoundMeasurements};
+use crate::rate_search::RateSearch;
 use crate::workload::Arrivals;
 
 /// Reported quantity: JSON key, label and sublabel in the table, and its value in a round.
@@ -99,6 +100,13 @@ pub struct LoadPoint {
     pub rounds: Vec<Vec<RoundMeasurements>>,
 }
 
+impl LoadPoint {
+    /// Share of the first server's requests that met the objectives, the median over rounds.
+    pub fn attainment(&self) -> Option<f64> {
+        median_of(&ATTAINMENT, self.rounds.first()?)
+    }
+}
+
 /// Report of a run.
 #[derive(Debug)]
 pub struct BenchReport {
@@ -112,6 +120,8 @@ pub struct BenchReport {
     pub setting: Value,
     /// Measurements by load pattern, in the order of the runs.
     pub points: Vec<LoadPoint>,
+    /// Search for the highest rate, with the share of the requests that had to meet the objectives.
+    pub search: Option<(RateSearch, f64)>,
 }
 
 /// Returns the median, for an even number of values the mean of the middle two; `None` without values.
@@ -217,6 +227,24 @@ impl BenchReport {
         for point in &self.points {
             self.point_table(point, &mut out);
         }
+        if let Some((search, share)) = &self.search {
+            let of_requests = format!("for {} % of the requests", 100.0 * share);
+            let _ = match (search.met(), search.missed()) {
+                (Some(met), Some(missed)) => {
+                    writeln!(
+                        out,
+                        "highest rate within bounds {of_requests}: {met} requests/s; {missed} is too high"
+                    )
+                }
+                (Some(met), None) => {
+                    writeln!(
+                        out,
+                        "within bounds {of_requests} up to {met} requests/s, the highest that was tried"
+                    )
+                }
+                (None, _) => writeln!(out, "at no rate within bounds {of_requests}"),
+            };
+        }
         out
     }
 
@@ -309,7 +337,11 @@ impl BenchReport {
     /// others.
     pub fn json(&self) -> Value {
         let points: Vec<Value> = self.points.iter().map(|point| self.point_json(point)).collect();
-        json!({ "setting": self.setting, "points": points })
+        let mut report = json!({ "setting": self.setting, "points": points });
+        if let Some((search, share)) = &self.search {
+            report["search"] = json!({ "slo_share": share, "highest_met_per_s": search.met(), "lowest_missed_per_s": search.missed() });
+        }
+        report
     }
 
     fn point_json(&self, point: &LoadPoint) -> Value {
@@ -436,6 +468,7 @@ mod tests {
                 load: LoadPattern::Closed { streams: 4 },
                 rounds: vec![baseline, other],
             }],
+            search: None,
         };
         assert!(report.table().contains("3.00 (1.00 to 4.00)"), "{}", report.table());
         assert_eq!(report.json()["points"][0]["ratios"][0]["ratios"]["output_tokens_per_s"]["median"], 3.0);

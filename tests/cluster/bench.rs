@@ -88,6 +88,43 @@ async fn bench_compares_two_servers_by_ratios() -> Result<()> {
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn bench_finds_the_highest_rate_within_objectives() -> Result<()> {
+    let search = async |endpoint: &str, arguments: &[&str]| -> Result<[Option<f64>; 2]> {
+        let report = json(&bench(&[&["--endpoint", endpoint, "--json=-"], arguments].concat()).await?)?;
+        let search = &report["search"];
+        Ok([search["highest_met_per_s"].as_f64(), search["lowest_missed_per_s"].as_f64()])
+    };
+    // Gaps that do not depend on the rate.
+    let script = Script { gap: Duration::from_millis(20), ..Script::default() };
+    let steady = format!("http://{}", TokenServer::new(script).listen_grpc().await?);
+    let short = ["--find-rate=20..40", "--requests=10", "--output-tokens=5"];
+    let never = search(&steady, &[&short[..], &["--slo-tpot=10ms"]].concat()).await?;
+    ensure!(never == [None, Some(20.0)], "{never:?}");
+    let always = search(&steady, &[&short[..], &["--slo-tpot=10s"]].concat()).await?;
+    ensure!(always == [Some(40.0), None], "{always:?}");
+    // Four slots, half a second a request: 8 requests a second, fewer on a busy machine.
+    let flags = ["--workers=1", "--device=sim:flat,step=0.02", "--max-sequences=4"];
+    let cluster = LocalCluster::start(program(), &flags).await?;
+    let arguments =
+        ["--find-rate=1..64", "--slo-ttft=1s", "--duration=5s", "--constant-rate", "--output-tokens=25"];
+    let [Some(met), Some(missed)] = search(&cluster.endpoint, &arguments).await? else {
+        anyhow::bail!("no rate was met, or all")
+    };
+    ensure!((1.0..12.0).contains(&met) && missed < 16.0, "{met}, {missed}");
+    // Refused before anything is sent.
+    for wrong in [
+        &["--find-rate=1..64"][..],
+        &["--find-rate=64..1", "--slo-ttft=1s"],
+        &["--find-rate=1..64", "--slo-ttft=1s", "--rate=1"],
+        &["--find-rate=1..64", "--slo-ttft=1s", "--endpoint=http://127.0.0.1:1"],
+    ] {
+        let refused = bench(&[&["--endpoint", &steady], wrong].concat()).await?;
+        ensure!(refused.code == Some(2) || refused.code == Some(3), "{wrong:?}: {refused:?}");
+    }
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn bench_replays_a_trace_with_its_tenants() -> Result<()> {
     let server = TokenServer::new(Script::default());
     let endpoint = format!("http://{}", server.listen_grpc().await?);

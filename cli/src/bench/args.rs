@@ -1,6 +1,7 @@
 //! Options of `inflight bench` and their defaults.
 
 use std::path::PathBuf;
+use std::time::Duration;
 
 use clap::builder::{PossibleValue, PossibleValuesParser, TypedValueParser};
 use inflight_bench::{Endpoint, Lengths, LoadPattern, PromptForm, Quota, Tenant};
@@ -13,6 +14,8 @@ pub const STREAMS_DEFAULT: u32 = 4;
 const REQUESTS_DEFAULT: u64 = 64;
 /// Factor of the closed-loop default: max(REQUESTS_DEFAULT, REQUESTS_PER_STREAM * streams) per round.
 const REQUESTS_PER_STREAM: u64 = 4;
+/// Default time for which a search measures each rate.
+const SEARCH_DURATION: Duration = Duration::from_secs(30);
 /// Default number of rounds with several servers.
 const ROUNDS_COMPARED: u32 = 3;
 
@@ -22,6 +25,7 @@ that cannot be read; 3 an endpoint is unreachable; 4 no such model; 5 all reques
 /// Options of `inflight bench`.
 #[derive(Debug, Clone, clap::Args)]
 #[command(after_help = EXIT_CODES)]
+#[command(group = clap::ArgGroup::new("slo").multiple(true), group = clap::ArgGroup::new("open_loop"))]
 pub struct Args {
     /// Server under test, as [NAME=]URL: a router (http://HOST:PORT) or, with a path, an OpenAI-compatible
     /// API (http://HOST:PORT/v1). Several are measured in turns and compared with the first
@@ -34,10 +38,18 @@ pub struct Args {
     #[arg(long, value_name = "N,…", value_delimiter = ',', value_parser = clap::value_parser!(u32).range(1..=100_000))]
     pub concurrency: Vec<u32>,
     /// Open loop at this request rate per second, as a Poisson process; a list is measured one by one
-    #[arg(long, value_name = "R,…", value_delimiter = ',', value_parser = positive, conflicts_with = "concurrency")]
+    #[arg(long, value_name = "R,…", value_delimiter = ',', value_parser = positive, conflicts_with = "concurrency", group = "open_loop")]
     pub rate: Vec<f64>,
-    /// With --rate: constant intervals instead of a Poisson process
-    #[arg(long, requires = "rate")]
+    /// Search for the highest rate, within these bounds, at which --slo-share of the requests meets --slo-ttft, --slo-tpot and
+    /// --slo-e2e: doubles the rate until it is too high, then bisects to a tenth. Each rate is measured for 30s, or --duration or
+    /// --requests
+    #[arg(long, value_name = "MIN..MAX", value_parser = rate_bounds, conflicts_with_all = ["rate", "concurrency"], requires = "slo", group = "open_loop")]
+    pub find_rate: Option<(f64, f64)>,
+    /// With --find-rate: share of the requests that must meet the objectives
+    #[arg(long, value_name = "SHARE", default_value_t = 0.99, value_parser = share, requires = "find_rate")]
+    pub slo_share: f64,
+    /// With --rate or --find-rate: constant intervals instead of a Poisson process
+    #[arg(long, requires = "open_loop")]
     pub constant_rate: bool,
     /// Trace with lengths, and optionally arrivals and tenants: Azure's or VTC's CSV, a CSV of lengths,
     /// Mooncake's JSON lines. Without --concurrency and --rate its arrivals are replayed
@@ -111,13 +123,13 @@ pub struct Args {
     #[arg(long, value_name = "N", default_value_t = 4096, value_parser = clap::value_parser!(u32).range(1..=100_000))]
     pub in_flight_max: u32,
     /// Goodput: maximum time to first token
-    #[arg(long, value_name = "DURATION")]
+    #[arg(long, value_name = "DURATION", group = "slo")]
     pub slo_ttft: Option<Span>,
     /// Goodput: maximum mean time per output token
-    #[arg(long, value_name = "DURATION")]
+    #[arg(long, value_name = "DURATION", group = "slo")]
     pub slo_tpot: Option<Span>,
     /// Goodput: maximum end-to-end latency
-    #[arg(long, value_name = "DURATION")]
+    #[arg(long, value_name = "DURATION", group = "slo")]
     pub slo_e2e: Option<Span>,
     /// Write all figures of all rounds as JSON to FILE; `-` prints JSON instead of the table
     #[arg(long, value_name = "FILE")]
@@ -148,6 +160,17 @@ fn positive(text: &str) -> Result<f64, String> {
     number.ok_or_else(|| "not a number from 0.000001 to 1000000".to_owned())
 }
 
+fn rate_bounds(text: &str) -> Result<(f64, f64), String> {
+    let (from, to) = text.split_once("..").ok_or_else(|| "not of the form MIN..MAX".to_owned())?;
+    let (from, to) = (positive(from)?, positive(to)?);
+    if from > to { Err(format!("{from} is more than {to}")) } else { Ok((from, to)) }
+}
+
+fn share(text: &str) -> Result<f64, String> {
+    let share = text.parse::<f64>().ok().filter(|share| *share > 0.0 && *share <= 1.0);
+    share.ok_or_else(|| "not a share above 0 and up to 1".to_owned())
+}
+
 impl Args {
     /// Returns the number of rounds for `servers` servers.
     pub fn rounds(&self, servers: usize) -> u32 {
@@ -159,6 +182,8 @@ impl Args {
         match (self.duration, self.requests, load) {
             (Some(duration), ..) => Quota::Duration(duration.0),
             (None, Some(requests), _) => Quota::Requests(requests),
+            // Long enough for a queue to grow.
+            (None, None, _) if self.find_rate.is_some() => Quota::Duration(SEARCH_DURATION),
             (None, None, LoadPattern::Open { .. }) => Quota::Requests(REQUESTS_DEFAULT),
             (None, None, LoadPattern::Closed { streams }) => {
                 Quota::Requests(REQUESTS_DEFAULT.max(REQUESTS_PER_STREAM * u64::from(streams)))

@@ -8,7 +8,8 @@ use std::time::Duration;
 use indicatif::{ProgressBar, ProgressStyle};
 use inflight_bench::{
     Arrivals, BenchClient, BenchError, BenchReport, BenchWorkload, Comparison, ErrorKind, GenerationSettings,
-    LengthSource, Lengths, LoadPattern, Meter, PlannedLoad, PromptKeys, Quota, ServerInfo, Slo, Tenant,
+    LengthSource, Lengths, LoadPattern, Meter, PlannedLoad, PromptKeys, Quota, RateSearch, ServerInfo, Slo,
+    Tenant,
 };
 use inflight_traces::{TracedRequest, read_trace};
 use serde_json::{Value, json};
@@ -78,10 +79,33 @@ async fn bench(mut args: Args) -> Result<(), CommandError> {
         rounds: args.rounds(clients.len()),
     };
     let mut points = Vec::new();
-    for (index, load) in (0u64..).zip(loads) {
-        let planned = PlannedLoad { load, warmup: args.warmup(load), quota: args.quota(load) };
-        let watch = |title, meter| Progress::show(title, meter, planned.quota);
-        points.push(comparison.point(index, planned, watch).await?);
+    let planned = |load| PlannedLoad { load, warmup: args.warmup(load), quota: args.quota(load) };
+    let mut search = None;
+    if let Some((from, to)) = args.find_rate {
+        if let [_, second, ..] = &args.endpoint[..] {
+            let message = format!(
+                "--find-rate measures one server, but there are several, such as {}; run the command once for each",
+                second.name
+            );
+            return Err(CommandError::new(Exit::Usage, message));
+        }
+        let mut rates = RateSearch::new(from, to);
+        while let Some(rate) = rates.next_rate() {
+            let load = open_loop(&args, arrivals(&args, rate));
+            check_context(&args, &workload, load, context)?;
+            let planned = planned(load);
+            let watch = |title, meter| Progress::show(title, meter, planned.quota);
+            let point = comparison.point(points.len() as u64, planned, watch).await?;
+            rates.record(rate, point.attainment().is_some_and(|share| share >= args.slo_share));
+            points.push(point);
+        }
+        search = Some((rates, args.slo_share));
+    } else {
+        for (index, load) in (0u64..).zip(loads) {
+            let planned = planned(load);
+            let watch = |title, meter| Progress::show(title, meter, planned.quota);
+            points.push(comparison.point(index, planned, watch).await?);
+        }
     }
     let slo = slo(&args);
     let report = BenchReport {
@@ -90,6 +114,7 @@ async fn bench(mut args: Args) -> Result<(), CommandError> {
         tenants: workload.tenants.iter().map(|tenant| tenant.name.clone()).collect(),
         names,
         points,
+        search,
     };
     write_report(&args, &report, seed, nonce)
 }
@@ -119,6 +144,8 @@ fn options(args: &Args) -> Vec<(&'static str, Value)> {
         model,
         concurrency,
         rate,
+        find_rate,
+        slo_share,
         constant_rate,
         trace,
         speed,
@@ -149,6 +176,8 @@ fn options(args: &Args) -> Vec<(&'static str, Value)> {
         ("model", json!(model)),
         ("concurrency", json!(concurrency)),
         ("rate", json!(rate)),
+        ("find_rate", json!(find_rate)),
+        ("slo_share", json!(slo_share)),
         ("constant_rate", json!(constant_rate)),
         ("trace", json!(trace)),
         ("speed", json!(speed)),
@@ -236,13 +265,20 @@ impl Drop for TransientBar {
     }
 }
 
+fn arrivals(args: &Args, rate: f64) -> Arrivals {
+    if args.constant_rate { Arrivals::Constant(rate) } else { Arrivals::Poisson(rate) }
+}
+
+fn open_loop(args: &Args, arrivals: Arrivals) -> LoadPattern {
+    LoadPattern::Open { arrivals, in_flight_max: args.in_flight_max as usize }
+}
+
 fn loads(args: &Args, trace: &[TracedRequest]) -> Result<Vec<LoadPattern>, CommandError> {
-    let open = |arrivals| LoadPattern::Open { arrivals, in_flight_max: args.in_flight_max as usize };
+    if args.find_rate.is_some() {
+        return Ok(Vec::new());
+    }
     if !args.rate.is_empty() {
-        let arrivals = |rate: &f64| {
-            if args.constant_rate { Arrivals::Constant(*rate) } else { Arrivals::Poisson(*rate) }
-        };
-        return Ok(args.rate.iter().map(|rate| open(arrivals(rate))).collect());
+        return Ok(args.rate.iter().map(|rate| open_loop(args, arrivals(args, *rate))).collect());
     }
     if !args.concurrency.is_empty() {
         return Ok(args
@@ -253,7 +289,10 @@ fn loads(args: &Args, trace: &[TracedRequest]) -> Result<Vec<LoadPattern>, Comma
     }
     let timed = trace.first().is_some_and(|first| first.arrival_s.is_some());
     if timed {
-        return Ok(vec![open(Arrivals::Trace { speed: args.speed, jitter: args.arrival_jitter.0 })]);
+        return Ok(vec![open_loop(
+            args,
+            Arrivals::Trace { speed: args.speed, jitter: args.arrival_jitter.0 },
+        )]);
     }
     if args.trace.is_some() {
         let message = "the trace has lengths but no times; say how requests follow one another with --concurrency or --rate";
