@@ -87,13 +87,13 @@ and most, between which its number of workers stays.
 - --tensor-parallel={{ int .ranks }}
 {{- end }}
 {{- range $key := list "threads" "maxSequences" "maxBatchTokens" "maxContextTokens" "maxWaiting" "blockTokens" "draftsMax" "decodeReserveTokens" "preemptionThreshold" "bypassMax" }}
-{{- if not (kindIs "invalid" (get $engine $key)) }}
-- --{{ kebabcase $key }}={{ int64 (get $engine $key) }}
+{{- if not (kindIs "invalid" (index $engine $key)) }}
+- --{{ kebabcase $key }}={{ int64 (index $engine $key) }}
 {{- end }}
 {{- end }}
 {{- range $key := list "quantize" "kvCacheBytes" "kvCacheDtype" "gpuMemoryUtilization" "hostCacheBytes" "policy" "stepTarget" "sloTtft" "sloGap" "drafts" "kvWatermark" }}
-{{- if not (kindIs "invalid" (get $engine $key)) }}
-- --{{ kebabcase $key }}={{ get $engine $key }}
+{{- if not (kindIs "invalid" (index $engine $key)) }}
+- --{{ kebabcase $key }}={{ index $engine $key }}
 {{- end }}
 {{- end }}
 {{- if $engine.deterministic }}

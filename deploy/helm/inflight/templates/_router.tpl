@@ -21,8 +21,8 @@
 - --placement={{ . }}
 {{- end }}
 {{- range $key := list "queueRequestsMax" "queueTokensMax" "defaultMaxTokens" }}
-{{- if not (kindIs "invalid" (get $router $key)) }}
-- --{{ kebabcase $key }}={{ int64 (get $router $key) }}
+{{- if not (kindIs "invalid" (index $router $key)) }}
+- --{{ kebabcase $key }}={{ int64 (index $router $key) }}
 {{- end }}
 {{- end }}
 {{- if $router.tenants.secretName }}
