@@ -52,12 +52,21 @@
 {{ include "inflight.telemetryArgs" . }}
 {{- end -}}
 
-{{/* How long a model may be without workers, in seconds; empty: the program's default. A pool that sleeps must stay known. */}}
+{{/*
+How long a model may be without workers, in seconds; empty: the program's default. A pool that sleeps must stay known, and the requests of
+a pool of one wait while its worker is replaced.
+*/}}
 {{- define "inflight.noWorkerTimeout" -}}
+{{- $replacement := 0 -}}
+{{- range include "inflight.pools" . | fromYamlArray -}}
+{{- if eq (int .least) 1 -}}{{- $replacement = max $replacement (add .loadTimeoutSeconds 60) -}}{{- end -}}
+{{- end -}}
 {{- if not (kindIs "invalid" .Values.router.noWorkerTimeoutSeconds) -}}
 {{- int64 .Values.router.noWorkerTimeoutSeconds -}}
 {{- else if include "inflight.sleeping" . -}}
 604800
+{{- else if gt (int $replacement) 0 -}}
+{{- int $replacement -}}
 {{- end -}}
 {{- end -}}
 
