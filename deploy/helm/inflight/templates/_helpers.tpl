@@ -108,6 +108,8 @@ runAsNonRoot: true
 runAsUser: 65532
 runAsGroup: 65532
 fsGroup: 65532
+# A volume that has the group already is not searched file by file at each start.
+fsGroupChangePolicy: OnRootMismatch
 seccompProfile:
   type: RuntimeDefault
 {{- end -}}
@@ -123,6 +125,8 @@ capabilities:
 {{- define "inflight.scheduling" -}}
 {{- $values := index . 1 -}}
 {{- $selector := index . 2 -}}
+# Kubernetes would make variables of the services' names, which begin as those that the program reads.
+enableServiceLinks: false
 {{- with (index . 0).Values.image.pullSecrets }}
 imagePullSecrets:
   {{- range . }}
@@ -178,7 +182,9 @@ minAvailable: {{ .minAvailable }}
 maxUnavailable: {{ .maxUnavailable }}
 {{- else -}}
 maxUnavailable: 1
-{{- end -}}
+{{- end }}
+# A pod that does not get ready serves nobody and must not keep its node from being drained.
+unhealthyPodEvictionPolicy: AlwaysAllow
 {{- end -}}
 
 {{/* Behaviour of a HorizontalPodAutoscaler: up at once, down slowly; call with scaleDown. */}}

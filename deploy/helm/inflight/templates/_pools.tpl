@@ -10,6 +10,12 @@
 {{- end -}}
 {{- end -}}
 
+{{/* The whole cores that a pool requests, at least one. A worker's own default, the cores of the node, would be too many threads. */}}
+{{- define "inflight.cores" -}}
+{{- $cpu := ($.resources.requests | default dict).cpu | default 1 | toString -}}
+{{- max 1 (ternary (div (trimSuffix "m" $cpu | int) 1000) (float64 $cpu | floor | int) (hasSuffix "m" $cpu)) -}}
+{{- end -}}
+
 {{/*
 The pools with their defaults, a YAML list. Each has besides: fullName; kinds, the sources given; gpus and ranks; autoscaled; least
 and most, between which its number of workers stays.
@@ -33,6 +39,9 @@ and most, between which its number of workers stays.
 {{- $autoscaled := ne $pool.autoscaling.type "none" -}}
 {{- $_ := set $pool "autoscaled" $autoscaled -}}
 {{- $fixed := ternary 1 $pool.replicas (kindIs "invalid" $pool.replicas) -}}
+{{- if and (not $cuda) (kindIs "invalid" $pool.engine.threads) -}}
+{{- $_ := set $pool.engine "threads" (include "inflight.cores" $pool) -}}
+{{- end -}}
 {{- $_ := set $pool "least" (ternary $pool.autoscaling.minReplicas $fixed $autoscaled | int) -}}
 {{- $_ := set $pool "most" (ternary $pool.autoscaling.maxReplicas $fixed $autoscaled | int) -}}
 {{- $pools = append $pools $pool -}}
