@@ -88,9 +88,11 @@ def check_references(documents: list[dict]) -> None:
             assert len(selected) == 1, f"{kind} {name} selects pods of others"
     names = {(d["kind"], d["metadata"]["name"]) for d in documents}
     assert len(names) == len(documents), "two objects of a kind have one name"
+    accounts = [name for kind, name in names if kind == "ServiceAccount"]
     for name, pod in pods:
         for account in {pod["spec"].get("serviceAccountName")} - {None, "default"}:
-            assert ("ServiceAccount", account) in names, f"{name} runs as {account}"
+            # With serviceAccount.create: false, the deployer has made it.
+            assert ("ServiceAccount", account) in names or not accounts, f"{name} runs as {account}"
         watches = any("kubernetes://" in argument for c in pod["spec"]["containers"] for argument in c.get("args", []))
         assert pod["spec"]["automountServiceAccountToken"] is watches, f"{name}: a token is for watching EndpointSlices alone"
 
