@@ -132,7 +132,10 @@ and most, between which its number of workers stays.
 - --device={{ $pool.device }}
 - --drain-timeout={{ int $pool.drainSeconds }}s
 {{- if ne $source "embedded" }}
-{{- $path := ternary "" (get $pool.model.source $source).path (eq $source "hostPath") | default "" | trimPrefix "/" }}
+{{- $path := (get $pool.model.source $source).path | default "" | trimPrefix "/" }}
+{{- if eq $source "hostPath" }}
+{{- $path = ternary (base $path) "" (hasSuffix ".gguf" $path) }}
+{{- end }}
 - --model={{ printf "/models/%s" $path | trimSuffix "/" }}
 {{- /* A folder of its own: others than the worker can write to the volume's root. */}}
 - --fingerprint-cache=/var/cache/inflight/fingerprints
