@@ -52,18 +52,23 @@ def check(chart: pathlib.Path, files: list[pathlib.Path], render: Callable[[path
 
     before = [rendered(values) for values in contents]
 
+    defaults = yaml.safe_load((chart / "values.yaml").read_text())
+
     def effective(path: Path) -> bool:
+        [(home, key)] = places({**defaults, "pools": []}, path)
+        default = home[key]
         for values, unchanged in zip(contents, before, strict=True):
+            if all(home[key] == default for home, key in places(values, path)):
+                continue
             without = copy.deepcopy(values)
             found = places(without, path)
             for home, key in found:
                 del home[key]
-            if found and rendered(without) != unchanged:
+            if rendered(without) != unchanged:
                 return True
         return False
 
-    paths = list(leaves(yaml.safe_load((chart / "values.yaml").read_text())))
-    paths = [path for path in paths if path != ("pools",)]
+    paths = [path for path in leaves(defaults) if path != ("pools",)]
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
         without_effect = [".".join(path) for path, found in zip(paths, pool.map(effective, paths), strict=True) if not found]
     if without_effect:
