@@ -1,4 +1,4 @@
-{{/* Names. Pods of the StatefulSet add a number, and a DNS label has 63 characters. */}}
+{{/* Names. A pod of a StatefulSet has its name, a number and in one label a hash, and a label has 63 characters. */}}
 {{- define "inflight.fullname" -}}
 {{- if .Values.fullnameOverride -}}
 {{- .Values.fullnameOverride | trunc 45 | trimSuffix "-" -}}
@@ -20,12 +20,24 @@
 {{- end -}}
 {{- end -}}
 
-{{/* Labels of a component; call with (list . "router"). */}}
+{{/* The service account of the routers: one of their own where they watch the workers' endpoints. */}}
+{{- define "inflight.routerAccountName" -}}
+{{- if eq .Values.router.discovery "kubernetes" -}}
+{{- printf "%s-router" (include "inflight.fullname" .) -}}
+{{- else -}}
+{{- include "inflight.serviceAccountName" . -}}
+{{- end -}}
+{{- end -}}
+
+{{/* Labels that select a component's pods; call with (list . "router") or (list . "worker" POOL). */}}
 {{- define "inflight.selector" -}}
 {{- $root := index . 0 -}}
 app.kubernetes.io/name: {{ default $root.Chart.Name $root.Values.nameOverride | trunc 63 | trimSuffix "-" }}
 app.kubernetes.io/instance: {{ $root.Release.Name }}
 app.kubernetes.io/component: {{ index . 1 }}
+{{- if gt (len .) 2 }}
+inflight/pool: {{ (index . 2).name }}
+{{- end }}
 {{- end -}}
 
 {{- define "inflight.labels" -}}
@@ -36,46 +48,48 @@ app.kubernetes.io/managed-by: {{ $root.Release.Service }}
 helm.sh/chart: {{ printf "%s-%s" $root.Chart.Name $root.Chart.Version | replace "+" "_" }}
 {{- end -}}
 
+{{/* The image; call with (list . overrides), where the overrides of a pool may be empty. */}}
 {{- define "inflight.image" -}}
-{{ printf "%s:%s" .Values.image.repository (default .Chart.AppVersion .Values.image.tag) | quote }}
+{{- $root := index . 0 -}}
+{{- $own := index . 1 -}}
+{{- $tag := coalesce $own.tag $root.Values.image.tag $root.Chart.AppVersion -}}
+{{ printf "%s:%s" (coalesce $own.repository $root.Values.image.repository) $tag | quote }}
 {{- end -}}
 
-{{/* The service account of the routers: one of their own where they watch the workers' endpoints. */}}
-{{- define "inflight.routerAccountName" -}}
-{{- if eq .Values.router.discovery "kubernetes" -}}
-{{- printf "%s-router" (include "inflight.fullname" .) -}}
-{{- else -}}
-{{- include "inflight.serviceAccountName" . -}}
-{{- end -}}
+{{/* Name of the Secret with the resume keys. */}}
+{{- define "inflight.resumeKeySecret" -}}
+{{- .Values.router.resumeKey.secretName | default (printf "%s-resume-key" (include "inflight.fullname" .)) -}}
 {{- end -}}
 
-{{/* Where the routers find the workers: the host names that a StatefulSet keeps over restarts, or the service's endpoints. */}}
-{{- define "inflight.workers" -}}
-{{- $name := printf "%s-worker" (include "inflight.fullname" .) -}}
-{{- if eq .Values.router.discovery "kubernetes" -}}
-{{- printf "kubernetes://%s/%s:8652" .Release.Namespace $name -}}
-{{- else -}}
-{{- $workers := list -}}
-{{- range $number := until (int .Values.worker.replicas) -}}
-{{- $workers = append $workers (printf "%s-%d.%s.%s.svc:8652" $name $number $name $.Release.Namespace) -}}
+{{/* Name of the Secret with the secret of routers and workers. */}}
+{{- define "inflight.workerSecret" -}}
+{{- .Values.workerSecret.secretName | default (printf "%s-worker-secret" (include "inflight.fullname" .)) -}}
 {{- end -}}
-{{- join "," $workers -}}
+
+{{/* Names of the Secrets for TLS: given ones, or those that cert-manager fills. Empty without TLS. */}}
+{{- define "inflight.routerTlsSecret" -}}
+{{- if .Values.router.tls.enabled -}}
+{{- .Values.router.tls.secretName | default (printf "%s-router-tls" (include "inflight.fullname" .)) -}}
 {{- end -}}
 {{- end -}}
 
-{{/* The one source of the model; more or less than one is an error. */}}
-{{- define "inflight.source" -}}
-{{- $kinds := list -}}
-{{- range $kind, $fields := .Values.model.source -}}
-{{- if not (kindIs "invalid" $fields) -}}{{- $kinds = append $kinds $kind -}}{{- end -}}
+{{- define "inflight.workerTlsSecret" -}}
+{{- if .Values.workerTls.enabled -}}
+{{- .Values.workerTls.secretName | default (printf "%s-worker-tls" (include "inflight.fullname" .)) -}}
 {{- end -}}
-{{- if gt (len $kinds) 1 -}}{{- $kinds = without $kinds "embedded" -}}{{- end -}}
-{{- if ne (len $kinds) 1 -}}
-{{- fail "model.source: give exactly one of embedded, pvc, hostPath" -}}
-{{- end -}}
-{{- first $kinds -}}
 {{- end -}}
 
+{{- define "inflight.routerClientTlsSecret" -}}
+{{- if .Values.workerTls.enabled -}}
+{{- .Values.workerTls.routerSecretName | default (printf "%s-router-client-tls" (include "inflight.fullname" .)) -}}
+{{- end -}}
+{{- end -}}
+
+{{- define "inflight.workerServerName" -}}
+{{- .Values.workerTls.serverName | default (printf "%s-workers" (include "inflight.fullname" .)) -}}
+{{- end -}}
+
+{{/* Flags of both programs for telemetry, a list. */}}
 {{- define "inflight.telemetryArgs" -}}
 - --log={{ .Values.telemetry.log }}
 - --log-format=json
@@ -94,6 +108,8 @@ runAsNonRoot: true
 runAsUser: 65532
 runAsGroup: 65532
 fsGroup: 65532
+# A volume that has the group already is not searched file by file at each start.
+fsGroupChangePolicy: OnRootMismatch
 seccompProfile:
   type: RuntimeDefault
 {{- end -}}
@@ -105,52 +121,42 @@ capabilities:
   drop: [ALL]
 {{- end -}}
 
-{{/* Where pods may run; call with the component's values. */}}
+{{/* Where pods may run; call with (list . component-values selector). */}}
 {{- define "inflight.scheduling" -}}
-{{- with .priorityClassName }}
+{{- $values := index . 1 -}}
+{{- $selector := index . 2 -}}
+# Kubernetes would make variables of the services' names, which begin as those that the program reads.
+enableServiceLinks: false
+{{- with (index . 0).Values.image.pullSecrets }}
+imagePullSecrets:
+  {{- range . }}
+  - name: {{ . }}
+  {{- end }}
+{{- end }}
+{{- with $values.priorityClassName }}
 priorityClassName: {{ . }}
 {{- end }}
-{{- with .nodeSelector }}
+{{- with $values.runtimeClassName }}
+runtimeClassName: {{ . }}
+{{- end }}
+{{- with $values.nodeSelector }}
 nodeSelector: {{- toYaml . | nindent 2 }}
 {{- end }}
-{{- with .tolerations }}
+{{- with $values.tolerations }}
 tolerations: {{- toYaml . | nindent 2 }}
 {{- end }}
-{{- with .affinity }}
+{{- with $values.affinity }}
 affinity: {{- toYaml . | nindent 2 }}
 {{- end }}
-{{- with .topologySpreadConstraints }}
-topologySpreadConstraints: {{- toYaml . | nindent 2 }}
-{{- end }}
-{{- end -}}
-
-{{/* A probe by gRPC, or where TLS is on, which probes do not speak, by HTTP; call with (list tls port service metricsPort path). */}}
-{{- define "inflight.probe" -}}
-{{- if index . 0 -}}
-httpGet: { port: {{ index . 3 }}, path: {{ index . 4 }} }
-{{- else if index . 2 -}}
-grpc: { port: {{ index . 1 }}, service: {{ index . 2 }} }
-{{- else -}}
-grpc: { port: {{ index . 1 }} }
-{{- end -}}
-{{- end -}}
-
-{{/* Name of the Secret with the resume keys. */}}
-{{- define "inflight.resumeKeySecret" -}}
-{{- .Values.router.resumeKey.secretName | default (printf "%s-resume-key" (include "inflight.fullname" .)) -}}
-{{- end -}}
-
-{{/* Name of the Secret with the secret of routers and workers. */}}
-{{- define "inflight.workerSecret" -}}
-{{- .Values.workerSecret.secretName | default (printf "%s-worker-secret" (include "inflight.fullname" .)) -}}
-{{- end -}}
-
-{{/* Secrets that a router mounts, as a list of name and secret. */}}
-{{- define "inflight.routerSecrets" -}}
-{{- range $name, $secret := dict "tenants" .Values.router.tenants.secretName "resume-key" (include "inflight.resumeKeySecret" .) "worker-secret" (include "inflight.workerSecret" .) "tls" .Values.router.tls.secretName "worker-tls" .Values.router.workerTls.secretName }}
-{{- if $secret }}
-- { name: {{ $name }}, secret: {{ $secret }} }
-{{- end }}
+{{- with $values.topologySpread }}
+topologySpreadConstraints:
+  {{- range . }}
+  - topologyKey: {{ .topologyKey }}
+    maxSkew: {{ .maxSkew }}
+    whenUnsatisfiable: {{ .whenUnsatisfiable }}
+    labelSelector:
+      matchLabels: {{- $selector | nindent 8 }}
+  {{- end }}
 {{- end }}
 {{- end -}}
 
@@ -158,7 +164,7 @@ grpc: { port: {{ index . 1 }} }
 {{- define "inflight.podAnnotations" -}}
 {{- $root := index . 0 -}}
 {{- $component := index . 1 -}}
-{{- if $root.Values.telemetry.scrapeAnnotations }}
+{{- if and $root.Values.telemetry.scrapeAnnotations (not $root.Values.monitoring.serviceMonitor.enabled) }}
 prometheus.io/scrape: "true"
 prometheus.io/path: /metrics
 prometheus.io/port: {{ index . 2 | quote }}
@@ -168,22 +174,44 @@ prometheus.io/port: {{ index . 2 | quote }}
 {{- end }}
 {{- end -}}
 
-{{/* What a worker's pod asks for: with GPUs, one for each rank that shares the model. */}}
-{{- define "inflight.workerResources" -}}
-{{- $resources := deepCopy .Values.worker.resources -}}
-{{- $limits := default dict $resources.limits -}}
-{{- if or (eq .Values.worker.device "cuda") (and (eq .Values.worker.device "auto") (hasKey $limits "nvidia.com/gpu")) -}}
-{{- $gpus := int (default 1 .Values.worker.tensorParallel) -}}
-{{- $given := default $gpus (get $limits "nvidia.com/gpu") -}}
-{{- if ne (int $given) $gpus -}}
-{{- fail (printf "worker.resources.limits has %v nvidia.com/gpu, and worker.tensorParallel takes %d" $given $gpus) -}}
-{{- end -}}
-{{- $_ := set $resources "limits" (merge (dict "nvidia.com/gpu" $gpus) $limits) -}}
-{{- end -}}
-{{- toYaml $resources -}}
+{{/* The spec of a PodDisruptionBudget but for its selector; call with the budget. */}}
+{{- define "inflight.budget" -}}
+{{- if not (kindIs "invalid" .minAvailable) -}}
+minAvailable: {{ .minAvailable }}
+{{- else if not (kindIs "invalid" .maxUnavailable) -}}
+maxUnavailable: {{ .maxUnavailable }}
+{{- else -}}
+maxUnavailable: 1
+{{- end }}
+# A pod that does not get ready serves nobody and must not keep its node from being drained.
+unhealthyPodEvictionPolicy: AlwaysAllow
 {{- end -}}
 
-{{/* Whether a worker's ranks are several GPUs. */}}
-{{- define "inflight.severalGpus" -}}
-{{- if and (ne .Values.worker.device "cpu") (gt (int (default 1 .Values.worker.tensorParallel)) 1) -}}true{{- end -}}
+{{/* Behaviour of a HorizontalPodAutoscaler: up at once, down slowly; call with scaleDown. */}}
+{{- define "inflight.scaling" -}}
+scaleUp:
+  stabilizationWindowSeconds: 0
+  policies:
+    - { type: Percent, value: 100, periodSeconds: 30 }
+    - { type: Pods, value: 4, periodSeconds: 30 }
+scaleDown:
+  stabilizationWindowSeconds: {{ .stabilizationSeconds }}
+  policies:
+    - { type: Pods, value: {{ .pods }}, periodSeconds: {{ .periodSeconds }} }
+{{- end -}}
+
+{{/* Appends further flags to those of the chart, without doubles; call with (list args extra path). Both are YAML lists. */}}
+{{- define "inflight.args" -}}
+{{- $args := index . 0 | fromYamlArray -}}
+{{- $path := index . 2 -}}
+{{- $known := dict -}}
+{{- range $args -}}{{- $_ := set $known (regexFind "^--[a-z-]+" .) true -}}{{- end -}}
+{{- range index . 1 -}}
+{{- $flag := regexFind "^--[a-z-]+" . -}}
+{{- if hasKey $known $flag -}}
+{{- fail (printf "%s: the chart sets %s already, and the program refuses a flag given twice; use the value of the chart for it" $path $flag) -}}
+{{- end -}}
+{{- $args = append $args . -}}
+{{- end -}}
+{{- toYaml $args -}}
 {{- end -}}

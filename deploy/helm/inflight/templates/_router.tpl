@@ -1,0 +1,80 @@
+{{/* Flags of a router, a list. */}}
+{{- define "inflight.routerArgs" -}}
+{{- $router := .Values.router -}}
+- router
+- --listen=0.0.0.0:8650
+{{- if $router.http.enabled }}
+- --http-listen=0.0.0.0:8640
+{{- if $router.http.metrics }}
+- --http-metrics=true
+{{- end }}
+{{- end }}
+- --metrics-listen=0.0.0.0:8651
+- --router-id=$(POD_NAME)
+- --workers={{ include "inflight.workers" . }}
+- --drain-grace={{ int $router.moveAfterSeconds }}s
+- --drain-timeout={{ int $router.drainSeconds }}s
+{{- with include "inflight.noWorkerTimeout" . }}
+- --no-worker-timeout={{ . }}s
+{{- end }}
+{{- with $router.placement }}
+- --placement={{ . }}
+{{- end }}
+{{- range $key := list "queueRequestsMax" "queueTokensMax" "defaultMaxTokens" }}
+{{- if not (kindIs "invalid" (index $router $key)) }}
+- --{{ kebabcase $key }}={{ int64 (index $router $key) }}
+{{- end }}
+{{- end }}
+{{- if $router.tenants.secretName }}
+- --tenants-file=/etc/inflight/tenants/{{ $router.tenants.key }}
+{{- end }}
+- --admin={{ $router.admin }}
+- --worker-secret-file=/etc/inflight/worker-secret/{{ .Values.workerSecret.key }}
+- --resume-key-file=/etc/inflight/resume-key/{{ $router.resumeKey.key }}
+{{- if $router.tls.enabled }}
+- --tls-cert=/etc/inflight/tls/tls.crt
+- --tls-key=/etc/inflight/tls/tls.key
+{{- if $router.tls.clientCa }}
+- --tls-client-ca=/etc/inflight/tls/ca.crt
+{{- if $router.tls.clientOptional }}
+- --tls-client-optional
+{{- end }}
+{{- end }}
+{{- end }}
+{{- if .Values.workerTls.enabled }}
+- --worker-tls-ca=/etc/inflight/worker-tls/ca.crt
+{{- if .Values.workerTls.clientCertificates }}
+- --worker-tls-cert=/etc/inflight/worker-tls/tls.crt
+- --worker-tls-key=/etc/inflight/worker-tls/tls.key
+{{- end }}
+- --worker-tls-name={{ include "inflight.workerServerName" . }}
+{{- end }}
+{{ include "inflight.telemetryArgs" . }}
+{{- end -}}
+
+{{/*
+How long a model may be without workers, in seconds; empty: the program's default. A pool that sleeps must stay known, and the requests of
+a pool of one wait while its worker is replaced.
+*/}}
+{{- define "inflight.noWorkerTimeout" -}}
+{{- $replacement := 0 -}}
+{{- range include "inflight.pools" . | fromYamlArray -}}
+{{- if eq (int .least) 1 -}}{{- $replacement = max $replacement (add .loadTimeoutSeconds 60) -}}{{- end -}}
+{{- end -}}
+{{- if not (kindIs "invalid" .Values.router.noWorkerTimeoutSeconds) -}}
+{{- int64 .Values.router.noWorkerTimeoutSeconds -}}
+{{- else if include "inflight.sleeping" . -}}
+604800
+{{- else if gt (int $replacement) 0 -}}
+{{- int $replacement -}}
+{{- end -}}
+{{- end -}}
+
+{{/* Secrets that a router mounts, as a list of name and secret. */}}
+{{- define "inflight.routerSecrets" -}}
+{{- range $name, $secret := dict "tenants" .Values.router.tenants.secretName "resume-key" (include "inflight.resumeKeySecret" .) "worker-secret" (include "inflight.workerSecret" .) "tls" (include "inflight.routerTlsSecret" .) "worker-tls" (include "inflight.routerClientTlsSecret" .) }}
+{{- if $secret }}
+- { name: {{ $name }}, secret: {{ $secret }} }
+{{- end }}
+{{- end }}
+{{- end -}}

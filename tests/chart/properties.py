@@ -1,0 +1,134 @@
+"""What must hold of every rendering, and which no schema sees."""
+
+import pathlib
+import re
+
+import yaml
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+METRICS = set(re.findall(r"^\| `(\w+)`", (ROOT / "docs/metrics.md").read_text(), re.MULTILINE))
+
+
+def pod_of(document: dict) -> dict | None:
+    if document["kind"] == "Pod":
+        return {"metadata": document["metadata"], "spec": document["spec"]}
+    return document["spec"]["template"] if document["kind"] in ("Deployment", "StatefulSet") else None
+
+
+def seconds(arguments: list[str], flag: str) -> int:
+    return next(int(argument.removeprefix(f"{flag}=").removesuffix("s")) for argument in arguments if argument.startswith(f"{flag}="))
+
+
+def matches(selector: dict, labels: dict) -> bool:
+    return all(labels.get(key) == value for key, value in selector.items())
+
+
+def check_security(name: str, pod: dict) -> None:
+    security = pod["securityContext"]
+    assert security["runAsNonRoot"] and security["seccompProfile"]["type"] == "RuntimeDefault", name
+    assert not any(pod.get(field) for field in ("hostNetwork", "hostPID", "hostIPC")), name
+    for container in pod["containers"] + pod.get("initContainers", []):
+        own = container["securityContext"]
+        assert own["readOnlyRootFilesystem"] and own["allowPrivilegeEscalation"] is False, name
+        assert own["capabilities"] == {"drop": ["ALL"]} and "privileged" not in own, name
+        assert not container["image"].endswith(":latest") and ":" in container["image"], name
+        mounts = {mount["name"] for mount in container["volumeMounts"]} if "volumeMounts" in container else set()
+        volumes = {volume["name"] for volume in pod.get("volumes", [])}
+        assert mounts <= volumes | {"model"}, f"{name} mounts {mounts - volumes}"
+    for volume in pod.get("volumes", []):
+        assert "secret" not in volume or volume["secret"]["defaultMode"] == 0o440, name
+
+
+def check_lifecycle(name: str, pod: dict, routers: list[dict]) -> None:
+    """Probes ask the metrics port; the process ends by itself before it is killed; streams have time to move before the drain ends."""
+    container = pod["containers"][0]
+    probes = [container[f"{kind}Probe"] for kind in ("startup", "readiness", "liveness")]
+    assert all(probe["httpGet"]["port"] == "metrics" for probe in probes), name
+    assert probes[2]["httpGet"]["path"] == "/livez", f"{name}: liveness is of the process alone"
+    drain = seconds(container["args"], "--drain-timeout")
+    stop = container.get("lifecycle", {}).get("preStop", {}).get("sleep", {}).get("seconds", 0)
+    assert pod["terminationGracePeriodSeconds"] >= drain + stop + 5, name
+    if container["name"] == "worker":
+        for router in routers:
+            assert drain > seconds(router["args"], "--drain-grace"), name
+        loads = probes[0]["periodSeconds"] * probes[0]["failureThreshold"]
+        assert loads >= 2 and "requests" in container["resources"], name
+
+
+def check_scaling(documents: list[dict]) -> None:
+    workloads = {(d["kind"], d["metadata"]["name"]): d for d in documents if d["kind"] in ("Deployment", "StatefulSet")}
+    for document in documents:
+        if document["kind"] not in ("HorizontalPodAutoscaler", "ScaledObject"):
+            continue
+        target = document["spec"]["scaleTargetRef"]
+        workload = workloads[target["kind"], target["name"]]
+        assert "replicas" not in workload["spec"], "an upgrade would set back what the autoscaler chose"
+        for trigger in document["spec"].get("triggers", []):
+            query = trigger["metadata"]["query"]
+            assert query.count("(") == query.count(")") and query.count("{") == query.count("}"), query
+            unknown = set(re.findall(r"\binflight_\w+", query)) - METRICS
+            assert not unknown, f"{unknown} in {query}"
+
+
+def check_references(documents: list[dict]) -> None:
+    """Selectors select, and the Secrets and accounts that a pod names are there or come from the deployer by name."""
+    pods = [(d["metadata"]["name"], pod) for d in documents if (pod := pod_of(d))]
+    labels = [pod["metadata"]["labels"] for _, pod in pods]
+    for document in documents:
+        kind, name, spec = document["kind"], document["metadata"]["name"], document.get("spec", {})
+        selector = {"Service": spec.get("selector"), "NetworkPolicy": spec.get("podSelector", {}).get("matchLabels"),
+                    "PodDisruptionBudget": spec.get("selector", {}).get("matchLabels") if kind == "PodDisruptionBudget" else None,
+                    "StatefulSet": spec.get("selector", {}).get("matchLabels") if kind == "StatefulSet" else None,
+                    "Deployment": spec.get("selector", {}).get("matchLabels") if kind == "Deployment" else None}.get(kind)
+        if selector is None:
+            continue
+        selected = [pod for pod in labels if matches(selector, pod)]
+        assert selected, f"{kind} {name} selects nothing"
+        if kind in ("StatefulSet", "Deployment"):
+            assert len(selected) == 1, f"{kind} {name} selects pods of others"
+    names = {(d["kind"], d["metadata"]["name"]) for d in documents}
+    assert len(names) == len(documents), "two objects of a kind have one name"
+    accounts = [name for kind, name in names if kind == "ServiceAccount"]
+    for name, pod in pods:
+        for account in {pod["spec"].get("serviceAccountName")} - {None, "default"}:
+            # With serviceAccount.create: false, the deployer has made it.
+            assert ("ServiceAccount", account) in names or not accounts, f"{name} runs as {account}"
+        watches = any("kubernetes://" in argument for c in pod["spec"]["containers"] for argument in c.get("args", []))
+        assert pod["spec"]["automountServiceAccountToken"] is watches, f"{name}: a token is for watching EndpointSlices alone"
+
+
+def check(documents: list[dict]) -> None:
+    workloads = [d for d in documents if d["kind"] in ("Deployment", "StatefulSet")]
+    routers = [d["spec"]["template"]["spec"]["containers"][0] for d in workloads if d["kind"] == "Deployment"]
+    for document in documents:
+        if pod := pod_of(document):
+            check_security(document["metadata"]["name"], pod["spec"])
+    for document in workloads:
+        check_lifecycle(document["metadata"]["name"], document["spec"]["template"]["spec"], routers)
+    check_scaling(documents)
+    check_references(documents)
+    rules = [d for d in documents if d["kind"] == "Role"]
+    assert all(rule["resources"] == ["endpointslices"] for role in rules for rule in role["rules"])
+
+
+def keys(values: object) -> set[str]:
+    if isinstance(values, list):
+        return set().union(*map(keys, values))
+    return set().union(*({key} | keys(value) for key, value in values.items())) if isinstance(values, dict) else set()
+
+
+def check_documentation(chart: pathlib.Path) -> None:
+    """Templates use every value, and the README of the chart has it."""
+    values = yaml.safe_load((chart / "values.yaml").read_text())
+    # Contents of the defaults, not names of values.
+    for part in (values["router"], values["poolDefaults"]):
+        part.update(resources={})
+    values["networkPolicy"]["monitoring"] = []
+    values["monitoring"]["dashboard"]["labels"] = {}
+    templates = "".join(file.read_text() for file in chart.glob("templates/**/*") if file.is_file())
+    readme = (chart / "README.md").read_text()
+    schema = (chart / "values.schema.json").read_text()
+    for where, text in (("templates", templates), ("README.md", readme), ("values.schema.json", schema)):
+        # Parts of an issuer go into the Certificate as they are.
+        missing = {key for key in keys(values) if not re.search(rf"\b{key}\b", text)} - ({"group"} if where != "README.md" else set())
+        assert not missing, f"{where}: nothing about {sorted(missing)}"
