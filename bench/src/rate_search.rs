@@ -22,18 +22,15 @@ impl RateSearch {
 
     /// Returns the rate to try next; `None` at the end of the search.
     pub fn next_rate(&self) -> Option<f64> {
-        let rate = match (self.met, self.missed) {
+        match (self.met, self.missed) {
             (None, None) => Some(self.from),
             // Not even the lowest.
             (None, Some(_)) => None,
-            (Some(met), None) => (met < self.to).then(|| (2.0 * met).min(self.to)),
-            (Some(met), Some(missed)) => (missed / met > RESOLUTION).then(|| (met * missed).sqrt()),
-        };
-        // Three digits are enough, and readable.
-        rate.map(|rate| {
-            let unit = 10f64.powf(rate.log10().floor() - 2.0);
-            ((rate / unit).round() * unit).clamp(self.from, self.to)
-        })
+            (Some(met), None) if met >= self.to => None,
+            (Some(met), None) if 2.0 * met >= self.to => Some(self.to),
+            (Some(met), None) => Some(rounded(2.0 * met)),
+            (Some(met), Some(missed)) => (missed / met > RESOLUTION).then(|| rounded((met * missed).sqrt())),
+        }
     }
 
     /// Records whether the objectives were met at `rate`.
@@ -54,6 +51,12 @@ impl RateSearch {
     pub fn missed(&self) -> Option<f64> {
         self.missed
     }
+}
+
+/// Rounds to three digits, which is less than the resolution, and readable.
+fn rounded(rate: f64) -> f64 {
+    let unit = 10f64.powf(rate.log10().floor() - 2.0);
+    (rate / unit).round() * unit
 }
 
 #[cfg(test)]
