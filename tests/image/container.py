@@ -140,8 +140,8 @@ def specification(image, arguments, environment):
         "hostname": "inflight",
         "mounts": [
             {"destination": "/proc", "type": "proc", "source": "proc"},
-            {"destination": "/dev", "type": "tmpfs", "source": "tmpfs", "options": ["nosuid", "strictatime", "mode=755", "size=65536k"]},
-            {"destination": "/dev/shm", "type": "tmpfs", "source": "shm", "options": [*in_memory, "noexec", "mode=1777", "size=65536k"]},
+            {"destination": "/dev", "type": "tmpfs", "source": "tmpfs", "options": ["nosuid", "mode=755", "size=65536k"]},
+            {"destination": "/dev/shm", "type": "tmpfs", "source": "shm", "options": [*in_memory, "mode=1777", "size=65536k"]},
             {"destination": "/tmp", "type": "tmpfs", "source": "tmpfs", "options": [*in_memory, "mode=1777", f"size={TMP_BYTES}"]},
             {"destination": "/sys", "type": "sysfs", "source": "sysfs", "options": [*in_memory, "noexec", "ro"]},
             {"destination": "/sys/fs/cgroup", "type": "cgroup", "source": "cgroup", "options": [*in_memory, "noexec", "ro"]},
