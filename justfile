@@ -37,6 +37,11 @@ fuzz seconds *targets:
 gpu:
     tests/gpu/bundle
 
+# A container image without Docker, in target/image/out: `just image`, or `just image gpu` with the libraries for GPUs.
+image variant="cpu":
+    cargo build --release --locked --features kubernetes
+    deploy/image/build --variant {{ variant }} --features kubernetes --output target/image/out --packages target/ci/image/packages
+
 # The CPU runtime against the limits of the machine, measured beside it; the router's own cost per token.
 bench:
     cargo bench --package inflight-worker --bench shares
