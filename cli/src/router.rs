@@ -115,6 +115,13 @@ pub struct Args {
     /// How long requests wait for a model without connected workers before they fail
     #[arg(long, value_name = "DURATION", default_value_t = Span(Options::default().no_worker_timeout), env = "INFLIGHT_ROUTER_NO_WORKER_TIMEOUT")]
     pub no_worker_timeout: Span,
+    /// Models that may have no workers now, as those whose workers are scaled to zero: requests for them are held until a worker
+    /// serves them
+    #[arg(long, value_name = "NAME,…", value_delimiter = ',', env = "INFLIGHT_ROUTER_EXPECT_MODELS")]
+    pub expect_models: Vec<String>,
+    /// With --expect-models: how long a request is held
+    #[arg(long, value_name = "DURATION", default_value_t = Span(Options::default().cold_start_timeout), env = "INFLIGHT_ROUTER_COLD_START_TIMEOUT")]
+    pub cold_start_timeout: Span,
     /// Retry delay that clients are told when the queue is full
     #[arg(long, value_name = "DURATION", default_value_t = Span(Options::default().retry_delay), env = "INFLIGHT_ROUTER_RETRY_DELAY")]
     pub retry_delay: Span,
@@ -298,6 +305,8 @@ impl Args {
             reconnect_backoff_max: self.reconnect_backoff_max.0,
             session_timeout: self.session_timeout.0,
             no_worker_timeout: self.no_worker_timeout.0,
+            expected_models: self.expect_models.clone(),
+            cold_start_timeout: self.cold_start_timeout.0,
             discovery_interval: self.discovery_interval.0,
             retry_rate: self.retry_rate,
             retry_burst: self.retry_burst,

@@ -110,6 +110,8 @@ metrics_table! {
         "Workers that serve a model and do not drain";
     MODEL_QUEUE_REQUESTS = "inflight_router_model_queue_requests", MetricKind::Gauge, Unit::Count, ["model"],
         "Requests in the queue, by model";
+    COLD_START_REQUESTS = "inflight_router_cold_start_requests", MetricKind::Gauge, Unit::Count, ["model"],
+        "Requests held until a worker serves their model, one of --expect-models";
     FINISHED_CHOICES = "inflight_router_finished_choices_total", MetricKind::Counter, Unit::Count, ["model", "reason"],
         "Choices of admitted requests that ended, by finish reason: stop, length, deadline, cancelled or error";
     QUEUE_SECONDS = "inflight_router_queue_seconds", MetricKind::Histogram(FIRST_TOKEN_BUCKETS), Unit::Seconds, ["model"],

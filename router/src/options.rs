@@ -170,6 +170,11 @@ pub struct Options {
     pub session_timeout: Duration,
     /// Time that requests wait for a model whose last worker was lost.
     pub no_worker_timeout: Duration,
+    /// Models that may have no workers now, as those whose workers are scaled to zero: requests for them are held until
+    /// a worker serves them.
+    pub expected_models: Vec<String>,
+    /// Time that a request for an expected model is held.
+    pub cold_start_timeout: Duration,
     /// Interval of polled discovery sources such as DNS.
     pub discovery_interval: Duration,
     /// Maximum messages to a worker that it has not read; beyond, its session is closed.
@@ -270,6 +275,8 @@ impl Default for Options {
             reconnect_backoff_max: Duration::from_secs(5),
             session_timeout: Duration::from_secs(10),
             no_worker_timeout: Duration::from_secs(30),
+            expected_models: Vec::new(),
+            cold_start_timeout: Duration::from_secs(600),
             discovery_interval: Duration::from_secs(5),
             worker_commands_max: 16 << 10,
             retry_rate: 256,

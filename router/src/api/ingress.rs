@@ -15,6 +15,7 @@ use tracing_opentelemetry::OpenTelemetrySpanExt;
 use crate::api::admission::{self, Admission, AdmissionGuard, AdmissionSlot, TokenCharge};
 use crate::api::arrival::CallArrival;
 use crate::api::bad_words::BadWords;
+use crate::api::cold_start::ColdStart;
 use crate::api::cursor::{Cursor, CursorError, CursorKeys, CursorTracker};
 use crate::api::generation::{GenerationRequest, Input};
 use crate::api::grammar_check::GrammarCheck;
@@ -42,6 +43,7 @@ pub(crate) struct Ingress {
     open: TaskTracker,
     usage: Option<Arc<UsageLog>>,
     cursors: CursorKeys,
+    cold_start: ColdStart,
 }
 
 /// Metadata of a request beside its message.
@@ -115,6 +117,7 @@ impl Ingress {
             tokenizing: Tokenizing::new(options),
             open,
             usage,
+            cold_start: ColdStart::new(options),
             cursors: CursorKeys::new(&options.resume_keys, options.resume_age_max),
         }
     }
@@ -149,6 +152,7 @@ impl Ingress {
         if let Some(cursor) = &resumed {
             request::continue_from(&mut request, cursor)?;
         }
+        self.cold_start.served(&request.model, arrival, self.dispatch.served()).await?;
         let required = Some(request.require_fingerprint.as_str()).filter(|required| !required.is_empty());
         let served = self.dispatch.resolve(&request.model, required, arrival.at)?;
         let span = info_span!(

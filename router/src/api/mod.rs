@@ -7,6 +7,7 @@ pub(crate) mod arrival;
 pub(crate) mod auth;
 mod bad_words;
 mod choice_output;
+mod cold_start;
 mod collected;
 pub(crate) mod cursor;
 mod generation;

@@ -208,3 +208,10 @@ pub fn tokens(text: &str) -> Vec<u32> {
 pub async fn bounded(test: impl Future<Output = ()>) {
     tokio::time::timeout(Duration::from_secs(60), test).await.expect("the test hangs");
 }
+
+/// Returns the sum of a counter over its labels.
+pub fn count(name: &str, label: &str) -> f64 {
+    let rendered = metrics().render();
+    let lines = rendered.lines().filter(|line| line.starts_with(name) && line.contains(label));
+    lines.filter_map(|line| line.rsplit(' ').next()?.parse::<f64>().ok()).sum()
+}

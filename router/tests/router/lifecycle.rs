@@ -1,6 +1,7 @@
 use std::collections::HashMap;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
 
 use inflight_proto::v1;
 use inflight_router::{Connector, Core, Options};
@@ -11,7 +12,7 @@ use tonic_health::pb::health_check_response::ServingStatus;
 use tonic_health::pb::health_client::HealthClient;
 use tonic_health::pb::{HealthCheckRequest, HealthCheckResponse};
 
-use crate::cluster::{Cluster, bounded, spans_of, text, tokens};
+use crate::cluster::{Cluster, bounded, count, spans_of, text, tokens};
 use crate::worker::{ScriptedWorker, WorkerProfile};
 
 const STOP: v1::FinishReason = v1::FinishReason::Stop;
@@ -271,6 +272,75 @@ async fn a_session_task_is_restarted_after_a_panic() {
         let counted = "inflight_router_task_panics_total{task=\"worker_session\"} 1";
         assert!(crate::cluster::metrics().render().contains(counted));
         serving.abort();
+    })
+    .await;
+}
+
+#[tokio::test]
+async fn requests_for_an_expected_model_are_held_until_a_worker_serves_it() {
+    bounded(async {
+        let options = |cold_start_timeout| Options {
+            expected_models: vec!["expected".to_owned()],
+            cold_start_timeout,
+            no_worker_timeout: Duration::ZERO,
+            queue_requests_max: 2,
+            ..Options::default()
+        };
+        let named = |model: &str| v1::GenerateRequest { model: model.to_owned(), ..text("a") };
+        let profile = WorkerProfile { model: "expected", ..WorkerProfile::default() };
+        // Nothing listens at its address yet.
+        let mut worker = ScriptedWorker::stopped(profile.clone()).await;
+        let mut cluster = Cluster::start(&[&worker], options(Duration::from_secs(60))).await;
+        let held = || count("inflight_router_cold_start_requests", "model=\"expected\"");
+        let mut waiting = Vec::new();
+        // By its name, and as the only one.
+        for model in ["expected", ""] {
+            let mut client = cluster.client.clone();
+            waiting.push(tokio::spawn(async move { client.generate(named(model)).await }));
+        }
+        while held() < 2.0 {
+            tokio::task::yield_now().await;
+        }
+        let full = cluster.generate(named("expected")).await.err().unwrap();
+        assert_eq!(full.code(), Code::ResourceExhausted);
+        assert!(full.message().contains("--queue-requests-max"), "{full:?}");
+        let unknown = cluster.generate(named("other")).await.err().unwrap();
+        assert_eq!(
+            unknown.code(),
+            Code::Unavailable,
+            "a model that nobody expects is refused at once: {unknown:?}"
+        );
+        // A client that leaves frees its place, as does one whose deadline passes, which it notices itself or hears of.
+        waiting.remove(0).abort();
+        while held() > 1.0 {
+            tokio::task::yield_now().await;
+        }
+        let mut late = Request::new(named("expected"));
+        late.metadata_mut().insert("grpc-timeout", "50m".parse().unwrap());
+        let late = cluster.client.generate(late).await.err().unwrap();
+        assert!(matches!(late.code(), Code::DeadlineExceeded | Code::Cancelled), "{late:?}");
+        while held() > 1.0 {
+            tokio::task::yield_now().await;
+        }
+
+        worker.listen(profile.clone()).await;
+        let mut session = worker.granted().await;
+        let submit = session.submit().await;
+        session.finish(&submit, 0, &tokens("x"), LENGTH);
+        let mut stream = waiting.remove(0).await.unwrap().unwrap().into_inner();
+        while stream.message().await.unwrap().is_some() {}
+        assert_eq!(held(), 0.0);
+        // A worker that is there is used at once; one that has left is waited for, until the timeout.
+        let mut stream = cluster.generate(named("expected")).await.unwrap();
+        let submit = session.submit().await;
+        session.finish(&submit, 0, &tokens("y"), LENGTH);
+        stream.read_to_end().await.unwrap();
+
+        let absent = ScriptedWorker::stopped(profile).await;
+        let mut impatient = Cluster::start(&[&absent], options(Duration::from_millis(50))).await;
+        let timed_out = impatient.generate(named("expected")).await.err().unwrap();
+        assert_eq!(timed_out.code(), Code::Unavailable);
+        assert!(timed_out.message().contains("expected"), "{timed_out:?}");
     })
     .await;
 }

@@ -4,7 +4,7 @@ use inflight_proto::v1;
 use inflight_router::Options;
 use tonic::Code;
 
-use crate::cluster::{Cluster, bounded, metrics, text, tokens};
+use crate::cluster::{Cluster, bounded, count, metrics, text, tokens};
 use crate::worker::{ScriptedSession, ScriptedWorker, WorkerProfile, sequence};
 
 const STOP: v1::FinishReason = v1::FinishReason::Stop;
@@ -35,13 +35,6 @@ async fn wait_for_grant(worker: &ScriptedWorker, sequences: u32) {
     while !metrics().render().lines().any(|rendered| rendered == line) {
         tokio::task::yield_now().await;
     }
-}
-
-/// Returns the sum of a counter over its labels.
-fn count(name: &str, label: &str) -> f64 {
-    let rendered = metrics().render();
-    let lines = rendered.lines().filter(|line| line.starts_with(name) && line.contains(label));
-    lines.filter_map(|line| line.rsplit(' ').next()?.parse::<f64>().ok()).sum()
 }
 
 #[tokio::test]

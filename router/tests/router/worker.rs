@@ -77,6 +77,20 @@ impl ScriptedWorker {
         Self::serve(listener, address, profile)
     }
 
+    /// Returns a worker that does not listen yet.
+    pub async fn stopped(profile: WorkerProfile) -> Self {
+        let mut worker = Self::start(profile).await;
+        worker.server.abort();
+        let _ = (&mut worker.server).await;
+        worker
+    }
+
+    /// Starts to listen, at the address that a stopped worker had.
+    pub async fn listen(&mut self, profile: WorkerProfile) {
+        let listener = TcpListener::bind(self.address).await.unwrap();
+        *self = Self::serve(listener, self.address, profile);
+    }
+
     fn serve(listener: TcpListener, address: SocketAddr, profile: WorkerProfile) -> Self {
         let (opened, sessions) = mpsc::unbounded_channel();
         let (observed, observations) = mpsc::unbounded_channel();

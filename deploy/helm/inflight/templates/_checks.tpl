@@ -154,10 +154,10 @@
 {{- if not $pool.model.name -}}
 {{- fail (printf "%s.model.name is empty: autoscaling by KEDA counts the requests of a model by its name, so give it" $at) -}}
 {{- end -}}
-{{- $hold := $root.Values.router.noWorkerTimeoutSeconds -}}
+{{- $hold := $root.Values.router.coldStartTimeoutSeconds -}}
 {{- if and (eq (int $pool.least) 0) (not (kindIs "invalid" $hold)) -}}
-{{- if lt (int64 $hold) (int64 (add $scaling.keda.cooldownSeconds $pool.loadTimeoutSeconds)) -}}
-{{- fail (printf "router.noWorkerTimeoutSeconds: %d is less than %s needs to sleep and wake, cooldownSeconds and loadTimeoutSeconds together, so its requests would fail: raise it, or leave it out" (int64 $hold) $at) -}}
+{{- if le (int64 $hold) (int64 $pool.loadTimeoutSeconds) -}}
+{{- fail (printf "router.coldStartTimeoutSeconds: %d does not exceed %s.loadTimeoutSeconds, so requests would fail before the pool has woken: raise it, or leave it out" (int64 $hold) $at) -}}
 {{- end -}}
 {{- end -}}
 {{- else if eq $scaling.type "hpa" -}}

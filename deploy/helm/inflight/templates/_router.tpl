@@ -17,6 +17,12 @@
 {{- with include "inflight.noWorkerTimeout" . }}
 - --no-worker-timeout={{ . }}s
 {{- end }}
+{{- with include "inflight.coldStart" . | fromYaml }}
+{{- if .models }}
+- --expect-models={{ join "," .models }}
+- --cold-start-timeout={{ int .seconds }}s
+{{- end }}
+{{- end }}
 {{- with $router.placement }}
 - --placement={{ . }}
 {{- end }}
@@ -52,9 +58,24 @@
 {{ include "inflight.telemetryArgs" . }}
 {{- end -}}
 
+{{/* Models of pools that may sleep at zero, and how long their requests are held. */}}
+{{- define "inflight.coldStart" -}}
+{{- $models := list -}}
+{{- $seconds := 0 -}}
+{{- range include "inflight.pools" . | fromYamlArray -}}
+{{- if and .autoscaled (eq (int .least) 0) -}}
+{{- $models = append $models .model.name -}}
+{{- /* A node may have to start, too. */ -}}
+{{- $seconds = max $seconds (add .loadTimeoutSeconds 300) -}}
+{{- end -}}
+{{- end -}}
+{{- if not (kindIs "invalid" .Values.router.coldStartTimeoutSeconds) -}}{{- $seconds = .Values.router.coldStartTimeoutSeconds -}}{{- end -}}
+{{- dict "models" ($models | uniq | sortAlpha) "seconds" (int64 $seconds) | toYaml -}}
+{{- end -}}
+
 {{/*
-How long a model may be without workers, in seconds; empty: the program's default. A pool that sleeps must stay known, and the requests of
-a pool of one wait while its worker is replaced.
+How long a model may be without workers, in seconds; empty: the program's default. The requests of a pool of one wait while its worker is
+replaced.
 */}}
 {{- define "inflight.noWorkerTimeout" -}}
 {{- $replacement := 0 -}}
@@ -63,8 +84,6 @@ a pool of one wait while its worker is replaced.
 {{- end -}}
 {{- if not (kindIs "invalid" .Values.router.noWorkerTimeoutSeconds) -}}
 {{- int64 .Values.router.noWorkerTimeoutSeconds -}}
-{{- else if include "inflight.sleeping" . -}}
-604800
 {{- else if gt (int $replacement) 0 -}}
 {{- int $replacement -}}
 {{- end -}}
