@@ -117,7 +117,7 @@ pub struct Args {
     pub no_worker_timeout: Span,
     /// Models that may have no workers now, as those whose workers are scaled to zero: requests for them are held until a worker
     /// serves them
-    #[arg(long, value_name = "NAME,…", value_delimiter = ',', env = "INFLIGHT_ROUTER_EXPECT_MODELS")]
+    #[arg(long, value_name = "NAME,…", value_delimiter = ',', value_parser = clap::builder::NonEmptyStringValueParser::new(), env = "INFLIGHT_ROUTER_EXPECT_MODELS")]
     pub expect_models: Vec<String>,
     /// With --expect-models: how long a request is held
     #[arg(long, value_name = "DURATION", default_value_t = Span(Options::default().cold_start_timeout), env = "INFLIGHT_ROUTER_COLD_START_TIMEOUT")]

@@ -64,6 +64,11 @@ pub struct ReservedBytes {
 }
 
 impl ReservedBytes {
+    /// Returns the bytes that are reserved now.
+    pub fn bytes(&self) -> u64 {
+        self.held.load(Ordering::Acquire)
+    }
+
     fn reserve(&self, bytes: u64) -> Result<(), Status> {
         if !self.budget.reserve(bytes) {
             let mut status = (self.budget.0.exhausted)();

@@ -285,7 +285,7 @@ impl Core {
             let (hub, drain, tenants) = (hub.clone(), drain.clone(), tenants.clone());
             Operations { hub, calls, drain, tenants }
         });
-        let ingress = Arc::new(Ingress::new(&options, dispatch, open.clone(), usage.clone()));
+        let ingress = Arc::new(Ingress::new(&options, dispatch, open.clone(), usage.clone(), drain.clone()));
         let key_failures = Arc::new(KeyFailures::new(&options));
         let shared = Shared {
             options,

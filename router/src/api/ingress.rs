@@ -7,6 +7,7 @@ use inflight_contract::{Priority, Weight};
 use inflight_net::ReservedBytes;
 use inflight_router_core::TokenizePiece;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
+use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 use tonic::codegen::http::{Extensions, HeaderMap};
 use tracing::{Instrument, info_span};
@@ -109,6 +110,7 @@ impl Ingress {
         dispatch: Arc<SharedDispatcher>,
         open: TaskTracker,
         usage: Option<Arc<UsageLog>>,
+        drain: CancellationToken,
     ) -> Self {
         Self {
             options: options.clone(),
@@ -117,7 +119,7 @@ impl Ingress {
             tokenizing: Tokenizing::new(options),
             open,
             usage,
-            cold_start: ColdStart::new(options),
+            cold_start: ColdStart::new(options, drain),
             cursors: CursorKeys::new(&options.resume_keys, options.resume_age_max),
         }
     }
@@ -152,7 +154,8 @@ impl Ingress {
         if let Some(cursor) = &resumed {
             request::continue_from(&mut request, cursor)?;
         }
-        self.cold_start.served(&request.model, arrival, self.dispatch.served()).await?;
+        let bytes = received.as_ref().map_or(0, |received| received.bytes());
+        self.cold_start.served(&request.model, bytes, arrival, self.dispatch.served()).await?;
         let required = Some(request.require_fingerprint.as_str()).filter(|required| !required.is_empty());
         let served = self.dispatch.resolve(&request.model, required, arrival.at)?;
         let span = info_span!(

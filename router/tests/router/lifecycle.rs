@@ -341,6 +341,16 @@ async fn requests_for_an_expected_model_are_held_until_a_worker_serves_it() {
         let timed_out = impatient.generate(named("expected")).await.err().unwrap();
         assert_eq!(timed_out.code(), Code::Unavailable);
         assert!(timed_out.message().contains("expected"), "{timed_out:?}");
+
+        // A router that drains holds nothing.
+        let draining = Cluster::start(&[&absent], options(Duration::from_secs(60))).await;
+        let mut client = draining.client.clone();
+        let held_there = tokio::spawn(async move { client.generate(named("expected")).await });
+        while held() < 1.0 {
+            tokio::task::yield_now().await;
+        }
+        draining.drain.cancel();
+        assert_eq!(held_there.await.unwrap().unwrap_err().code(), Code::Unavailable);
     })
     .await;
 }
