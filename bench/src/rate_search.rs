@@ -28,7 +28,7 @@ impl RateSearch {
             (None, Some(_)) => None,
             (Some(met), None) if met >= self.to => None,
             (Some(met), None) if 2.0 * met >= self.to => Some(self.to),
-            (Some(met), None) => Some(rounded(2.0 * met)),
+            (Some(met), None) => Some(rounded(2.0 * met).min(self.to)),
             (Some(met), Some(missed)) => (missed / met > RESOLUTION).then(|| rounded((met * missed).sqrt())),
         }
     }
@@ -64,6 +64,15 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
+
+    #[test]
+    fn rounding_does_not_leave_the_bounds() {
+        let mut search = RateSearch::new(5.13, 10.28);
+        search.record(5.13, true);
+        assert_eq!(search.next_rate(), Some(10.28));
+        search.record(10.28, true);
+        assert_eq!((search.next_rate(), search.met(), search.missed()), (None, Some(10.28), None));
+    }
 
     proptest! {
         #[test]

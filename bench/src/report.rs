@@ -197,9 +197,14 @@ fn counts_by_kind(
 }
 
 impl BenchReport {
-    /// Returns the numbers of measured, failed and refused requests, with an example of a failure.
+    /// Returns the numbers of measured, failed and refused requests, with an example of a failure. Those of rates that a
+    /// search found too high are what it looks for, and do not count.
     pub fn failures(&self) -> (u64, u64, u64, Option<String>) {
-        let rounds = || self.points.iter().flat_map(|point| &point.rounds).flatten();
+        let counts = |point: &&LoadPoint| {
+            let Some((_, share)) = &self.search else { return true };
+            point.attainment().is_some_and(|attained| attained >= *share)
+        };
+        let rounds = || self.points.iter().filter(counts).flat_map(|point| &point.rounds).flatten();
         let failed = rounds().flat_map(|measured| measured.failed.values()).sum();
         let refused = rounds().flat_map(|measured| measured.refused.values()).sum();
         let example = rounds().find_map(|measured| {
@@ -228,21 +233,16 @@ impl BenchReport {
             self.point_table(point, &mut out);
         }
         if let Some((search, share)) = &self.search {
-            let of_requests = format!("for {} % of the requests", 100.0 * share);
+            let percent = (1000.0 * share).round() / 10.0;
+            let (met, missed) = (format_number(search.met()), format_number(search.missed()));
             let _ = match (search.met(), search.missed()) {
-                (Some(met), Some(missed)) => {
-                    writeln!(
-                        out,
-                        "highest rate within bounds {of_requests}: {met} requests/s; {missed} is too high"
-                    )
+                (Some(_), Some(_)) => {
+                    writeln!(out, "highest rate at which {percent} % of the requests met the objectives: {met} requests/s; not so at {missed}")
                 }
-                (Some(met), None) => {
-                    writeln!(
-                        out,
-                        "within bounds {of_requests} up to {met} requests/s, the highest that was tried"
-                    )
+                (Some(_), None) => {
+                    writeln!(out, "{percent} % of the requests met the objectives up to {met} requests/s, the highest rate tried")
                 }
-                (None, _) => writeln!(out, "at no rate within bounds {of_requests}"),
+                (None, _) => writeln!(out, "fewer than {percent} % of the requests met the objectives even at {missed} requests/s"),
             };
         }
         out

@@ -322,6 +322,12 @@ pub enum OptionsError {
     /// No workers.
     #[error("no workers are given; name at least one as host:port")]
     NoWorkers,
+    /// An expected model without a name, or with spaces around it.
+    #[error("expected_models has the name {name:?}; name models as workers do, without spaces around them")]
+    ExpectedModel {
+        /// The name.
+        name: String,
+    },
     /// Malformed address.
     #[error("the worker address {address:?} is not host:port: {reason}")]
     WorkerAddress {
@@ -383,6 +389,9 @@ impl Options {
                 return Err(OptionsError::DuplicateWorker { address: address.clone() });
             }
             address.parse::<Source>()?;
+        }
+        if let Some(name) = self.expected_models.iter().find(|name| name.is_empty() || name.trim() != *name) {
+            return Err(OptionsError::ExpectedModel { name: name.clone() });
         }
         let bounds = [
             ("queue_requests_max", self.queue_requests_max == 0),

@@ -334,7 +334,7 @@ impl Outcome {
                 format!("none of the {workers} configured workers is connected yet; try again later")
             }
             Self::Unserved { model, waited } => format!(
-                "no worker serving {model:?} is connected, and none came back within {} s; try again later",
+                "no worker serving {model:?} is connected, and none came within {} s; try again later",
                 waited.as_secs_f64()
             ),
             Self::Draining => "the router is draining; retry on another one".to_owned(),

@@ -39,6 +39,15 @@ pub async fn run(args: Args) -> Result<(), CommandError> {
 }
 
 async fn bench(mut args: Args) -> Result<(), CommandError> {
+    if args.find_rate.is_some()
+        && let [_, second, ..] = &args.endpoint[..]
+    {
+        let message = format!(
+            "--find-rate measures one server, but there are several, such as {}; run the command once for each",
+            second.name
+        );
+        return Err(CommandError::new(Exit::Usage, message));
+    }
     let trace = match &args.trace {
         Some(path) => read_trace(path).map_err(|error| CommandError::new(Exit::Usage, error.to_string()))?,
         None => Vec::new(),
@@ -82,20 +91,22 @@ async fn bench(mut args: Args) -> Result<(), CommandError> {
     let planned = |load| PlannedLoad { load, warmup: args.warmup(load), quota: args.quota(load) };
     let mut search = None;
     if let Some((from, to)) = args.find_rate {
-        if let [_, second, ..] = &args.endpoint[..] {
-            let message = format!(
-                "--find-rate measures one server, but there are several, such as {}; run the command once for each",
-                second.name
-            );
-            return Err(CommandError::new(Exit::Usage, message));
-        }
         let mut rates = RateSearch::new(from, to);
         while let Some(rate) = rates.next_rate() {
             let load = open_loop(&args, arrivals(&args, rate));
             check_context(&args, &workload, load, context)?;
             let planned = planned(load);
             let watch = |title, meter| Progress::show(title, meter, planned.quota);
-            let point = comparison.point(points.len() as u64, planned, watch).await?;
+            let point = match comparison.point(points.len() as u64, planned, watch).await {
+                Ok(point) => point,
+                // Many failures in a row: far too high. At the lowest rate, the server is not well.
+                Err(error) if rates.met().is_some() => {
+                    print_stderr(format_args!("{rate} requests/s: {}", error.message));
+                    rates.record(rate, false);
+                    continue;
+                }
+                Err(error) => return Err(error.into()),
+            };
             rates.record(rate, point.attainment().is_some_and(|share| share >= args.slo_share));
             points.push(point);
         }

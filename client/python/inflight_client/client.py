@@ -12,7 +12,7 @@ import grpc
 from inflight.v1 import inference_pb2, inference_pb2_grpc, sampling_pb2
 
 from .attempts import PATIENCE_SECONDS
-from .grpc_stream import generate
+from .grpc_stream import CurrentCall, generate
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,6 +82,9 @@ class Completion:
     seed: int
     """With this seed and the same fingerprint, the same request has the same tokens."""
     fingerprint: str
+    """Numerics fingerprint of the worker that generated the last tokens."""
+    fingerprints_changed: bool
+    """Whether earlier tokens are of workers with other fingerprints: then the request cannot be repeated exactly."""
 
     @property
     def text(self) -> str:
@@ -123,10 +126,16 @@ class _Choice:
 
 
 class Stream(Iterator[str]):
-    """Pieces of the first choice's text, in order. `completion` is there once they have ended."""
+    """Pieces of the first choice's text, in order. `completion` is there once they have ended.
 
-    def __init__(self, responses: Iterator[Any], choices: int) -> None:
+    The call begins with the first piece that is asked for. A stream that is not read to its end should be closed, as by `with`.
+    """
+
+    def __init__(self, responses: Iterator[Any], choices: int, call: CurrentCall) -> None:
         self._responses = responses
+        self._call = call
+        self._fingerprint = ""
+        self._changed = False
         self._choices = [_Choice() for _ in range(choices)]
         self._started: Any = None
         self.completion: Completion | None = None
@@ -136,7 +145,9 @@ class Stream(Iterator[str]):
         for response in self._responses:
             event = response.WhichOneof("event")
             if event == "started":
-                self._started = response.started
+                self._started, self._fingerprint = response.started, response.started.fingerprint
+            elif event == "fingerprint_changed":
+                self._fingerprint, self._changed = response.fingerprint_changed.fingerprint, True
             elif event in ("delta", "finished"):
                 part = getattr(response, event)
                 choice = self._choices[part.choice]
@@ -156,15 +167,20 @@ class Stream(Iterator[str]):
                     self._started.model,
                     self._started.request_id,
                     self._started.seed,
-                    self._started.fingerprint,
+                    self._fingerprint,
+                    self._changed,
                 )
         raise StopIteration
 
     def close(self) -> None:
-        """Cancels what is not finished."""
-        close = getattr(self._responses, "close", None)
-        if close is not None:
-            close()
+        """Cancels what is not finished. A thread that waits for a piece meanwhile gets grpc.RpcError with CANCELLED."""
+        self._call.cancel()
+
+    def __enter__(self) -> Stream:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
 
 class Client:
@@ -172,7 +188,8 @@ class Client:
 
     `routers` are addresses of gRPC such as `127.0.0.1:8650`. `credentials` are those of TLS (`grpc.ssl_channel_credentials()`);
     without them the connection is plain text. `patience` is how long a stream may go without a message while no router
-    continues it, in seconds. Failures are `grpc.RpcError`, with the status and message of the router.
+    continues it, in seconds. Failures are `grpc.RpcError`, with the status and message of the router, or `ConnectionError` if a stream
+    broke off that no router continued. A client may be used by several threads, a stream by one.
     """
 
     def __init__(
@@ -187,7 +204,9 @@ class Client:
         if not addresses:
             raise ValueError("routers is empty; give the address of at least one router, such as 127.0.0.1:8650")
         # A router that was down is tried again soon; answers of log probabilities are large.
-        options = [("grpc.initial_reconnect_backoff_ms", 50), ("grpc.max_reconnect_backoff_ms", 1000), ("grpc.max_receive_message_length", 64 << 20)]
+        options = [("grpc.initial_reconnect_backoff_ms", 50), ("grpc.max_reconnect_backoff_ms", 1000), ("grpc.max_receive_message_length", 64 << 20),
+                   # Of a machine that has vanished nothing else tells.
+                   ("grpc.keepalive_time_ms", 20_000), ("grpc.keepalive_timeout_ms", 10_000)]
         self._channels = [
             grpc.insecure_channel(address, options) if credentials is None else grpc.secure_channel(address, credentials, options)
             for address in addresses
@@ -242,8 +261,13 @@ class Client:
         )
         if tools:
             request.tools.CopyFrom(_tool_use(tools, tool_choice))
-        responses = generate(self._stubs, request, self._patience, timeout, self._metadata)
-        return Stream(responses, n)
+        elif tool_choice not in ("auto", "none"):
+            raise ValueError(f"tool_choice is {tool_choice!r}, but no tools are given")
+        # Reasoning apart from the text; what a plain text continues has no format.
+        request.parse_output = request.HasField("chat")
+        calls = CurrentCall()
+        responses = generate(self._stubs, request, self._patience, timeout, self._metadata, calls)
+        return Stream(responses, n, calls)
 
     def complete(self, prompt: Prompt, **options: Any) -> Completion:
         """Generates with the options of `stream`, and returns all outputs when they have finished."""
@@ -284,6 +308,8 @@ class Client:
 def _input(prompt: Prompt) -> dict[str, Any]:
     if isinstance(prompt, str):
         return {"text": prompt}
+    if isinstance(prompt, (bytes, bytearray)):
+        raise TypeError("the prompt is bytes; decode it to a text")
     items = list(prompt)
     if items and all(isinstance(item, int) for item in items):
         return {"token_ids": inference_pb2.TokenIds(ids=items)}
@@ -306,5 +332,7 @@ def _tool_use(tools: Sequence[Tool], choice: str) -> Any:
     if choice in kinds:
         use.choice = kinds[choice]
     else:
-        use.name = choice
+        if choice not in {tool.name for tool in tools}:
+            raise ValueError(f"tool_choice is {choice!r}; it must be auto, none, required or the name of a tool")
+        use.choice, use.name = inference_pb2.TOOL_CHOICE_REQUIRED, choice
     return use

@@ -3,11 +3,34 @@
 from __future__ import annotations
 
 import itertools
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 from .attempts import PATIENCE_SECONDS, Attempts
+
+
+class CurrentCall:
+    """The call of a stream that is under way, to cancel it from another thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._call: Any = None
+        self._cancelled = False
+
+    def begins(self, call: Any) -> None:
+        with self._lock:
+            self._call = call
+            if self._cancelled:
+                call.cancel()
+
+    def cancel(self) -> None:
+        """Cancels the call, and those that would continue its stream."""
+        with self._lock:
+            self._cancelled = True
+            if self._call is not None:
+                self._call.cancel()
 
 
 def generate(
@@ -16,6 +39,7 @@ def generate(
     patience: float = PATIENCE_SECONDS,
     timeout: float | None = None,
     metadata: Sequence[tuple[str, str]] | None = None,
+    current: CurrentCall | None = None,
 ) -> Iterator[Any]:
     """Calls Generate at the first of `stubs`, one for each router, and yields its messages up to `completed`.
 
@@ -40,6 +64,8 @@ def generate(
                 message.resume.choices.add().ids.extend(ids)
         left = None if deadline is None else max(0.0, deadline - time.monotonic())
         call = stub.Generate(message, timeout=left, metadata=metadata)
+        if current is not None:
+            current.begins(call)
         try:
             for response in call:
                 attempts.progress()

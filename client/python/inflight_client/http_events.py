@@ -45,7 +45,7 @@ def stream_events(
     `data: [DONE]` ends the stream and is not yielded. An error event that is not final, as of an overloaded router, is not
     yielded either: the stream continues. One that is final is yielded, and ends the stream. Raises StatusError for an error that is final, and the last failure
     if no router has continued the stream within `patience` seconds. `timeout` is the longest silence on a connection, in
-    seconds; routers send comments while nothing is generated.
+    seconds; routers send comments while nothing is generated, but nothing while they hold a request whose model has no worker yet.
     """
     payload = json.dumps({**body, "stream": True}).encode()
     headers = {"content-type": "application/json", **(headers or {})}

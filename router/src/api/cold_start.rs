@@ -1,135 +1,220 @@
 //! Cold start of models: requests for an expected model without workers are held until one serves it.
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use tokio::sync::watch;
+use tokio::sync::{OwnedSemaphorePermit, Semaphore, watch};
 use tokio_util::sync::CancellationToken;
 
 use crate::api::arrival::CallArrival;
+use crate::api::generation::{GenerationRequest, Input};
 use crate::metrics as names;
 use crate::options::Options;
 use crate::outcome::{Outcome, Overload};
 
+/// Held requests that go on at once when a worker has come: tokenizing is work, and its queue is short.
+const RELEASED_AT_ONCE: usize = 32;
+
 /// Requests held for expected models, whose pools of workers may be scaled to zero.
 ///
 /// A model's tokenizer comes from its workers, so a request is held before it is tokenized. What is held leaves room for
-/// requests that can be served: at most half of the open calls and a quarter of the receive budget.
+/// requests that can be served: at most half of the open calls, of those of a connection, and of a tenant's share, and a
+/// quarter of the receive budget.
 pub(crate) struct ColdStart {
-    /// Held requests by expected model.
-    held: BTreeMap<String, AtomicUsize>,
-    /// Bytes of their messages.
-    bytes: AtomicU64,
+    models: BTreeSet<String>,
+    held: Mutex<HeldRequests>,
     requests_max: usize,
     bytes_max: u64,
     timeout: Duration,
     retry_delay: Duration,
+    released: Arc<Semaphore>,
     /// The router drains: what is held cannot be served here.
     drain: CancellationToken,
 }
 
-/// A held request, counted until it is dropped.
-struct Held<'a> {
-    model: &'a str,
-    count: &'a AtomicUsize,
-    all_bytes: &'a AtomicU64,
+#[derive(Default)]
+struct HeldRequests {
+    by_tenant: BTreeMap<String, usize>,
+    requests: usize,
     bytes: u64,
 }
 
-impl Held<'_> {
-    fn publish(&self, count: usize) {
-        metrics::gauge!(names::COLD_START_REQUESTS, "model" => self.model.to_owned()).set(count as f64);
-    }
+/// A held request, counted until it is dropped.
+struct Held<'a> {
+    cold_start: &'a ColdStart,
+    tenant: &'a str,
+    bytes: u64,
+    gauge: metrics::Gauge,
 }
 
 impl Drop for Held<'_> {
     fn drop(&mut self) {
-        self.all_bytes.fetch_sub(self.bytes, Ordering::Relaxed);
-        self.publish(self.count.fetch_sub(1, Ordering::Relaxed) - 1);
+        let mut held = self.cold_start.lock();
+        held.requests -= 1;
+        held.bytes -= self.bytes;
+        if let Some(count) = held.by_tenant.get_mut(self.tenant) {
+            *count -= 1;
+            if *count == 0 {
+                held.by_tenant.remove(self.tenant);
+            }
+        }
+        self.gauge.decrement(1.0);
     }
+}
+
+/// Returns the approximate size of a request's prompt in bytes: more than one request may come in a message.
+fn prompt_bytes(request: &GenerationRequest) -> u64 {
+    let bytes = match &request.input {
+        Input::Text(text) | Input::RawText(text) => text.len(),
+        Input::TokenIds(ids) => size_of_val(&ids[..]),
+        // The message is counted, and has only one request.
+        Input::Chat(_) => 0,
+    };
+    bytes as u64
 }
 
 impl ColdStart {
     pub(crate) fn new(options: &Options, drain: CancellationToken) -> Self {
-        let held = options.expected_models.iter().map(|model| (model.clone(), AtomicUsize::default()));
+        let calls = options.streams_max.min(options.connection_streams_max as usize).div_ceil(2);
         Self {
-            held: held.collect(),
-            bytes: AtomicU64::default(),
-            requests_max: options.queue_requests_max.min(options.streams_max.div_ceil(2)),
-            bytes_max: options.receive_bytes_max as u64 / 4,
+            models: options.expected_models.iter().cloned().collect(),
+            held: Mutex::default(),
+            requests_max: options.queue_requests_max.min(calls),
+            bytes_max: options.receive_bytes_max / 4,
             timeout: options.cold_start_timeout,
             retry_delay: options.retry_delay,
+            released: Arc::new(Semaphore::new(RELEASED_AT_ONCE)),
             drain,
         }
     }
 
-    /// Waits until a worker serves the model `asked` for, if it is an expected one; an empty name means the only one. `bytes`:
-    /// size of the request's message.
+    fn lock(&self) -> MutexGuard<'_, HeldRequests> {
+        // Every critical section leaves the state consistent, so poisoning can be ignored.
+        self.held.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Waits until a worker serves the requested model, if it is an expected one; an empty name means the only one.
+    /// `message_bytes`: size of the request's message, if it is counted. A request that has waited gets a permit, to be kept
+    /// until it is queued.
     ///
     /// # Errors
     /// No worker has served it within the timeout or the request's deadline, too many requests are held, or the router drains.
     pub(crate) async fn served(
         &self,
-        asked: &str,
-        bytes: u64,
+        request: &GenerationRequest,
+        tenant: &str,
+        message_bytes: u64,
         arrival: CallArrival,
         mut served: watch::Receiver<BTreeSet<String>>,
-    ) -> Result<(), Outcome> {
-        let Some((model, count)) = self.expected(asked, &served.borrow()) else { return Ok(()) };
-        if served.borrow_and_update().contains(model) {
-            return Ok(());
-        }
-        let held = self.hold(model, count, bytes)?;
+    ) -> Result<Option<OwnedSemaphorePermit>, Outcome> {
+        let Some(model) = self.expected(&request.model, &served.borrow_and_update()) else { return Ok(None) };
+        let held = self.hold(model, tenant, message_bytes.max(prompt_bytes(request)))?;
         let limit = arrival.at.checked_add(self.timeout);
         let limit = [limit, arrival.deadline].into_iter().flatten().min();
-        let limit =
-            limit.map_or_else(|| tokio::time::Instant::now() + self.timeout, tokio::time::Instant::from_std);
+        let limit = limit
+            .map_or_else(|| tokio::time::Instant::now() + self.timeout, tokio::time::Instant::from_std);
+        let woken = async {
+            // An error: the router ends.
+            let _ = served.wait_for(|served| served.contains(model)).await;
+            // In the order in which they wait.
+            self.released.clone().acquire_owned().await.ok()
+        };
         let woken = tokio::select! {
-            woken = tokio::time::timeout_at(limit, served.wait_for(|served| served.contains(model))) => woken,
+            woken = tokio::time::timeout_at(limit, woken) => woken,
             () = self.drain.cancelled() => return Err(Outcome::Draining),
         };
         drop(held);
-        match woken {
-            // An error: the router ends.
-            Ok(_) => Ok(()),
-            Err(_) if arrival.deadline.is_some_and(|deadline| deadline <= crate::clock::now()) => {
-                Err(Outcome::DeadlineExceeded)
+        woken.map_err(|_| {
+            if arrival.deadline.is_some_and(|deadline| deadline <= crate::clock::now()) {
+                Outcome::DeadlineExceeded
+            } else {
+                Outcome::Unserved { model: model.to_owned(), waited: self.timeout }
             }
-            Err(_) => Err(Outcome::Unserved { model: model.to_owned(), waited: self.timeout }),
-        }
+        })
     }
 
-    /// Returns the expected model of a name.
-    fn expected(&self, asked: &str, served: &BTreeSet<String>) -> Option<(&str, &AtomicUsize)> {
-        let found = if asked.is_empty() {
-            let only = self.held.len() == 1 && served.iter().all(|served| self.held.contains_key(served));
-            self.held.first_key_value().filter(|_| only)
+    /// Returns the expected model of a name, unless a worker serves it.
+    fn expected(&self, asked: &str, served: &BTreeSet<String>) -> Option<&str> {
+        let model = if asked.is_empty() {
+            let only = self.models.len() == 1 && served.is_empty();
+            self.models.first().filter(|_| only)
         } else {
-            self.held.get_key_value(asked)
+            self.models.get(asked)
         };
-        found.map(|(model, count)| (model.as_str(), count))
+        model.map(String::as_str).filter(|model| !served.contains(*model))
     }
 
     /// Counts a request that is held.
-    fn hold<'a>(&'a self, model: &'a str, count: &'a AtomicUsize, bytes: u64) -> Result<Held<'a>, Outcome> {
-        let requests: usize = self.held.values().map(|count| count.load(Ordering::Relaxed)).sum();
+    fn hold<'a>(&'a self, model: &str, tenant: &'a str, bytes: u64) -> Result<Held<'a>, Outcome> {
+        let mut held = self.lock();
+        let requests = held.requests;
+        let of_tenant = held.by_tenant.get(tenant).copied().unwrap_or(0);
         let limit = if requests >= self.requests_max {
-            Some("--queue-requests-max, or half of --streams-max")
-        } else if self.bytes.load(Ordering::Relaxed) + bytes > self.bytes_max {
-            Some("a quarter of --receive-bytes-max")
+            Some(("requests", "--queue-requests-max, or half of --streams-max or --connection-streams-max"))
+        } else if of_tenant >= self.requests_max.div_ceil(2) {
+            Some(("requests of this tenant", "half of what is held for all tenants"))
+        } else if held.bytes.saturating_add(bytes) > self.bytes_max {
+            Some(("bytes of requests", "a quarter of --receive-bytes-max"))
         } else {
             None
         };
-        if let Some(limit) = limit {
+        if let Some((what, limit)) = limit {
             let what = format!(
-                "{requests} requests wait for models without workers, and more would exceed {limit}; try again later"
+                "{requests} requests wait for models without workers; more {what} would exceed {limit}; try again later"
             );
             return Err(Outcome::Full(Box::new(Overload::of_router(what, "cold_start", self.retry_delay))));
         }
-        self.bytes.fetch_add(bytes, Ordering::Relaxed);
-        let held = Held { model, count, all_bytes: &self.bytes, bytes };
-        held.publish(count.fetch_add(1, Ordering::Relaxed) + 1);
-        Ok(held)
+        held.requests += 1;
+        held.bytes += bytes;
+        *held.by_tenant.entry(tenant.to_owned()).or_default() += 1;
+        let gauge = metrics::gauge!(names::COLD_START_REQUESTS, "model" => model.to_owned());
+        gauge.increment(1.0);
+        Ok(Held { cold_start: self, tenant, bytes, gauge })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn held_requests_are_bounded_for_all_and_for_each_tenant_and_their_counts_return_to_zero() {
+        let options = Options {
+            expected_models: vec!["m".to_owned()],
+            queue_requests_max: 8,
+            receive_bytes_max: 4000,
+            ..Options::default()
+        };
+        let cold_start = ColdStart::new(&options, CancellationToken::new());
+        let refused = |tenant: &str, bytes| match cold_start.hold("m", tenant, bytes) {
+            Err(outcome) => outcome.to_string(),
+            Ok(_) => panic!("held"),
+        };
+        let mut held: Vec<_> = (0..4).map(|_| cold_start.hold("m", "a", 10).unwrap()).collect();
+        assert!(refused("a", 10).contains("of this tenant"));
+        assert!(refused("b", 961).contains("--receive-bytes-max"));
+        held.extend((0..4).map(|_| cold_start.hold("m", "b", 240).unwrap()));
+        assert!(refused("c", 0).contains("--queue-requests-max"));
+        drop(held);
+        let state = cold_start.lock();
+        assert_eq!((state.requests, state.bytes, state.by_tenant.len()), (0, 0, 0));
+    }
+
+    #[test]
+    fn an_empty_name_means_the_only_expected_model_while_nothing_is_served() {
+        let of = |models: &[&str]| {
+            let expected_models = models.iter().map(|model| (*model).to_owned()).collect();
+            ColdStart::new(&Options { expected_models, ..Options::default() }, CancellationToken::new())
+        };
+        let served = |models: &[&str]| models.iter().map(|model| (*model).to_owned()).collect::<BTreeSet<_>>();
+        let one = of(&["m"]);
+        assert_eq!(one.expected("", &served(&[])), Some("m"));
+        assert_eq!(one.expected("", &served(&["other"])), None, "it means what is served");
+        assert_eq!(one.expected("m", &served(&["other"])), Some("m"));
+        assert_eq!(one.expected("m", &served(&["m"])), None);
+        assert_eq!(one.expected("other", &served(&[])), None);
+        assert_eq!(of(&["m", "n"]).expected("", &served(&[])), None);
+        assert_eq!(prompt_bytes(&GenerationRequest::new(String::new(), Input::TokenIds(vec![1; 10]))), 40);
     }
 }

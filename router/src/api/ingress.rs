@@ -154,8 +154,10 @@ impl Ingress {
         if let Some(cursor) = &resumed {
             request::continue_from(&mut request, cursor)?;
         }
+        let terms = request::terms(&mut request, &self.options, &caller)?;
         let bytes = received.as_ref().map_or(0, |received| received.bytes());
-        self.cold_start.served(&request.model, bytes, arrival, self.dispatch.served()).await?;
+        let served = self.dispatch.served();
+        let _released = self.cold_start.served(&request, &terms.tenant, bytes, arrival, served).await?;
         let required = Some(request.require_fingerprint.as_str()).filter(|required| !required.is_empty());
         let served = self.dispatch.resolve(&request.model, required, arrival.at)?;
         let span = info_span!(
@@ -171,7 +173,6 @@ impl Ingress {
         // Fails without an OpenTelemetry layer; then there is no parent to set.
         let _ = span.set_parent(context.clone());
         let (seed, stream) = (rand::random(), rand::random());
-        let terms = request::terms(&mut request, &self.options, &caller)?;
         let tokenize = TokenizeTerms::new(&terms, arrival.deadline);
         let words = std::mem::take(&mut request.sampling.bad_words);
         let words = BadWords::new(served.clone(), words)?;

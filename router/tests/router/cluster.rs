@@ -36,8 +36,13 @@ pub struct Cluster {
 impl Cluster {
     /// Starts a router over these workers.
     pub async fn start(workers: &[&ScriptedWorker], options: Options) -> Self {
+        Self::of(workers.iter().map(|worker| worker.address), options).await
+    }
+
+    /// Starts a router over the workers at these addresses.
+    pub async fn of(workers: impl IntoIterator<Item = std::net::SocketAddr>, options: Options) -> Self {
         let _ = (metrics(), spans());
-        let workers = workers.iter().map(|worker| worker.address.to_string()).collect();
+        let workers = workers.into_iter().map(|worker| worker.to_string()).collect();
         let listen = "127.0.0.1:0".parse().unwrap();
         let fast = Duration::from_millis(20);
         let options = Options { listen, workers, reconnect_backoff_max: fast, ..options };

@@ -283,14 +283,13 @@ async fn requests_for_an_expected_model_are_held_until_a_worker_serves_it() {
             expected_models: vec!["expected".to_owned()],
             cold_start_timeout,
             no_worker_timeout: Duration::ZERO,
-            queue_requests_max: 2,
+            queue_requests_max: 4,
             ..Options::default()
         };
         let named = |model: &str| v1::GenerateRequest { model: model.to_owned(), ..text("a") };
         let profile = WorkerProfile { model: "expected", ..WorkerProfile::default() };
-        // Nothing listens at its address yet.
-        let mut worker = ScriptedWorker::stopped(profile.clone()).await;
-        let mut cluster = Cluster::start(&[&worker], options(Duration::from_secs(60))).await;
+        let stopped = ScriptedWorker::stopped();
+        let mut cluster = Cluster::of([stopped.address], options(Duration::from_secs(60))).await;
         let held = || count("inflight_router_cold_start_requests", "model=\"expected\"");
         let mut waiting = Vec::new();
         // By its name, and as the only one.
@@ -303,7 +302,7 @@ async fn requests_for_an_expected_model_are_held_until_a_worker_serves_it() {
         }
         let full = cluster.generate(named("expected")).await.err().unwrap();
         assert_eq!(full.code(), Code::ResourceExhausted);
-        assert!(full.message().contains("--queue-requests-max"), "{full:?}");
+        assert!(full.message().contains("of this tenant"), "{full:?}");
         let unknown = cluster.generate(named("other")).await.err().unwrap();
         assert_eq!(
             unknown.code(),
@@ -323,27 +322,34 @@ async fn requests_for_an_expected_model_are_held_until_a_worker_serves_it() {
             tokio::task::yield_now().await;
         }
 
-        worker.listen(profile.clone()).await;
+        let mut worker = stopped.listen(profile);
         let mut session = worker.granted().await;
         let submit = session.submit().await;
         session.finish(&submit, 0, &tokens("x"), LENGTH);
         let mut stream = waiting.remove(0).await.unwrap().unwrap().into_inner();
         while stream.message().await.unwrap().is_some() {}
         assert_eq!(held(), 0.0);
-        // A worker that is there is used at once; one that has left is waited for, until the timeout.
+        // A worker that is there is used at once; one that has left is waited for.
         let mut stream = cluster.generate(named("expected")).await.unwrap();
         let submit = session.submit().await;
         session.finish(&submit, 0, &tokens("y"), LENGTH);
         stream.read_to_end().await.unwrap();
+        session.break_stream();
+        let mut client = cluster.client.clone();
+        let again = tokio::spawn(async move { client.generate(named("expected")).await });
+        let mut session = worker.granted().await;
+        let submit = session.submit().await;
+        session.finish(&submit, 0, &tokens("z"), LENGTH);
+        again.await.unwrap().unwrap();
 
-        let absent = ScriptedWorker::stopped(profile).await;
-        let mut impatient = Cluster::start(&[&absent], options(Duration::from_millis(50))).await;
+        let absent = ScriptedWorker::stopped();
+        let mut impatient = Cluster::of([absent.address], options(Duration::from_millis(50))).await;
         let timed_out = impatient.generate(named("expected")).await.err().unwrap();
         assert_eq!(timed_out.code(), Code::Unavailable);
         assert!(timed_out.message().contains("expected"), "{timed_out:?}");
 
         // A router that drains holds nothing.
-        let draining = Cluster::start(&[&absent], options(Duration::from_secs(60))).await;
+        let draining = Cluster::of([absent.address], options(Duration::from_secs(60))).await;
         let mut client = draining.client.clone();
         let held_there = tokio::spawn(async move { client.generate(named("expected")).await });
         while held() < 1.0 {

@@ -11,7 +11,7 @@ pub use inflight_proto::v1::session_request::Message as Command;
 use inflight_proto::v1::session_response::Message;
 use inflight_proto::v1::worker_server::{Worker, WorkerServer};
 use inflight_proto::{PROTOCOL_VERSION, bundle_digest, v1};
-use tokio::net::TcpListener;
+use tokio::net::{TcpListener, TcpSocket};
 use tokio::sync::mpsc;
 use tokio_stream::wrappers::UnboundedReceiverStream;
 use tonic::transport::server::TcpIncoming;
@@ -77,18 +77,11 @@ impl ScriptedWorker {
         Self::serve(listener, address, profile)
     }
 
-    /// Returns a worker that does not listen yet.
-    pub async fn stopped(profile: WorkerProfile) -> Self {
-        let mut worker = Self::start(profile).await;
-        worker.server.abort();
-        let _ = (&mut worker.server).await;
-        worker
-    }
-
-    /// Starts to listen, at the address that a stopped worker had.
-    pub async fn listen(&mut self, profile: WorkerProfile) {
-        let listener = TcpListener::bind(self.address).await.unwrap();
-        *self = Self::serve(listener, self.address, profile);
+    /// Returns a worker that does not listen before [`StoppedWorker::listen`].
+    pub fn stopped() -> StoppedWorker {
+        let socket = TcpSocket::new_v4().unwrap();
+        socket.bind("127.0.0.1:0".parse().unwrap()).unwrap();
+        StoppedWorker { address: socket.local_addr().unwrap(), socket }
     }
 
     fn serve(listener: TcpListener, address: SocketAddr, profile: WorkerProfile) -> Self {
@@ -132,6 +125,19 @@ impl ScriptedWorker {
         let session = self.session().await;
         session.grant(64, 1 << 16);
         session
+    }
+}
+
+/// Worker whose address is bound, and refuses connections.
+pub struct StoppedWorker {
+    pub address: SocketAddr,
+    socket: TcpSocket,
+}
+
+impl StoppedWorker {
+    /// Starts to listen.
+    pub fn listen(self, profile: WorkerProfile) -> ScriptedWorker {
+        ScriptedWorker::serve(self.socket.listen(64).unwrap(), self.address, profile)
     }
 }
 

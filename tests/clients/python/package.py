@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parents[3]
@@ -42,6 +43,7 @@ def main():
         assert OPTIONS in code, code
         code = code.replace(OPTIONS, f"{OPTIONS}, seed=7, temperature=1.0")
 
+        import grpc
         import inflight_client
 
         assert inflight_client.__file__.startswith(folder), inflight_client.__file__
@@ -53,11 +55,30 @@ def main():
             assert whole.choices[0].finish_reason in ("length", "stop") and whole.seed == 7, whole
             several = client.complete([inflight_client.Message("user", "Hello")], n=3, max_tokens=5)
             assert [len(choice.token_ids) for choice in several.choices] == [5, 5, 5], several
-            for wrong in ([], ["text"], [1, "text"]):
+            tool = inflight_client.Tool("weather", parameters={"type": "object"})
+            for options in ({"tools": [tool], "tool_choice": "other"}, {"tool_choice": "required"}):
+                try:
+                    client.stream("a", **options)
+                except ValueError as error:
+                    assert "tool_choice" in str(error), error
+                else:
+                    raise AssertionError(f"accepted {options}")
+            with client.stream("Once upon a time", max_tokens=200) as stream:
+                next(stream)
+                canceller = threading.Timer(0.1, stream.close)
+                canceller.start()
+                try:
+                    for _ in stream:
+                        pass
+                except grpc.RpcError as error:
+                    assert error.code() == grpc.StatusCode.CANCELLED, error
+                else:
+                    raise AssertionError("a closed stream goes on to its end")
+            for wrong in ([], ["text"], [1, "text"], b"text"):
                 try:
                     client.stream(wrong)
                 except TypeError as error:
-                    assert "list of Message" in str(error), error
+                    assert "the prompt" in str(error), error
                 else:
                     raise AssertionError(f"accepted {wrong}")
         print(json.dumps(whole.text), flush=True)

@@ -22,7 +22,8 @@ async fn observe(router: &Router) -> Result<Streaming<v1::ObserveResponse>, Stat
 
 #[tokio::test]
 async fn the_observed_iterations_add_up_with_the_streams() {
-    let mut router = Router::start(0.005, PROTOCOL_VERSION).await;
+    // An observer that reads nothing for as long as 256 steps take would miss some.
+    let mut router = Router::start(0.02, PROTOCOL_VERSION).await;
     let mut observation = observe(&router).await.unwrap();
     let first = observation.message().await.unwrap().unwrap();
     assert!(first.state.unwrap().sequences.is_empty(), "the first response has the state of an idle worker");

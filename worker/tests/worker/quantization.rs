@@ -126,6 +126,9 @@ fn perplexity_is_within_1_percent_with_8_bits_and_within_4_with_4() {
     assert!(stories.iter().all(|story| story.len() <= 512), "a story does not fit a batch");
     for isa in crate::instruction_sets("quantization") {
         let plain = perplexity(&mut load(&model, isa, None, None), &stories);
+        let embedded = ModelDir::open(&ModelSource::Embedded).unwrap();
+        let stored = perplexity(&mut load(&embedded, isa, None, None), &stories);
+        assert!((stored / plain - 1.0).abs() < 0.01, "as it is stored: {stored}, widened: {plain}");
         let bytes = Some(KvDtype::Int8);
         for (quantization, kv, most) in [
             (Some("int8"), None, 1.0),
