@@ -237,12 +237,21 @@ impl BenchReport {
             let (met, missed) = (format_number(search.met()), format_number(search.missed()));
             let _ = match (search.met(), search.missed()) {
                 (Some(_), Some(_)) => {
-                    writeln!(out, "highest rate at which {percent} % of the requests met the objectives: {met} requests/s; not so at {missed}")
+                    writeln!(
+                        out,
+                        "highest rate at which {percent} % of the requests met the objectives: {met} requests/s; not so at {missed}"
+                    )
                 }
                 (Some(_), None) => {
-                    writeln!(out, "{percent} % of the requests met the objectives up to {met} requests/s, the highest rate tried")
+                    writeln!(
+                        out,
+                        "{percent} % of the requests met the objectives up to {met} requests/s, the highest rate tried"
+                    )
                 }
-                (None, _) => writeln!(out, "fewer than {percent} % of the requests met the objectives even at {missed} requests/s"),
+                (None, _) => writeln!(
+                    out,
+                    "fewer than {percent} % of the requests met the objectives even at {missed} requests/s"
+                ),
             };
         }
         out

@@ -105,7 +105,14 @@ async fn bench_finds_the_highest_rate_within_objectives() -> Result<()> {
     // Four slots, half a second a request: 8 requests a second, fewer on a busy machine.
     let flags = ["--workers=1", "--device=sim:flat,step=0.02", "--max-sequences=4"];
     let cluster = LocalCluster::start(program(), &flags).await?;
-    let load = ["--find-rate=1..32", "--slo-ttft=1s", "--slo-share=0.7", "--duration=3s", "--warmup=0", "--constant-rate"];
+    let load = [
+        "--find-rate=1..32",
+        "--slo-ttft=1s",
+        "--slo-share=0.7",
+        "--duration=3s",
+        "--warmup=0",
+        "--constant-rate",
+    ];
     let [Some(met), Some(missed)] =
         search(&cluster.endpoint, &[&load[..], &["--output-tokens=25"]].concat()).await?
     else {

@@ -3,15 +3,20 @@
 
 use std::path::Path;
 use std::process::Stdio;
+use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
 use inflight_fixtures::TempDir;
-use inflight_harness::RoleProcess;
+use inflight_harness::{RoleProcess, scrape};
 use tokio::io::{AsyncBufReadExt as _, AsyncReadExt as _, BufReader};
 use tokio::process::Command;
+use tokio::time::timeout;
 
 use crate::program;
 use crate::storm::all_connected;
+
+/// Limit of the build of the wheel, and of the stream.
+const TIME: Duration = Duration::from_secs(120);
 
 #[tokio::test(flavor = "multi_thread")]
 async fn the_readme_of_the_python_package_streams_tokens_and_survives_a_killed_router() -> Result<()> {
@@ -46,15 +51,17 @@ async fn the_readme_of_the_python_package_streams_tokens_and_survives_a_killed_r
         .spawn()?;
     let mut output = BufReader::new(client.stdout.take().context("piped")?);
     let mut complete = String::new();
-    output.read_line(&mut complete).await?;
+    timeout(TIME, output.read_line(&mut complete)).await.context("the package takes too long")??;
     let complete: String =
         serde_json::from_str(&complete).with_context(|| format!("it printed {complete:?}"))?;
-    // The stream has begun.
+    // The stream has begun, at the first router, and is far from its end.
     let mut text = vec![0];
     output.read_exact(&mut text).await?;
+    let open = scrape(routers[0].metrics).await?.total("inflight_router_open_calls")?;
+    ensure!(open == 1.0, "{open} calls are open at the first router");
     routers[0].signal(libc::SIGKILL)?;
     routers[0].wait().await?;
-    output.read_to_end(&mut text).await?;
+    timeout(TIME, output.read_to_end(&mut text)).await.context("the stream hangs")??;
     let status = client.wait().await?;
     let text = String::from_utf8(text)?;
     ensure!(status.success(), "{status}, after {text:?}");

@@ -112,8 +112,8 @@ impl ColdStart {
         let held = self.hold(model, tenant, message_bytes.max(prompt_bytes(request)))?;
         let limit = arrival.at.checked_add(self.timeout);
         let limit = [limit, arrival.deadline].into_iter().flatten().min();
-        let limit = limit
-            .map_or_else(|| tokio::time::Instant::now() + self.timeout, tokio::time::Instant::from_std);
+        let limit =
+            limit.map_or_else(|| tokio::time::Instant::now() + self.timeout, tokio::time::Instant::from_std);
         let woken = async {
             // An error: the router ends.
             let _ = served.wait_for(|served| served.contains(model)).await;
@@ -188,7 +188,7 @@ mod tests {
         };
         let cold_start = ColdStart::new(&options, CancellationToken::new());
         let refused = |tenant: &str, bytes| match cold_start.hold("m", tenant, bytes) {
-            Err(outcome) => outcome.to_string(),
+            Err(outcome) => outcome.into_status().message().to_owned(),
             Ok(_) => panic!("held"),
         };
         let mut held: Vec<_> = (0..4).map(|_| cold_start.hold("m", "a", 10).unwrap()).collect();
@@ -207,7 +207,8 @@ mod tests {
             let expected_models = models.iter().map(|model| (*model).to_owned()).collect();
             ColdStart::new(&Options { expected_models, ..Options::default() }, CancellationToken::new())
         };
-        let served = |models: &[&str]| models.iter().map(|model| (*model).to_owned()).collect::<BTreeSet<_>>();
+        let served =
+            |models: &[&str]| models.iter().map(|model| (*model).to_owned()).collect::<BTreeSet<_>>();
         let one = of(&["m"]);
         assert_eq!(one.expected("", &served(&[])), Some("m"));
         assert_eq!(one.expected("", &served(&["other"])), None, "it means what is served");
