@@ -28,15 +28,26 @@ pub fn run(args: &Args) -> Result<(), CommandError> {
 
 #[cfg(test)]
 mod tests {
+    use clap::ValueEnum as _;
+
     use super::*;
 
     #[test]
     fn every_shell_completes_every_command_and_option() {
-        for shell in [Shell::Bash, Shell::Zsh, Shell::Fish] {
+        let mut cli = Cli::command();
+        cli.build();
+        let commands = || cli.get_subcommands().filter(|command| command.get_name() != "help");
+        let options = commands().flat_map(|command| command.get_arguments()).filter(|option| !option.is_hide_set());
+        let words: Vec<String> = commands()
+            .map(|command| command.get_name().to_owned())
+            .chain(options.filter_map(|option| option.get_long().map(str::to_owned)))
+            .collect();
+        assert!(words.len() > 100, "{words:?}");
+        for shell in Shell::value_variants() {
             let mut script = Vec::new();
-            clap_complete::generate(shell, &mut Cli::command(), "inflight", &mut script);
+            clap_complete::generate(*shell, &mut Cli::command(), "inflight", &mut script);
             let script = String::from_utf8(script).unwrap();
-            for word in ["diagnose", "replay", "slo-gap", "tensor-parallel", "resume-key-file"] {
+            for word in &words {
                 assert!(script.contains(word), "{shell}: no {word}");
             }
         }
