@@ -37,7 +37,8 @@ mod tests {
         let mut cli = Cli::command();
         cli.build();
         let commands = || cli.get_subcommands().filter(|command| command.get_name() != "help");
-        let options = commands().flat_map(|command| command.get_arguments()).filter(|option| !option.is_hide_set());
+        let options =
+            commands().flat_map(|command| command.get_arguments()).filter(|option| !option.is_hide_set());
         let words: Vec<String> = commands()
             .map(|command| command.get_name().to_owned())
             .chain(options.filter_map(|option| option.get_long().map(str::to_owned)))

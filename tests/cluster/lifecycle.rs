@@ -10,9 +10,9 @@ use crate::requests::{GenerationResult, generate, model, sampled};
 
 /// The embedded model's answer to "What is continuous batching?", which it has learnt by heart: the greedy one on
 /// every instruction set.
-const ANSWER: &str = "Continuous batching means that the batch is rebuilt before every forward pass. Finished \
-                      sequences leave at once and waiting ones join, so no place in the batch stays empty and \
-                      nobody waits for the longest answer.";
+const ANSWER: &str = "With continuous batching, the scheduler builds a new batch before each forward pass: a sequence that \
+                      has finished leaves immediately, and a waiting one takes its place. This keeps the hardware busy \
+                      and the waiting short.";
 
 #[tokio::test(flavor = "multi_thread")]
 async fn up_starts_streams_and_stops() -> Result<()> {

@@ -90,9 +90,9 @@ async fn an_invalid_configuration_is_rejected_by_file_line_and_key() -> Result<(
     let threads = ["worker", "--device=cpu", "--threads=1", "--tensor-parallel=2"];
     check(&run(program(), &threads, "").await?, 2, &["threads is 1", "at least tensor_parallel"])?;
     let listen = ["--listen=127.0.0.1:0", "--metrics-listen=off"];
-    let odd = ["worker", "--device=cpu", "--tensor-parallel=4", listen[0], listen[1]];
+    let odd = ["worker", "--device=cpu", "--tensor-parallel=3", listen[0], listen[1]];
     let odd = run(program(), &odd, "").await?;
-    check(&odd, 1, &["--tensor-parallel 4 can't divide this model", "6 attention heads", "1, 2, 6 would do"])
+    check(&odd, 1, &["--tensor-parallel 3 can't divide this model", "4 attention heads", "1, 2, 4 would do"])
 }
 
 #[tokio::test]
