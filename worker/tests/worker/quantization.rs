@@ -98,7 +98,18 @@ fn widened_demo() -> TempDir {
     let tensors: Vec<_> = shapes
         .into_iter()
         .map(|(name, shape)| {
-            let values = demo.tensors().get(&name, &shape).unwrap().to_f32().unwrap();
+            let tensor = demo.tensors().get(&name, &shape).unwrap();
+            let values = match shape[..] {
+                [rows, columns] => {
+                    // Row by row: those of query and key projections are interleaved in the file.
+                    let (loaded, mut values) = (tensor.load().unwrap(), vec![0.0; rows * columns]);
+                    for (row, out) in values.chunks_exact_mut(columns).enumerate() {
+                        tensor.encoding.widen(loaded.columns_of_row(row, 0..columns), out);
+                    }
+                    values
+                }
+                _ => tensor.to_f32().unwrap(),
+            };
             let bytes: Vec<u8> = values.into_iter().flat_map(|x| bf16::from_f32(x).to_le_bytes()).collect();
             (name, shape, bytes)
         })
