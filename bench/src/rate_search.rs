@@ -20,7 +20,7 @@ impl RateSearch {
         Self { from, to, met: None, missed: None }
     }
 
-    /// Returns the rate to try next; `None` at the end of the search.
+    /// Returns the next rate to measure, in requests per second; `None` when the search has ended.
     pub fn next_rate(&self) -> Option<f64> {
         match (self.met, self.missed) {
             (None, None) => Some(self.from),

@@ -115,7 +115,7 @@ pub struct Args {
     /// How long requests wait for a model without connected workers before they fail
     #[arg(long, value_name = "DURATION", default_value_t = Span(Options::default().no_worker_timeout), env = "INFLIGHT_ROUTER_NO_WORKER_TIMEOUT")]
     pub no_worker_timeout: Span,
-    /// Models that may have no workers now, as those whose workers are scaled to zero: requests for them are held until a worker
+    /// Models that may have no workers now, such as those scaled to zero: requests for them are held until a worker
     /// serves them
     #[arg(long, value_name = "NAME,…", value_delimiter = ',', value_parser = clap::builder::NonEmptyStringValueParser::new(), env = "INFLIGHT_ROUTER_EXPECT_MODELS")]
     pub expect_models: Vec<String>,

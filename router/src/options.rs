@@ -170,7 +170,7 @@ pub struct Options {
     pub session_timeout: Duration,
     /// Time that requests wait for a model whose last worker was lost.
     pub no_worker_timeout: Duration,
-    /// Models that may have no workers now, as those whose workers are scaled to zero: requests for them are held until
+    /// Models that may have no workers now, such as those scaled to zero: requests for them are held until
     /// a worker serves them.
     pub expected_models: Vec<String>,
     /// Time that a request for an expected model is held.

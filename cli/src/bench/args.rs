@@ -41,8 +41,8 @@ pub struct Args {
     #[arg(long, value_name = "R,…", value_delimiter = ',', value_parser = positive, conflicts_with = "concurrency", group = "open_loop")]
     pub rate: Vec<f64>,
     /// Search for the highest rate, within these bounds, at which --slo-share of the requests meets --slo-ttft, --slo-tpot and
-    /// --slo-e2e: doubles the rate until it is too high, then bisects until the rates differ by less than 10 %. Each rate is
-    /// measured for 30s, or --duration or --requests, after the warm-up
+    /// --slo-e2e: doubles the rate until it is too high, then bisects until the rates differ by less than 10 %. Without
+    /// --duration and --requests, each rate is measured for 30s after the warm-up
     #[arg(long, value_name = "MIN..MAX", value_parser = rate_bounds, conflicts_with_all = ["rate", "concurrency"], requires = "slo", group = "open_loop")]
     pub find_rate: Option<(f64, f64)>,
     /// With --find-rate: share of the requests that must meet the objectives

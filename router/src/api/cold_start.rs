@@ -1,4 +1,4 @@
-//! Cold start of models: requests for an expected model without workers are held until one serves it.
+//! Cold start: requests for a model of `--expect-models` that no worker serves are held until a worker serves it.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -13,14 +13,15 @@ use crate::metrics as names;
 use crate::options::Options;
 use crate::outcome::{Outcome, Overload};
 
-/// Held requests that go on at once when a worker has come: tokenizing is work, and its queue is short.
+/// Maximum number of held requests that are tokenized and queued at the same time after a worker has connected. Without this limit
+/// they would overflow the tokenize queue.
 const RELEASED_AT_ONCE: usize = 32;
 
 /// Requests held for expected models, whose pools of workers may be scaled to zero.
 ///
-/// A model's tokenizer comes from its workers, so a request is held before it is tokenized. What is held leaves room for
-/// requests that can be served: at most half of the open calls, of those of a connection, and of a tenant's share, and a
-/// quarter of the receive budget.
+/// A model's tokenizer comes from its workers, so a request is held before it is tokenized. Held requests leave room for
+/// those that can be served: they are at most `queue_requests_max`, half of `streams_max` and half of
+/// `connection_streams_max`; one tenant has at most half of that, and their bytes are at most a quarter of `receive_bytes_max`.
 pub(crate) struct ColdStart {
     models: BTreeSet<String>,
     held: Mutex<HeldRequests>,
@@ -29,7 +30,7 @@ pub(crate) struct ColdStart {
     timeout: Duration,
     retry_delay: Duration,
     released: Arc<Semaphore>,
-    /// The router drains: what is held cannot be served here.
+    /// Cancelled when the router drains: held requests then fail, so that clients retry at another router.
     drain: CancellationToken,
 }
 
@@ -145,7 +146,7 @@ impl ColdStart {
         model.map(String::as_str).filter(|model| !served.contains(*model))
     }
 
-    /// Counts a request that is held.
+    /// Adds a request to the held ones, unless a limit is reached.
     fn hold<'a>(&'a self, model: &str, tenant: &'a str, bytes: u64) -> Result<Held<'a>, Outcome> {
         let mut held = self.lock();
         let requests = held.requests;

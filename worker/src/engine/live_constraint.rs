@@ -14,7 +14,7 @@ pub(super) struct LiveConstraint {
     /// State after the committed tokens; away while a mask is computed.
     pub(super) matcher: Option<Box<Matcher>>,
     pub(super) ignore_eos: bool,
-    /// First forced tokens behind the committed ones, stored when the matcher went to the mask pool; empty without look-ahead.
+    /// Forced tokens that follow the committed ones, computed before the matcher moves to the mask pool; empty without look-ahead.
     pub(super) predicted: Vec<u32>,
     /// End found while masks were computed, and the number of tokens before it.
     pub(super) end: Option<(usize, ConstraintEnd)>,

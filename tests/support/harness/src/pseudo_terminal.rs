@@ -35,7 +35,7 @@ pub struct PseudoTerminal {
     pub pid: u32,
     master: File,
     emulator: Arc<Mutex<Emulator>>,
-    /// Resolves when all output is read.
+    /// Resolves when the reader thread has read all output of the terminal.
     read: Option<oneshot::Receiver<()>>,
     _tag: ProcessTag,
 }
