@@ -19,14 +19,17 @@ use crate::worker_secret::WorkerSecretArgs;
 /// Path of the method that reports bottlenecks.
 const DIAGNOSE_PATH: &str = "/inflight.v1.Worker/Diagnose";
 
+/// Router of `inflight up`.
+const DEFAULT_ROUTER: &str = "127.0.0.1:8650";
+
 /// Options of `inflight diagnose`.
 #[derive(Debug, Clone, clap::Args)]
 pub struct Args {
-    /// Addresses of workers, such as 127.0.0.1:8652; `inflight up` prints those it started
-    #[arg(value_name = "ADDRESS", required_unless_present = "router")]
+    /// Addresses of workers, such as 127.0.0.1:8652, to diagnose without a router
+    #[arg(value_name = "ADDRESS")]
     pub workers: Vec<String>,
-    /// Address of a router, such as 127.0.0.1:8650: diagnoses it and all workers that it is connected to. It must
-    /// run with --admin, and --api-key must be an administrator's
+    /// Address of a router: diagnoses it and all workers that it is connected to. It must run with --admin, and
+    /// --api-key must be an administrator's [default, without addresses of workers: 127.0.0.1:8650]
     #[arg(long, value_name = "ADDRESS", conflicts_with = "workers", env = "INFLIGHT_DIAGNOSE_ROUTER")]
     pub router: Option<String>,
     /// Also print this many of the last iterations
@@ -51,8 +54,9 @@ pub struct Args {
 pub async fn run(args: Args) -> Result<(), CommandError> {
     let objective = u64::try_from(args.slo_queue.0.as_micros()).unwrap_or(u64::MAX);
     let request = DiagnoseRequest { iterations: args.iterations, queue_objective_us: objective };
-    if let Some(router) = &args.router {
-        return cluster::run(router, request, &args).await;
+    let default = args.workers.is_empty().then(|| DEFAULT_ROUTER.to_owned());
+    if let Some(router) = args.router.clone().or(default) {
+        return cluster::run(&router, request, &args).await;
     }
     let secret = args.secret.open()?;
     let secrets = secret.as_ref().map(SecretFile::secrets).unwrap_or_default();

@@ -284,10 +284,15 @@ impl RunningChild {
     ) -> ChildExit {
         let mut was_ready = false;
         let mut stdout_open = true;
+        let mut killed = false;
         loop {
             tokio::select! {
                 status = self.child.wait() => {
-                    let status = status.map_or_else(|error| error.to_string(), describe_status);
+                    let status = match status {
+                        Ok(_) if killed => "killed as asked".to_owned(),
+                        Ok(status) => describe_status(status),
+                        Err(error) => error.to_string(),
+                    };
                     // The pipe closes with the process; wait until its last lines are in the tail.
                     let _ = tokio::time::timeout(Duration::from_secs(1), &mut self.log_task).await;
                     let tail = self.tail.lock().unwrap_or_else(PoisonError::into_inner).iter().cloned().collect();
@@ -311,7 +316,10 @@ impl RunningChild {
                     None => stdout_open = false,
                 },
                 // The next turn finds it dead.
-                Some(answer) = kills.recv() => drop(answer.send(self.child.start_kill().is_ok())),
+                Some(answer) = kills.recv() => {
+                    killed = self.child.start_kill().is_ok();
+                    let _ = answer.send(killed);
+                }
                 () = stop.cancelled() => {
                     self.shut_down(spec.drain_timeout, abort).await;
                     return ChildExit::Stopped;

@@ -11,7 +11,7 @@ use indicatif::{ProgressBar, ProgressStyle};
 use inflight_net::SecretFile;
 use inflight_worker::metrics::BUCKETS;
 use inflight_worker::{
-    CONNECTIONS_MAX, Device, Drafts, KvCacheDtype, ModelSource, Options, PolicyKind, Quantization, Worker,
+    Aging, CONNECTIONS_MAX, Device, Drafts, KvCacheDtype, ModelSource, Options, PolicyKind, Quantization, Worker,
 };
 
 use crate::event::{self, RoleEvent};
@@ -86,6 +86,22 @@ pub struct EngineArgs {
     /// Scheduling policy: fair, fcfs, priority or static
     #[arg(long, value_name = "POLICY", default_value_t = Options::default().policy, env = "INFLIGHT_WORKER_POLICY")]
     pub policy: PolicyKind,
+    /// Aging of --policy fair: queueing time after which a sequence goes before all that have
+    /// waited less, whatever their priorities
+    #[arg(long, value_name = "DURATION", default_value_t = Span(Aging::default().threshold), env = "INFLIGHT_WORKER_AGING_THRESHOLD")]
+    pub aging_threshold: Span,
+    /// Aging of --policy fair: service, in tokens of weight 1, forgiven per second of queueing
+    #[arg(long, value_name = "TOKENS", default_value_t = Aging::default().tokens_per_second, env = "INFLIGHT_WORKER_AGING_TOKENS_PER_SECOND")]
+    pub aging_tokens_per_second: f64,
+    /// Aging of --policy fair: maximum service forgiven; the fairness bound between two tenants grows by it
+    #[arg(long, value_name = "TOKENS", default_value_t = Aging::default().tokens_max, env = "INFLIGHT_WORKER_AGING_TOKENS_MAX")]
+    pub aging_tokens_max: f64,
+    /// Aging of --policy priority: queueing time per priority level gained
+    #[arg(long, value_name = "DURATION", default_value_t = Span(Aging::default().level_every), env = "INFLIGHT_WORKER_AGING_LEVEL_EVERY")]
+    pub aging_level_every: Span,
+    /// Aging of --policy priority: maximum number of levels gained
+    #[arg(long, value_name = "LEVELS", default_value_t = Aging::default().levels_max, env = "INFLIGHT_WORKER_AGING_LEVELS_MAX")]
+    pub aging_levels_max: u32,
     /// Disable prefix caching
     #[arg(long, env = "INFLIGHT_WORKER_NO_PREFIX_CACHE")]
     pub no_prefix_cache: bool,
@@ -142,6 +158,16 @@ pub struct EngineArgs {
 }
 
 impl EngineArgs {
+    fn aging(&self) -> Aging {
+        Aging {
+            threshold: self.aging_threshold.0,
+            tokens_per_second: self.aging_tokens_per_second,
+            tokens_max: self.aging_tokens_max,
+            level_every: self.aging_level_every.0,
+            levels_max: self.aging_levels_max,
+        }
+    }
+
     /// Directory of the fingerprint cache; `None` if it is off.
     fn fingerprint_cache_directory(&self) -> Option<PathBuf> {
         if let Some(given) = &self.fingerprint_cache {
@@ -232,6 +258,7 @@ impl Args {
             host_cache_bytes: engine.host_cache_bytes.0,
             reservation_dir: engine.reservation_dir.clone(),
             policy: engine.policy,
+            aging: engine.aging(),
             prefix_cache: !engine.no_prefix_cache,
             overlap: engine.overlap,
             step_target: engine.step_target()?,

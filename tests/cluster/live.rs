@@ -57,7 +57,7 @@ async fn a_stream_is_watched_while_the_page_kills_its_worker() -> Result<()> {
     })
     .await?;
     let number = numbers.iter().find(|(name, _)| *name == request.worker).context("its worker is known")?.1;
-    let path = format!("/ui/workers/{number}/kill");
+    let path = format!("/ui/workers/{}/kill", number - 1);
     let refused = call(&cluster, "POST", &path, "").await?;
     ensure!(refused.starts_with("HTTP/1.1 403"), "without the page's header: {refused}");
     let killed = call(&cluster, "POST", &path, "x-inflight-ui: 1\r\n").await?;

@@ -18,7 +18,7 @@ mod worker;
 
 pub use inflight_models::ModelSource;
 pub use inflight_runtime_cpu::Quantization;
-pub use inflight_worker_core::policy::{PolicyKind, UnknownPolicy};
+pub use inflight_worker_core::policy::{Aging, PolicyKind, UnknownPolicy};
 pub use inflight_worker_core::{
     BlockedBy, FirstTokenParts, FirstTokens, Iteration, LatencyObjectives, Preemption, ReplayError,
     ReplayEvent, SequenceId, StepTarget, replay,

@@ -10,7 +10,7 @@ use inflight_net::{SecretFile, ServerTlsFiles};
 use inflight_runtime::sharding::RANKS_MAX;
 use inflight_runtime_cpu::Quantization;
 use inflight_runtime_sim::{SpecError, read_profile};
-use inflight_worker_core::policy::PolicyKind;
+use inflight_worker_core::policy::{Aging, PolicyKind};
 use inflight_worker_core::{DeviceProfile, LatencyObjectives, SchedulerLimits, StepTarget};
 
 /// Device that runs the model.
@@ -182,6 +182,8 @@ pub struct Options {
     pub reservation_dir: Option<PathBuf>,
     /// Scheduling policy.
     pub policy: PolicyKind,
+    /// Aging of waiting sequences, for policies that have it.
+    pub aging: Aging,
     /// Enables prefix caching, per tenant.
     pub prefix_cache: bool,
     /// Bound of the duration of an iteration with decodes, and so of the prefill chunks beside them.
@@ -248,6 +250,7 @@ impl Default for Options {
             host_cache_bytes: 256 << 20,
             reservation_dir: None,
             policy: PolicyKind::default(),
+            aging: Aging::default(),
             prefix_cache: true,
             step_target: StepTarget::adaptive(),
             drafts: Drafts::Off,
@@ -323,6 +326,7 @@ impl Options {
         let range = "at least 1: a sequence is not preempted for one of its own priority";
         check(threshold, "preemption_threshold", &self.preemption_threshold, range)?;
         check(self.bypass_max <= Self::BYPASS_MAX, "bypass_max", &self.bypass_max, "from 0 to 10000")?;
+        self.validate_aging()?;
         let drafts = (1..=32).contains(&self.drafts_max);
         check(drafts, "drafts_max", &self.drafts_max, "from 1 to 32")?;
         check(self.max_waiting >= 1, "max_waiting", &self.max_waiting, "at least 1")?;
@@ -384,6 +388,21 @@ impl Options {
 }
 
 impl Options {
+    /// Checks the parameters of aging.
+    fn validate_aging(&self) -> Result<(), OptionsError> {
+        let check = |ok: bool, name, value: String, range| {
+            if ok { Ok(()) } else { Err(OptionsError::OutOfRange { name, value, range }) }
+        };
+        let Aging { threshold, tokens_per_second, tokens_max, level_every, .. } = self.aging;
+        check(!threshold.is_zero(), "aging_threshold", "0".to_owned(), "above 0")?;
+        check(!level_every.is_zero(), "aging_level_every", "0".to_owned(), "above 0")?;
+        let services = [("aging_tokens_per_second", tokens_per_second), ("aging_tokens_max", tokens_max)];
+        services.into_iter().try_for_each(|(name, tokens)| {
+            let range = "a number of tokens, at least 0";
+            check(tokens.is_finite() && tokens >= 0.0, name, tokens.to_string(), range)
+        })
+    }
+
     /// Whether callers need the shared secret or a client certificate.
     pub fn authenticates_callers(&self) -> bool {
         let certificates = |tls: &ServerTlsFiles| tls.client_ca.is_some() && !tls.client_optional;
@@ -467,6 +486,15 @@ mod tests {
         assert!(error.contains("preemption_threshold is 0; it must be at least 1"), "{error}");
         let error = named(Options { bypass_max: 10_001, ..Options::default() });
         assert!(error.contains("bypass_max is 10001; it must be from 0 to 10000"), "{error}");
+        let aged = |change: fn(&mut Aging)| {
+            let mut options = Options::default();
+            change(&mut options.aging);
+            named(options)
+        };
+        assert!(aged(|aging| aging.threshold = Duration::ZERO).contains("aging_threshold is 0"));
+        assert!(aged(|aging| aging.level_every = Duration::ZERO).contains("aging_level_every is 0"));
+        assert!(aged(|aging| aging.tokens_max = f64::NAN).contains("aging_tokens_max is NaN"));
+        assert!(aged(|aging| aging.tokens_per_second = -1.0).contains("aging_tokens_per_second is -1"));
         for (kv_watermark, bypass_max) in [(0.0, 0), (0.5, 10_000)] {
             let preemption_threshold = u32::MAX;
             let options = Options { kv_watermark, bypass_max, preemption_threshold, ..Options::default() };

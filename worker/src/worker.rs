@@ -18,6 +18,7 @@ use inflight_proto::v1::worker_server::WorkerServer;
 use inflight_proto::{FILE_DESCRIPTOR_SET, PROTOCOL_VERSION, v1};
 use inflight_runtime::{MemoryLedger, Runtime};
 use inflight_worker_core::CostPrior;
+use inflight_worker_core::policy::{Aging, Policy};
 use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::sync::{Semaphore, mpsc, oneshot};
 use tokio_util::sync::CancellationToken;
@@ -133,6 +134,7 @@ pub struct Core {
     engine: EngineThread,
     sessions: Arc<SessionContext>,
     drain_timeout: Duration,
+    aging: Aging,
 }
 
 /// Loaded worker that listens but does not serve yet.
@@ -243,7 +245,7 @@ impl Core {
                 .max_waiting
                 .max(options.max_sequences + 2 * queue_ahead + SamplingSpec::CHOICES_MAX),
             queue_ahead,
-            policy: options.policy,
+            policy: Policy { kind: options.policy, aging: options.aging },
             prefix_cache: options.prefix_cache,
             step_target: options.step_target,
             decode_reserve_tokens: options.decode_reserve_tokens,
@@ -305,7 +307,7 @@ impl Core {
             authenticator: options.secret.clone().map(Authenticator::new),
         });
         let engine = EngineThread::new(engine, messages, clock, recording, watchdog);
-        Ok(Self { engine, sessions, drain_timeout: options.drain_timeout })
+        Ok(Self { engine, sessions, drain_timeout: options.drain_timeout, aging: options.aging })
     }
 
     /// Serves connections until `drain` is cancelled and running sequences have finished, or until the device
@@ -323,10 +325,11 @@ impl Core {
         I: Stream<Item = std::io::Result<S>> + Send + 'static,
         S: AsyncRead + AsyncWrite + Connected + Unpin + Send + 'static,
     {
-        let Self { engine: engine_thread, sessions, drain_timeout } = self;
+        let Self { engine: engine_thread, sessions, drain_timeout, aging } = self;
         let sessions_max = sessions.permits.available_permits();
         crate::metrics::describe();
         crate::metrics::sessions_max(sessions_max);
+        crate::metrics::aging(&aging);
         let hello = &sessions.hello;
         crate::metrics::model_info(&hello.model, &hello.architecture, &hello.fingerprint);
         let (ended, mut engine) = oneshot::channel();

@@ -21,7 +21,8 @@ pub fn lines(state: &ClusterState, columns: usize) -> Vec<String> {
     if !cluster.models.is_empty() {
         items.push(cluster.models.join(" "));
     }
-    items.push(format!("{} workers", state.workers.len()));
+    let workers = state.workers.len();
+    items.push(format!("{workers} worker{}", if workers == 1 { "" } else { "s" }));
     items.push(format!("viewers {}", number(cluster.viewers)));
     let load = [
         format!("open {}", number(cluster.open_requests)),

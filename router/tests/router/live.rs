@@ -610,7 +610,7 @@ async fn a_worker_is_killed_only_as_the_page_asks_and_only_under_up() {
         };
         let plain = Options { admin: Admin::On, ..with_http(HttpOptions::default()) };
         let http = HttpCluster::start(plain.clone()).await;
-        assert_eq!(kill(http.address, "/ui/workers/1/kill", &header).await, 403, "not under `up`");
+        assert_eq!(kill(http.address, "/ui/workers/0/kill", &header).await, 403, "not under `up`");
 
         let folder = Folder::new();
         let supervisor = folder.0.join("control");
@@ -618,15 +618,15 @@ async fn a_worker_is_killed_only_as_the_page_asks_and_only_under_up() {
         let read_only =
             Options { admin: Admin::ReadOnly, supervisor: Some(supervisor.clone()), ..plain.clone() };
         let http = HttpCluster::start(read_only).await;
-        assert_eq!(kill(http.address, "/ui/workers/1/kill", &header).await, 403, "read-only");
+        assert_eq!(kill(http.address, "/ui/workers/0/kill", &header).await, 403, "read-only");
 
         let http = HttpCluster::start(Options { supervisor: Some(supervisor), ..plain }).await;
         let rebound = [("host", "rebound.example"), ("x-inflight-ui", "1")];
         for (path, headers, wanted) in [
-            ("/ui/workers/1/kill", &header[..1], 403),
-            ("/ui/workers/1/kill", &rebound[..], 403),
-            ("/ui/workers/0/kill", &header[..], 404),
-            ("/ui/workers/2/kill", &header[..], 404),
+            ("/ui/workers/0/kill", &header[..1], 403),
+            ("/ui/workers/0/kill", &rebound[..], 403),
+            ("/ui/workers/1/kill", &header[..], 404),
+            ("/ui/workers/-1/kill", &header[..], 404),
         ] {
             assert_eq!(kill(http.address, path, headers).await, wanted, "{path} {headers:?}");
         }
@@ -641,8 +641,8 @@ async fn a_worker_is_killed_only_as_the_page_asks_and_only_under_up() {
             }
         };
         let ask = async {
-            assert_eq!(kill(http.address, "/ui/workers/1/kill", &header).await, 204);
-            assert_eq!(kill(http.address, "/ui/workers/1/kill", &header).await, 500);
+            assert_eq!(kill(http.address, "/ui/workers/0/kill", &header).await, 204);
+            assert_eq!(kill(http.address, "/ui/workers/0/kill", &header).await, 500);
         };
         futures::join!(supervise, ask);
         let viewer = Viewer::enter(&http.cluster, true).await;

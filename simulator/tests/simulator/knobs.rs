@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use inflight_simulator::workload::{LengthDistribution, Workload};
 use inflight_simulator::{ProfiledDevice, Records, Request, RequestRecord, Simulation, percentile};
-use inflight_worker_core::policy::PolicyKind;
+use inflight_worker_core::policy::{Aging, Policy, PolicyKind};
 use inflight_worker_core::{LatencyObjectives, SchedulerLimits, StepTarget, Time};
 
 use crate::common::{LIKE_AN_A10G, scheduler};
@@ -40,9 +40,13 @@ impl Outcome {
 
 /// Serves `requests` on a device like an A10G; the same on every machine.
 fn serve(limits: SchedulerLimits, requests: &[Request]) -> Outcome {
+    serve_by(PolicyKind::Fair, limits, requests)
+}
+
+fn serve_by(policy: impl Into<Policy>, limits: SchedulerLimits, requests: &[Request]) -> Outcome {
     let device = ProfiledDevice::from_entries(LIKE_AN_A10G, 20e-6).unwrap();
     let mut records = Records::new(requests);
-    Simulation::new(scheduler(limits, PolicyKind::Fair), device).run(requests, &mut records).unwrap();
+    Simulation::new(scheduler(limits, policy), device).run(requests, &mut records).unwrap();
     assert!(records.iter().all(|record| record.output_tokens == record.request.output_tokens));
     Outcome { records }
 }
@@ -157,6 +161,61 @@ fn a_higher_preemption_threshold_spares_running_requests_and_lets_important_ones
     assert!(one.0 > five.0 && five.0 > 0 && off.0 == 0, "{one:?} {five:?} {off:?}");
     assert!(one.2 * 3.0 < five.2, "at 5, a request of priority 1 waits for a slot");
     assert!(five.1 * 3.0 < off.1, "at 100, so does one of priority 10");
+}
+
+/// Requests of priority 1 that keep eight slots busy for five minutes, and a few of priority 0 beside them.
+fn steady_important_requests() -> Vec<Request> {
+    let important = Workload {
+        rate: 1.6,
+        requests: 480,
+        shares: vec![1.0],
+        prompts: fixed(50.0),
+        outputs: fixed(150.0),
+    };
+    let other = Workload { rate: 0.1, requests: 30, ..important.clone() };
+    let mut requests: Vec<Request> = important
+        .generate(SEED)
+        .into_iter()
+        .map(|request| Request { priority: 1, ..request })
+        .chain(other.generate(SEED + 1))
+        .collect();
+    requests.sort_by_key(|request| request.arrival);
+    requests
+}
+
+/// Serves [`steady_important_requests`]; returns the longest times to first token, of priority 0 and of 1.
+fn longest_waits(name: &str, kind: PolicyKind, aging: Aging) -> [f64; 2] {
+    let limits = SchedulerLimits { preemption_threshold: 100, ..limits(1000, 8) };
+    let outcome = serve_by(Policy { kind, aging }, limits, &steady_important_requests());
+    let [other, important] = [0, 1].map(|level| outcome.first_token(1.0, |request| request.priority == level));
+    let median = outcome.first_token(0.5, |request| request.priority == 1);
+    println!(
+        "{name:28} longest first token {other:6.1} s at priority 0, {important:5.1} s at 1; median {median:5.2} s at 1"
+    );
+    [other, important]
+}
+
+#[test]
+fn a_shorter_aging_threshold_bounds_the_wait_behind_higher_priorities() {
+    let waits = [600, 60, 10].map(|seconds| {
+        let aging = Aging { threshold: Duration::from_secs(seconds), ..Aging::default() };
+        longest_waits(&format!("--aging-threshold {seconds}s"), PolicyKind::Fair, aging)
+    });
+    let [late, minute, soon] = waits.map(|[other, _]| other);
+    assert!(late > 1.5 * minute && minute > 1.5 * soon, "{waits:?}");
+}
+
+#[test]
+fn aging_by_levels_bounds_the_wait_behind_higher_priorities() {
+    let waits = [600, 60, 10].map(|seconds| {
+        let aging = Aging { level_every: Duration::from_secs(seconds), ..Aging::default() };
+        longest_waits(&format!("--aging-level-every {seconds}s"), PolicyKind::Priority, aging)
+    });
+    let [late, minute, soon] = waits.map(|[other, _]| other);
+    assert!(late > 1.5 * minute && minute > 1.5 * soon, "{waits:?}");
+    let none = Aging { levels_max: 0, ..Aging::default() };
+    let [never, _] = longest_waits("--aging-levels-max 0", PolicyKind::Priority, none);
+    assert!(never > 1.5 * minute, "{never}");
 }
 
 #[test]

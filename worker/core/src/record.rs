@@ -9,7 +9,7 @@ use inflight_contract::{
 };
 
 use crate::DraftKind::{Forced, Guessed};
-use crate::policy::PolicyKind;
+use crate::policy::Policy;
 use crate::{
     CostModel, CostPrior, DraftKind, Ended, Iteration, IterationOutcome, LatencyObjectives, NewSequence,
     Scheduler, SchedulerLimits, ScoredRange, SequenceId, StepTarget, StepWork, Time, TokenVerdict,
@@ -51,7 +51,7 @@ pub(crate) struct RecordLog {
 
 impl RecordLog {
     /// Creates a log that starts with the scheduler's configuration.
-    pub fn new(limits: &SchedulerLimits, policy: PolicyKind, prior: &CostPrior) -> Self {
+    pub fn new(limits: &SchedulerLimits, policy: Policy, prior: &CostPrior) -> Self {
         let mut log = Self { bytes: MAGIC.to_vec() };
         let SchedulerLimits {
             block_tokens,
@@ -406,7 +406,7 @@ impl RecordReader<'_> {
             govern_drafts: self.number()? != 0,
             step_target: self.step_target()?,
         };
-        let policy: PolicyKind = self.text()?.parse().map_err(|_| self.malformed("the name of a policy"))?;
+        let policy: Policy = self.text()?.parse().map_err(|_| self.malformed("a scheduling policy"))?;
         let mut real = || self.number().map(f64::from_bits);
         // Struct fields are evaluated in source order, which is the order of the log.
         let cost = CostCoefficients {

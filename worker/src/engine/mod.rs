@@ -26,7 +26,7 @@ use inflight_runtime::{
     self as runtime, Batch, BlockCopy, PromptLogprobs, Runtime, SCORES_MAX, Sampled, ScoreRow, SlotSetup,
     TransferDone,
 };
-use inflight_worker_core::policy::PolicyKind;
+use inflight_worker_core::policy::{Policy, PolicyKind};
 use inflight_worker_core::{
     CacheEvent, CacheTier, Capacity, Chunk, CostModel, CostPrior, DispatchAhead, DraftsWanted, Ended, Grant,
     Grants, Iteration, IterationOutcome, LimitsError, Preemption, Scheduler, SchedulerLimits, SequenceId,
@@ -47,8 +47,8 @@ pub struct EngineOptions {
     /// Maximum sequences granted to routers beyond the running ones; [`DispatchAhead`] uses as few as hide the
     /// round trip between worker and router.
     pub queue_ahead: u32,
-    /// Scheduling policy.
-    pub policy: PolicyKind,
+    /// Scheduling policy with its parameters.
+    pub policy: Policy,
     /// Enables prefix caching.
     pub prefix_cache: bool,
     /// Bound of the duration of an iteration with decodes.
@@ -76,7 +76,7 @@ impl Default for EngineOptions {
         Self {
             waiting_max: 1024,
             queue_ahead: 16,
-            policy: PolicyKind::default(),
+            policy: Policy::default(),
             prefix_cache: true,
             step_target: StepTarget::Unbounded,
             decode_reserve_tokens: None,
@@ -228,7 +228,7 @@ impl Engine {
             scheduler.record(options.policy, &options.prior);
         }
         // Priority sequences need a policy that schedules by priority.
-        let by_priority = matches!(options.policy, PolicyKind::Fair | PolicyKind::Priority);
+        let by_priority = matches!(options.policy.kind, PolicyKind::Fair | PolicyKind::Priority);
         let priority_sequences_max = if by_priority { options.queue_ahead } else { 0 };
         Ok(Self {
             scheduler,

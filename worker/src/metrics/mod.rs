@@ -6,6 +6,7 @@ mod tenants;
 use std::time::Duration;
 
 use inflight_runtime::{DEVICE_COMMANDS, PROMISED_BYTES};
+use inflight_worker_core::policy::Aging;
 use metrics::{Gauge, Unit};
 pub(crate) use step::StepMetrics;
 pub(crate) use tenants::TenantMetrics;
@@ -42,6 +43,11 @@ const KV_WATERMARK: &str = "inflight_worker_kv_watermark_blocks";
 const DECODE_RESERVE: &str = "inflight_worker_decode_reserve_tokens";
 const PREEMPTION_THRESHOLD: &str = "inflight_worker_preemption_threshold";
 const BYPASS_MAX: &str = "inflight_worker_bypass_max";
+const AGING_THRESHOLD: &str = "inflight_worker_aging_threshold_seconds";
+const AGING_TOKENS_PER_SECOND: &str = "inflight_worker_aging_tokens_per_second";
+const AGING_TOKENS_MAX: &str = "inflight_worker_aging_tokens_max";
+const AGING_LEVEL_EVERY: &str = "inflight_worker_aging_level_seconds";
+const AGING_LEVELS_MAX: &str = "inflight_worker_aging_levels_max";
 const DRAFTS_MAX: &str = "inflight_worker_drafts_max";
 const SESSIONS_MAX: &str = "inflight_worker_sessions_max";
 const SWAPPED_BYTES: &str = "inflight_worker_swapped_bytes_total";
@@ -143,6 +149,36 @@ pub const INVENTORY: &[(&str, MetricKind, Unit, &str)] = &[
         MetricKind::Gauge,
         Unit::Count,
         "Maximum sequences admitted past a waiting one for which too few KV blocks are free (--bypass-max)",
+    ),
+    (
+        AGING_THRESHOLD,
+        MetricKind::Gauge,
+        Unit::Seconds,
+        "Queueing time after which a sequence goes before all that have waited less, with --policy fair (--aging-threshold)",
+    ),
+    (
+        AGING_TOKENS_PER_SECOND,
+        MetricKind::Gauge,
+        Unit::Count,
+        "Service forgiven per second of queueing, with --policy fair (--aging-tokens-per-second)",
+    ),
+    (
+        AGING_TOKENS_MAX,
+        MetricKind::Gauge,
+        Unit::Count,
+        "Maximum service forgiven for queueing, with --policy fair (--aging-tokens-max)",
+    ),
+    (
+        AGING_LEVEL_EVERY,
+        MetricKind::Gauge,
+        Unit::Seconds,
+        "Queueing time per priority level gained, with --policy priority (--aging-level-every)",
+    ),
+    (
+        AGING_LEVELS_MAX,
+        MetricKind::Gauge,
+        Unit::Count,
+        "Maximum priority levels gained by queueing, with --policy priority (--aging-levels-max)",
     ),
     (
         DRAFTS_MAX,
@@ -444,6 +480,15 @@ pub(crate) fn iteration_dropped() {
 /// Sets the gauge of the session limit.
 pub(crate) fn sessions_max(max: usize) {
     metrics::gauge!(SESSIONS_MAX).set(max as f64);
+}
+
+/// Sets the gauges of the aging of waiting sequences.
+pub(crate) fn aging(aging: &Aging) {
+    metrics::gauge!(AGING_THRESHOLD).set(aging.threshold.as_secs_f64());
+    metrics::gauge!(AGING_TOKENS_PER_SECOND).set(aging.tokens_per_second);
+    metrics::gauge!(AGING_TOKENS_MAX).set(aging.tokens_max);
+    metrics::gauge!(AGING_LEVEL_EVERY).set(aging.level_every.as_secs_f64());
+    metrics::gauge!(AGING_LEVELS_MAX).set(aging.levels_max);
 }
 
 /// Exports the served model.

@@ -5,6 +5,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use axum::extract::{Path, State};
+use axum::response::Redirect;
 use axum::routing::{get, on};
 use futures::stream;
 use http_body::Frame;
@@ -58,6 +59,7 @@ fn policy(script_sha256: &str) -> HeaderValue {
 /// Adds the routes of `/ui`.
 pub(super) fn routes(router: axum::Router<Arc<HttpApi>>) -> axum::Router<Arc<HttpApi>> {
     router
+        .route("/", get(async || Redirect::temporary("/ui")))
         .route("/ui", get(page))
         .route("/ui/events", get(events))
         .route("/ui/requests/{number}", get(request))
@@ -189,12 +191,11 @@ async fn kill(
         if !is_local_name(&parts.headers, &parts.uri) {
             return Err(Outcome::Denied("call the router by its address or as localhost".to_owned()));
         }
-        let worker = usize::try_from(number(&text, &path)?).unwrap_or(usize::MAX);
-        if worker > hub.up_workers() {
-            return Err(Outcome::UnknownPath { path: path.clone() });
-        }
-        tracing::warn!(worker, "killing a worker process, as an operator asked");
-        supervisor::kill(socket, worker).await.map_err(Outcome::Internal)?;
+        let index = text.parse().ok().filter(|index: &usize| *index < hub.up_workers());
+        let index = index.ok_or_else(|| Outcome::UnknownPath { path: path.clone() })?;
+        tracing::warn!(worker = format!("worker-{index}"), "killing a worker process, as an operator asked");
+        // The supervisor's processes count from 1.
+        supervisor::kill(socket, index + 1).await.map_err(Outcome::Internal)?;
         let mut response = Response::new(Body::empty());
         *response.status_mut() = StatusCode::NO_CONTENT;
         Ok(response)

@@ -323,7 +323,8 @@ function askToKill(lane) {
 async function killWorker() {
   const { name, number } = toKill;
   try {
-    const answer = await fetch(`/ui/workers/${number}/kill`, { method: "POST", headers: { ...authorization(), "X-Inflight-UI": "1" } });
+    // Paths count as names do: worker-0 is process 1.
+    const answer = await fetch(`/ui/workers/${number - 1}/kill`, { method: "POST", headers: { ...authorization(), "X-Inflight-UI": "1" } });
     if (answer.ok) announce(`${printable(name)} was killed`);
     else showNotice(`${printable(name)} was not killed: ${await reasonOf(answer)}`);
   } catch (error) {

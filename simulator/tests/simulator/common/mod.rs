@@ -9,7 +9,7 @@ use inflight_fixtures::skipped;
 use inflight_simulator::{
     Device, ProfiledDevice, Records, Request, ServiceDifference, ServiceGap, Simulation, percentile,
 };
-use inflight_worker_core::policy::{PolicyKind, SchedulingPolicy};
+use inflight_worker_core::policy::{Policy, PolicyKind, SchedulingPolicy};
 use inflight_worker_core::{CostModel, CostPrior, Scheduler, SchedulerLimits, Time};
 
 /// Capacity in tokens of the KV pool of the published runs.
@@ -54,8 +54,8 @@ pub fn vtc_limits() -> SchedulerLimits {
     }
 }
 
-pub fn scheduler(limits: SchedulerLimits, policy: PolicyKind) -> Scheduler {
-    scheduler_with(limits, policy.build())
+pub fn scheduler(limits: SchedulerLimits, policy: impl Into<Policy>) -> Scheduler {
+    scheduler_with(limits, policy.into().build())
 }
 
 pub fn scheduler_with(limits: SchedulerLimits, policy: Box<dyn SchedulingPolicy>) -> Scheduler {

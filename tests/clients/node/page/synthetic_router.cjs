@@ -64,7 +64,7 @@ class SyntheticRouter {
       response.end(JSON.stringify(found));
     } else if (kill && request.method === "POST") {
       if (request.headers["x-inflight-ui"] !== "1") return this.refuse(response, 403, "X-Inflight-UI is missing");
-      if (!this.cluster.kill(Number(kill[1]))) return this.refuse(response, 404, "no such worker");
+      if (!this.cluster.kill(Number(kill[1]) + 1)) return this.refuse(response, 404, "no such worker");
       response.writeHead(204).end();
     } else if (pathname.startsWith("/v1/") && request.method === "POST") this.generate(request, response);
     else this.refuse(response, 404, "no such path");

@@ -3,7 +3,7 @@
 use std::cmp::Ordering;
 use std::time::Duration;
 
-use super::{SchedulingPolicy, SequenceView};
+use super::{Aging, SchedulingPolicy, SequenceView};
 
 /// Orders by priority, then by the tenant's virtual time (service over weight), then by arrival.
 ///
@@ -19,13 +19,14 @@ pub struct Fair {
     pub tokens_per_second: f64,
     /// Maximum service forgiven, in tokens at weight 1.
     pub tokens_max: f64,
-    /// Queueing time after which a sequence goes before those of higher priority.
+    /// Queueing time after which a sequence goes before all that have waited less, whatever their priorities.
     pub wait_max: Duration,
 }
 
 impl Default for Fair {
     fn default() -> Self {
-        Self { tokens_per_second: 0.0, tokens_max: 0.0, wait_max: Duration::from_secs(600) }
+        let Aging { tokens_per_second, tokens_max, threshold, .. } = Aging::default();
+        Self { tokens_per_second, tokens_max, wait_max: threshold }
     }
 }
 
@@ -42,10 +43,13 @@ impl SchedulingPolicy for Fair {
     }
 
     fn compare(&self, a: &SequenceView, b: &SequenceView) -> Ordering {
-        let overdue = |view: &SequenceView| view.waited > self.wait_max;
-        let by_wait = overdue(b).cmp(&overdue(a));
-        by_wait
-            .then(b.priority.cmp(&a.priority))
+        // An overdue sequence has no priority: else, where all wait for long, the lowest would starve.
+        let urgency = |view: &SequenceView| {
+            let overdue = view.waited > self.wait_max;
+            (overdue, if overdue { 0 } else { view.priority })
+        };
+        urgency(b)
+            .cmp(&urgency(a))
             .then(self.aged(a).total_cmp(&self.aged(b)))
             .then(a.arrival.cmp(&b.arrival))
     }

@@ -1,5 +1,6 @@
 //! Scheduling policies: one file each, with its name, its order and its trade-off.
 
+mod aging;
 mod fair;
 mod fcfs;
 mod priority;
@@ -12,6 +13,7 @@ use std::time::Duration;
 
 use inflight_contract::{Service, Tenant};
 
+pub use aging::{Aging, InvalidPolicy, Policy};
 pub use fair::Fair;
 pub use fcfs::Fcfs;
 pub use priority::Priority;
@@ -88,12 +90,7 @@ impl PolicyKind {
 
     /// Creates the policy with default parameters.
     pub fn build(self) -> Box<dyn SchedulingPolicy> {
-        match self {
-            Self::Fcfs => Box::new(Fcfs),
-            Self::Priority => Box::new(Priority::default()),
-            Self::Fair => Box::new(Fair::default()),
-            Self::Static => Box::new(StaticBatch),
-        }
+        Policy::from(self).build()
     }
 }
 
@@ -184,6 +181,27 @@ mod tests {
             Ordering::Greater,
             "50 tokens against 45"
         );
+    }
+
+    #[test]
+    fn an_overdue_sequence_has_no_priority() {
+        let fair = Fair { wait_max: Duration::from_secs(60), ..Fair::default() };
+        let tenant = VirtualTokenCounters::new(TokenCost::default(), 10).arrive("t", Weight::default());
+        let view = |arrival, priority, seconds| SequenceView {
+            priority,
+            arrival,
+            tokens: 1,
+            tenant,
+            service: Service::from_thousandths(0),
+            waited: Duration::from_secs(seconds),
+        };
+        // Arrivals in order of `waited`; priorities against it.
+        let overdue = [view(0, 0, 90), view(1, 5, 80), view(2, 9, 70)];
+        let others = [view(4, 9, 50), view(3, 0, 55)];
+        let all: Vec<_> = overdue.into_iter().chain(others).collect();
+        for pair in all.windows(2) {
+            assert_eq!(fair.compare(&pair[0], &pair[1]), Ordering::Less, "{pair:?}");
+        }
     }
 
     #[test]

@@ -3,7 +3,7 @@
 use std::cmp::Ordering;
 use std::time::Duration;
 
-use super::{SchedulingPolicy, SequenceView};
+use super::{Aging, SchedulingPolicy, SequenceView};
 
 /// Orders by priority, then by arrival.
 ///
@@ -22,7 +22,8 @@ pub struct Priority {
 
 impl Default for Priority {
     fn default() -> Self {
-        Self { level_every: Duration::from_secs(10), levels_max: 10 }
+        let Aging { level_every, levels_max, .. } = Aging::default();
+        Self { level_every, levels_max }
     }
 }
 

@@ -23,7 +23,7 @@ use inflight_contract::{BlockHash, FinishReason, Service, Tenant, TenantCharge, 
 use crate::cost::{CostModel, CostPrior, StepWork};
 use crate::drafts::{Acceptance, DraftBudget, DraftKind};
 use crate::history::History;
-use crate::policy::{PolicyKind, SchedulingPolicy, SequenceView};
+use crate::policy::{Policy, SchedulingPolicy, SequenceView};
 use crate::record::RecordLog;
 use crate::sequence::{Sequence, SequenceState};
 use crate::{
@@ -228,9 +228,9 @@ impl Scheduler {
 
     /// Starts recording all inputs, for [`crate::replay`]. Must be called before any input, with the policy
     /// and the prior that the scheduler was created with.
-    pub fn record(&mut self, policy: PolicyKind, prior: &CostPrior) {
+    pub fn record(&mut self, policy: impl Into<Policy>, prior: &CostPrior) {
         debug_assert!(self.arrivals == 0 && self.iterations == 0, "recording started after the first input");
-        self.log = Some(RecordLog::new(&self.limits, policy, prior));
+        self.log = Some(RecordLog::new(&self.limits, policy.into(), prior));
     }
 
     /// Drains the bytes recorded since the last call; empty if recording is off.
