@@ -9,14 +9,29 @@ DEVICE uint32_t unit_of(uint32_t round) {
     return round * blocks() + (round % 2 == 0 ? block_index() : blocks() - 1 - block_index());
 }
 
+// An item, by loads past the first-level cache.
+DEVICE AttentionItem load_item(const AttentionItem *from) {
+    union {
+        AttentionItem item;
+        Float4 part[sizeof(AttentionItem) / sizeof(Float4)];
+    } loaded;
+    static_assert(sizeof loaded.part == sizeof(AttentionItem), "an item is whole parts");
+    UNROLL
+    for (uint32_t i = 0; i < sizeof loaded.part / sizeof(Float4); i++) {
+        loaded.part[i] = load_shared_by_device((const Float4 *)from + i);
+    }
+    return loaded.item;
+}
+
 // Decoding alone: less shared memory and fewer registers, so more blocks a multiprocessor.
 template <typename T, uint32_t D, bool FP8> DEVICE void attention_decode(const AttentionParams &p) {
-    uint32_t units = *p.item_count * p.kv_heads, unit = unit_of(0);
-    // The plan is there before the step begins; the first item comes while the kernel before this one ends.
+    // The plan is there before the step begins; the first item comes while the kernel before this one ends. It is read past
+    // the first-level cache, which may still hold what the step before this one read there.
+    uint32_t units = load_shared_by_device(p.item_count) * p.kv_heads, unit = unit_of(0);
     AttentionItem item = {};
     if (unit < units) {
-        item = p.items[unit / p.kv_heads];
-        prefetch(p.tables + item.table + (item.split * SPLIT >> p.block_shift));
+        item = load_item(p.items + unit / p.kv_heads);
+        prefetch(p.tables + item.table + (item.split * item.split_keys >> p.block_shift));
     }
     await_kernel_before();
     for (uint32_t round = 1; unit < units; round++) {
@@ -33,7 +48,7 @@ template <typename T, uint32_t D, bool FP8> DEVICE void attention_mixed(const At
     for (uint32_t round = 0; unit_of(round) < *p.item_count * p.kv_heads; round++) {
         uint32_t unit = unit_of(round);
         AttentionItem item = p.items[unit / p.kv_heads];
-        if (item.whole) {
+        if (item.split_keys == 0) {
             attend_rows<T, D, FP8>(p, item, unit);
         } else {
             attend_split<T, D, FP8>(p, item, unit % p.kv_heads);

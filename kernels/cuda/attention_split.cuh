@@ -1,15 +1,15 @@
 // Attention of up to 16 rows (tokens times heads of a group) over long keys: decoding, short chunks, and in the
 // deterministic mode everything.
 //
-// Keys are cut into splits of 256 positions at absolute multiples. Within a split the warps of a block take 16 keys
-// each of every tile, with a softmax of their own, and are merged in the order of the warps; splits are merged in their
-// order, by this block if it has all of them, else by the block that comes last. So the bits of a row depend neither on
-// how many splits one block treats, nor on what else is in the batch, nor on which rows share its tile.
+// Keys are cut into splits of 64, 128 or 256 positions at absolute multiples. Within a split the warps of a block take 16
+// keys each of every tile, with a softmax of their own, and are merged in the order of the warps; splits are merged in
+// their order, by this block if it has all of them, else by the block that comes last. So with one length of splits the
+// bits of a row depend neither on how many splits one block treats, nor on what else is in the batch, nor on which rows
+// share its tile. The host takes 256, but shorter ones outside of the deterministic mode where they keep more blocks busy.
 #pragma once
 
 #include "attention.cuh"
 
-constexpr uint32_t SPLIT = 256;
 constexpr uint32_t SPLIT_ROWS = 16;
 
 // Keys of a tile. Wide heads have half as many, that a block still fits smaller GPUs; two warps then only load.
@@ -20,16 +20,16 @@ constexpr uint32_t split_keys(uint32_t head_dim) { return head_dim <= 128 ? 64 :
 // Numbers from one row of the block's sums to the next: rows the eight rows that a warp adds at once fall into different banks.
 constexpr uint32_t sums_stride(uint32_t head_dim) { return head_dim + 8; }
 
-// A thread's share of a merged row: row thread / 8, columns 4 * (thread % 8) + 32 * j.
-template <uint32_t D> struct Merged {
-    static_assert(D % 32 == 0, "eight threads of four columns share a row");
-    static constexpr uint32_t PARTS = D / 32;
+// A thread's share of a merged row: PARTS times four columns.
+template <uint32_t PARTS> struct Merged {
     float top, sum;
     Float4 out[PARTS];
 };
+// While eight threads share a row: row thread / 8, columns 4 * (thread % 8) + 32 * j.
+constexpr uint32_t parts_of_eight(uint32_t head_dim) { return head_dim / 32; }
 
 // Takes a further partial result of the same row in. Exact operations, since two places must agree on every bit.
-template <uint32_t D> DEVICE void fold(Merged<D> &all, float top, float sum, const Float4 *out) {
+template <uint32_t PARTS> DEVICE void fold(Merged<PARTS> &all, float top, float sum, const Float4 *out) {
     float tops = fmaxf(all.top, top);
     float reference = tops == -INFINITE ? 0.0f : tops;
     float a = exp2_approximate(all.top - reference);
@@ -37,7 +37,7 @@ template <uint32_t D> DEVICE void fold(Merged<D> &all, float top, float sum, con
     all.top = tops;
     all.sum = fma_exact(sum, b, multiply_exact(all.sum, a));
     UNROLL
-    for (uint32_t j = 0; j < Merged<D>::PARTS; j++) {
+    for (uint32_t j = 0; j < PARTS; j++) {
         all.out[j].x = fma_exact(out[j].x, b, multiply_exact(all.out[j].x, a));
         all.out[j].y = fma_exact(out[j].y, b, multiply_exact(all.out[j].y, a));
         all.out[j].z = fma_exact(out[j].z, b, multiply_exact(all.out[j].z, a));
@@ -45,36 +45,34 @@ template <uint32_t D> DEVICE void fold(Merged<D> &all, float top, float sum, con
     }
 }
 
-template <uint32_t D> DEVICE void clear(Merged<D> &all) {
+template <uint32_t PARTS> DEVICE void clear(Merged<PARTS> &all) {
     all.top = -INFINITE;
     all.sum = 0.0f;
     UNROLL
-    for (uint32_t j = 0; j < Merged<D>::PARTS; j++) {
+    for (uint32_t j = 0; j < PARTS; j++) {
         all.out[j] = Float4{0.0f, 0.0f, 0.0f, 0.0f};
     }
 }
 
-template <typename T, uint32_t D>
-DEVICE void write_merged(const AttentionParams &p, const AttentionItem &item, uint32_t kv_head, const Merged<D> &all) {
+// Writes a row's result: STEP columns apart, from COLUMN on.
+template <typename T, uint32_t D, uint32_t STEP, uint32_t PARTS>
+DEVICE void write_merged(const AttentionParams &p, const AttentionItem &item, uint32_t kv_head, uint32_t row,
+                         uint32_t column, const Merged<PARTS> &all) {
     uint32_t group = p.heads / p.kv_heads;
-    uint32_t row = thread_index() / 8;
-    if (row >= item.tokens * group) {
-        return;
-    }
     float scale = all.sum > 0.0f ? divide_exact(1.0f, all.sum) : 0.0f;
     uint64_t line = (uint64_t)(item.row + row / group) * p.heads + kv_head * group + row % group;
-    uint32_t *to = (uint32_t *)p.out + line * (D / 2) + thread_index() % 8 * 2;
+    uint32_t *to = (uint32_t *)p.out + line * (D / 2) + column / 2;
     UNROLL
-    for (uint32_t j = 0; j < Merged<D>::PARTS; j++) {
-        to[16 * j] = pack<T>(multiply_exact(all.out[j].x, scale), multiply_exact(all.out[j].y, scale));
-        to[16 * j + 1] = pack<T>(multiply_exact(all.out[j].z, scale), multiply_exact(all.out[j].w, scale));
+    for (uint32_t j = 0; j < PARTS; j++) {
+        to[STEP / 2 * j] = pack<T>(multiply_exact(all.out[j].x, scale), multiply_exact(all.out[j].y, scale));
+        to[STEP / 2 * j + 1] = pack<T>(multiply_exact(all.out[j].z, scale), multiply_exact(all.out[j].w, scale));
     }
 }
 
 // Merges what the warps have of a split: afterwards each thread has its share of the block's result.
 template <uint32_t D>
 DEVICE void merge_warps(Softmax<D> &state, uint32_t compute_warps, uint32_t rows, float *sums, float *warp_tops,
-                        float *warp_sums, Merged<D> &merged) {
+                        float *warp_sums, Merged<parts_of_eight(D)> &merged) {
     uint32_t g = lane() / 4, t = lane() % 4;
     UNROLL
     for (uint32_t i = 0; i < 2; i++) {
@@ -126,7 +124,7 @@ DEVICE void merge_warps(Softmax<D> &state, uint32_t compute_warps, uint32_t rows
         merged.sum = fma_exact(warp_sums[w * SPLIT_ROWS + row], scale, merged.sum);
     }
     UNROLL
-    for (uint32_t j = 0; j < Merged<D>::PARTS; j++) {
+    for (uint32_t j = 0; j < parts_of_eight(D); j++) {
         const float *from = sums + row * sums_stride(D) + 4 * (thread_index() % 8) + 32 * j;
         merged.out[j] = row < rows ? *(const Float4 *)from : Float4{0.0f, 0.0f, 0.0f, 0.0f};
     }
@@ -135,7 +133,8 @@ DEVICE void merge_warps(Softmax<D> &state, uint32_t compute_warps, uint32_t rows
 
 // Leaves a split's result for the block that comes last.
 template <uint32_t D>
-DEVICE void write_partial(const AttentionParams &p, uint64_t partial, uint32_t rows, const Merged<D> &merged) {
+DEVICE void write_partial(const AttentionParams &p, uint64_t partial, uint32_t rows,
+                          const Merged<parts_of_eight(D)> &merged) {
     uint32_t row = thread_index() / 8;
     if (row >= rows) {
         return;
@@ -146,32 +145,39 @@ DEVICE void write_partial(const AttentionParams &p, uint64_t partial, uint32_t r
         p.partial_tops[2 * line + 1] = merged.sum;
     }
     UNROLL
-    for (uint32_t j = 0; j < Merged<D>::PARTS; j++) {
+    for (uint32_t j = 0; j < parts_of_eight(D); j++) {
         *(Float4 *)(p.partial_sums + line * D + 4 * (thread_index() % 8) + 32 * j) = merged.out[j];
     }
 }
 
-// Merges the splits of an item's tokens in their order.
-template <uint32_t D>
-DEVICE void merge_partials(const AttentionParams &p, const AttentionItem &item, uint32_t kv_head, uint32_t rows,
-                           Merged<D> &all) {
-    uint32_t row = thread_index() / 8;
-    clear<D>(all);
-    if (row >= rows) {
-        return;
-    }
-    for (uint32_t s = 0; s < item.splits; s++) {
-        uint32_t partial = item.partial + MUTANT(MergeOrder, item.splits - 1 - s, s);
-        uint64_t line = ((uint64_t)partial * p.kv_heads + kv_head) * SPLIT_ROWS + row;
-        Float4 out[Merged<D>::PARTS];
-        UNROLL
-        for (uint32_t j = 0; j < Merged<D>::PARTS; j++) {
-            const float *from = p.partial_sums + line * D + 4 * (thread_index() % 8) + 32 * j;
-            out[j] = load_shared_by_device((const Float4 *)from);
+// Merges the splits of an item's tokens in their order, and writes the result. All threads take part: each has four
+// columns of a row at a time, and loads some splits before it takes the first of them in.
+template <typename T, uint32_t D>
+DEVICE void merge_partials(const AttentionParams &p, const AttentionItem &item, uint32_t kv_head, uint32_t rows) {
+    constexpr uint32_t FOURS = D / 4, AHEAD = 4;
+    for (uint32_t at = thread_index(); at < rows * FOURS; at += ATTENTION_THREADS) {
+        uint32_t row = at / FOURS, column = at % FOURS * 4;
+        Merged<1> all;
+        clear(all);
+        for (uint32_t first = 0; first < item.splits; first += AHEAD) {
+            Float2 tops[AHEAD];
+            Float4 out[AHEAD];
+            UNROLL
+            for (uint32_t i = 0; i < AHEAD; i++) {
+                uint32_t s = smaller(first + i, item.splits - 1);
+                uint32_t partial = item.partial + MUTANT(MergeOrder, item.splits - 1 - s, s);
+                uint64_t line = ((uint64_t)partial * p.kv_heads + kv_head) * SPLIT_ROWS + row;
+                out[i] = load_shared_by_device((const Float4 *)(p.partial_sums + line * D + column));
+                tops[i] = load_shared_by_device((const Float2 *)p.partial_tops + line);
+            }
+            UNROLL
+            for (uint32_t i = 0; i < AHEAD; i++) {
+                if (first + i < item.splits) {
+                    fold(all, tops[i].x, tops[i].y, out + i);
+                }
+            }
         }
-        float top = load_shared_by_device(p.partial_tops + 2 * line);
-        float sum = load_shared_by_device(p.partial_tops + 2 * line + 1);
-        fold<D>(all, top, sum, out);
+        write_merged<T, D, 4>(p, item, kv_head, row, column, all);
     }
 }
 
@@ -181,7 +187,8 @@ DEVICE void attend_split(const AttentionParams &p, const AttentionItem &item, ui
     constexpr uint32_t KEYS = split_keys(D);
     constexpr uint32_t COMPUTE_WARPS = KEYS / 16;
     constexpr uint32_t STAGE = FP8 ? small_bytes(D, KEYS) : Shape::bytes(2 * KEYS);
-    constexpr uint32_t TILES_PER_SPLIT = SPLIT / KEYS;
+    // A power of two.
+    uint32_t tiles_per_split = item.split_keys / KEYS;
     uint8_t *queries = shared_memory();
     uint8_t *stages = queries + Shape::bytes(SPLIT_ROWS);
     uint8_t *wide = stages + p.stages * STAGE;
@@ -200,9 +207,9 @@ DEVICE void attend_split(const AttentionParams &p, const AttentionItem &item, ui
         }
     };
     // Positions that some row sees, and tiles at absolute multiples that hold them.
-    uint32_t end = smaller(item.split_end * SPLIT, item.position + item.tokens);
+    uint32_t end = smaller(item.split_end * item.split_keys, item.position + item.tokens);
     uint32_t seen = p.window && item.position + 1 > p.window ? item.position + 1 - p.window : 0;
-    uint32_t tile = larger(item.split * SPLIT, seen) / KEYS;
+    uint32_t tile = larger(item.split * item.split_keys, seen) / KEYS;
     uint32_t tile_end = (end + KEYS - 1) / KEYS;
 
     for (uint32_t s = 0; s + 1 < p.stages; s++) {
@@ -218,8 +225,8 @@ DEVICE void attend_split(const AttentionParams &p, const AttentionItem &item, ui
     write_highs(p, item, SPLIT_ROWS, highs);
     Softmax<D> state;
     state.clear();
-    Merged<D> all;
-    clear<D>(all);
+    Merged<parts_of_eight(D)> all;
+    clear(all);
     uint32_t slot = 0;
     for (; tile < tile_end; tile++) {
         if (MUTANT(MissingWait, false, true)) {
@@ -267,14 +274,14 @@ DEVICE void attend_split(const AttentionParams &p, const AttentionItem &item, ui
                 mma<T>(state.out[2 * j + 1], a, b[2], b[3]);
             }
         }
-        if ((tile + 1) % TILES_PER_SPLIT == 0 || tile + 1 == tile_end) {
-            Merged<D> merged;
+        if (((tile + 1) & (tiles_per_split - 1)) == 0 || tile + 1 == tile_end) {
+            Merged<parts_of_eight(D)> merged;
             merge_warps<D>(state, COMPUTE_WARPS, rows, sums, warp_tops, warp_sums, merged);
             state.clear();
             if (item.pieces == 1) {
-                fold<D>(all, merged.top, merged.sum, merged.out);
+                fold(all, merged.top, merged.sum, merged.out);
             } else {
-                uint32_t split = tile * KEYS / SPLIT;
+                uint32_t split = tile / tiles_per_split;
                 uint64_t partial = (uint64_t)(item.partial + split - item.first_split) * p.kv_heads + kv_head;
                 write_partial<D>(p, partial, rows, merged);
             }
@@ -298,9 +305,10 @@ DEVICE void attend_split(const AttentionParams &p, const AttentionItem &item, ui
             return;
         }
         device_fence();
-        merge_partials<D>(p, item, kv_head, rows, all);
+        merge_partials<T, D>(p, item, kv_head, rows);
+    } else if (thread_index() / 8 < rows) {
+        write_merged<T, D, 32>(p, item, kv_head, thread_index() / 8, thread_index() % 8 * 4, all);
     }
-    write_merged<T, D>(p, item, kv_head, all);
     // The next item overwrites shared memory.
     barrier();
 }

@@ -231,7 +231,11 @@ DEVICE Float4 load_shared_by_device(const Float4 *from) {
     float4 v = __ldcg((const float4 *)from);
     return Float4{v.x, v.y, v.z, v.w};
 }
-DEVICE float load_shared_by_device(const float *from) { return __ldcg(from); }
+DEVICE Float2 load_shared_by_device(const Float2 *from) {
+    float2 v = __ldcg((const float2 *)from);
+    return Float2{v.x, v.y};
+}
+DEVICE uint32_t load_shared_by_device(const uint32_t *from) { return __ldcg(from); }
 
 #else
 #include "harness/harness.h"

@@ -15,8 +15,13 @@ template <typename T> DEVICE void add(Float4 &x, const Vec8 &four) {
     x.w += to_float(T{(uint16_t)(four.word[1] >> 16)});
 }
 
-// One block a row, whatever its width, so that the order of the sum depends on the width alone. The row is read twice,
-// the second time from a cache. width is a multiple of 8.
+// Four numbers of the output.
+template <typename T> DEVICE Vec8 scaled(const Float4 &x, float scale, const Float4 &w) {
+    return Vec8{{pack<T>(x.x * scale * w.x, x.y * scale * w.y), pack<T>(x.z * scale * w.z, x.w * scale * w.w)}};
+}
+
+// One block a row, whatever its width, so that the order of the sum depends on the width alone. A row of up to 4096
+// numbers stays in registers; a wider one is read twice, the second time from a cache. width is a multiple of 8.
 template <typename T> DEVICE void norm(const NormParams &p) {
     for (uint32_t i = 32 * thread_index(); i < p.width; i += 32 * NORM_THREADS) {
         prefetch(p.weight + i);
@@ -27,10 +32,11 @@ template <typename T> DEVICE void norm(const NormParams &p) {
     uint64_t start = (uint64_t)row * p.width;
     Float4 *residual = (Float4 *)(p.residual + start);
     const Vec8 *delta = p.delta ? (const Vec8 *)((const uint16_t *)p.delta + start) : nullptr;
+    const Float4 *weight = (const Float4 *)p.weight;
     uint32_t fours = p.width / 4;
     float sum = 0.0f;
+    Float4 x[NORM_AHEAD];
     for (uint32_t first = thread_index(); first < fours; first += NORM_THREADS * NORM_AHEAD) {
-        Float4 x[NORM_AHEAD];
         Vec8 more[NORM_AHEAD];
         UNROLL
         for (uint32_t j = 0; j < NORM_AHEAD; j++) {
@@ -55,6 +61,16 @@ template <typename T> DEVICE void norm(const NormParams &p) {
             }
         }
     }
+    // Under way while the sum is made.
+    bool in_registers = fours <= NORM_THREADS * NORM_AHEAD;
+    Float4 w[NORM_AHEAD];
+    if (in_registers) {
+        UNROLL
+        for (uint32_t j = 0; j < NORM_AHEAD; j++) {
+            uint32_t i = thread_index() + j * NORM_THREADS;
+            w[j] = i < fours ? weight[i] : Float4{0.0f, 0.0f, 0.0f, 0.0f};
+        }
+    }
     sum = warp_sum(sum);
     float *sums = (float *)shared_memory();
     if (lane() == 0) {
@@ -68,14 +84,23 @@ template <typename T> DEVICE void norm(const NormParams &p) {
     }
     float scale = root_inverse(total / (float)p.width + p.eps);
     Vec8 *out = (Vec8 *)((uint16_t *)p.out + (uint64_t)at * p.width);
+    if (in_registers) {
+        UNROLL
+        for (uint32_t j = 0; j < NORM_AHEAD; j++) {
+            uint32_t i = thread_index() + j * NORM_THREADS;
+            if (i < fours) {
+                out[i] = scaled<T>(x[j], scale, w[j]);
+            }
+        }
+        return;
+    }
     for (uint32_t first = thread_index(); first < fours; first += NORM_THREADS * NORM_AHEAD) {
-        Float4 x[NORM_AHEAD], w[NORM_AHEAD];
         Vec8 more[NORM_AHEAD];
         UNROLL
         for (uint32_t j = 0; j < NORM_AHEAD; j++) {
             uint32_t i = first + j * NORM_THREADS;
             x[j] = i < fours ? residual[i] : Float4{0.0f, 0.0f, 0.0f, 0.0f};
-            w[j] = i < fours ? ((const Float4 *)p.weight)[i] : Float4{0.0f, 0.0f, 0.0f, 0.0f};
+            w[j] = i < fours ? weight[i] : Float4{0.0f, 0.0f, 0.0f, 0.0f};
             more[j] = delta && p.pick && i < fours ? delta[i] : Vec8{{0, 0}};
         }
         UNROLL
@@ -85,8 +110,7 @@ template <typename T> DEVICE void norm(const NormParams &p) {
                 if (delta && p.pick) {
                     add<T>(x[j], more[j]);
                 }
-                out[i] = Vec8{{pack<T>(x[j].x * scale * w[j].x, x[j].y * scale * w[j].y),
-                               pack<T>(x[j].z * scale * w[j].z, x[j].w * scale * w[j].w)}};
+                out[i] = scaled<T>(x[j], scale, w[j]);
             }
         }
     }

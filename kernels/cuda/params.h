@@ -58,7 +58,7 @@ struct AttentionItem {
     uint32_t partial;  // index of the first split's partial result, over all key heads
     uint32_t counter;  // index of these tokens' counter
     uint32_t pieces;   // items for these tokens; 1: this one writes the result itself
-    uint32_t whole;    // 1: many rows, all keys at once
+    uint32_t split_keys; // positions of a split: 64, 128 or 256; 0: many rows, all keys at once
 };
 
 struct AttentionParams {

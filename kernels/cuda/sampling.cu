@@ -1,5 +1,7 @@
 // Log probabilities of given tokens, and choosing a token from each row of logits: penalties, biases, masks, then the most probable token or a draw after
-// temperature, top-k, top-p and min-p; log probabilities where asked for. No sort: what is kept is found by counting.
+// temperature, top-k, top-p and min-p; log probabilities where asked for. No sort: what is kept is found by counting. A sweep
+// counts logits by their distance from the best; where few are as near as the last one kept, which is the rule, another sweep
+// collects these, one a thread, and the rest is done among them. Else further sweeps find what is kept, digit by digit.
 //
 // The rules are those of the CPU's kernels, and so are the random numbers. Weights e^((logit - best) / temperature) have
 // the CPU's bits where it has a fused multiply-add; their sums are of fixed-point numbers, which are exact, so neither
@@ -19,9 +21,15 @@ struct SamplingShared {
     uint64_t reduced[SAMPLING_WARPS];
     uint64_t found[4];
     uint32_t count;
-    uint32_t ids[TOP_MAX];
-    float logits[TOP_MAX];
 };
+
+// Tokens that may be kept, in any order, one a thread. In the place of the bins.
+struct Candidates {
+    uint32_t ids[SAMPLING_THREADS];
+    float logits[SAMPLING_THREADS];
+    uint64_t masses[SAMPLING_THREADS];
+};
+static_assert(sizeof(Candidates) <= sizeof(SamplingShared::bins), "candidates fit the place of the bins");
 
 // NaN is never chosen.
 DEVICE float clean(float x) { return x == x ? x : -INFINITE; }
@@ -233,10 +241,10 @@ DEVICE uint32_t distance_bin(float logit, float best) {
     return distance < (float)(BINS - 1) ? (uint32_t)distance : BINS - 1;
 }
 
-// The shortest beginning of the order, within INSIDE, whose measures add up to TARGET. TARGET is at least 1 and at most
-// their sum. A first cut by distance from the best leaves few tokens for the exact ones.
-SUBROUTINE Cut cut_at(SamplingShared &shared, const float *logits, uint32_t vocabulary, const Cut &inside,
-                  const Measure &measure, uint64_t target) {
+// The bin of distances from the best at which the measures of the tokens within INSIDE add up to TARGET, which is at least 1
+// and at most their sum.
+SUBROUTINE Crossing first_cut(SamplingShared &shared, const float *logits, uint32_t vocabulary, const Cut &inside,
+                              const Measure &measure, uint64_t target) {
     float best = measure.best;
     clear_bins(shared);
     each_logit(logits, vocabulary, [&](uint32_t i, float logit) {
@@ -246,7 +254,14 @@ SUBROUTINE Cut cut_at(SamplingShared &shared, const float *logits, uint32_t voca
         }
     });
     barrier();
-    Crossing crossing = cross(shared, target);
+    return cross(shared, target);
+}
+
+// The shortest beginning of the order, within INSIDE, whose measures add up to TARGET; CROSSING is that of first_cut for all
+// of this, so few tokens are left for the exact cuts.
+SUBROUTINE Cut cut_at(SamplingShared &shared, const float *logits, uint32_t vocabulary, const Cut &inside,
+                      const Measure &measure, uint64_t target, const Crossing &crossing) {
+    float best = measure.best;
     target -= crossing.before;
     uint32_t bin = crossing.bin;
     uint64_t in = 0;
@@ -275,6 +290,55 @@ SUBROUTINE Cut cut_at(SamplingShared &shared, const float *logits, uint32_t voca
         return order_of(logit) == order && keeps(inside, order, i);
     };
     return Cut{order, ~radix_select(shared, logits, vocabulary, needed, in, last)};
+}
+
+// Collects the tokens that are IN. Returns how many there are; if more than threads, they are not all there.
+template <typename In> DEVICE uint32_t collect_if(SamplingShared &shared, const float *logits, uint32_t vocabulary, In in) {
+    Candidates &candidates = *(Candidates *)shared.bins;
+    if (thread_index() == 0) {
+        shared.count = 0;
+    }
+    barrier();
+    each_logit(logits, vocabulary, [&](uint32_t i, float logit) {
+        if (in(i, logit)) {
+            uint32_t at = atomic_add(&shared.count, 1u);
+            if (at < SAMPLING_THREADS) {
+                candidates.ids[at] = i;
+                candidates.logits[at] = logit;
+            }
+        }
+    });
+    barrier();
+    uint32_t count = shared.count;
+    barrier();
+    return count;
+}
+// Those up to a bin of distances.
+SUBROUTINE uint32_t collect(SamplingShared &shared, const float *logits, uint32_t vocabulary, float best, uint32_t bin) {
+    return collect_if(shared, logits, vocabulary, [&](uint32_t, float logit) { return distance_bin(logit, best) <= bin; });
+}
+// Those before a cut.
+SUBROUTINE uint32_t collect_kept(SamplingShared &shared, const float *logits, uint32_t vocabulary, const Cut &cut) {
+    return collect_if(shared, logits, vocabulary, [&](uint32_t i, float logit) { return keeps(cut, order_of(logit), i); });
+}
+
+// How many of the first COUNT candidates precede this thread's in the order, and the sum of their masses with MASSES.
+template <bool MASSES> DEVICE uint64_t preceding(const Candidates &candidates, uint32_t count, uint32_t order, uint32_t id) {
+    uint64_t sum = 0;
+    for (uint32_t i = 0; i < count; i++) {
+        uint32_t other = order_of(candidates.logits[i]);
+        bool precedes = other > order || (other == order && candidates.ids[i] < id);
+        sum += precedes ? (MASSES ? candidates.masses[i] : 1) : 0;
+    }
+    return sum;
+}
+
+// The mass that top-p keeps of SUM.
+DEVICE uint64_t top_p_target(float top_p, uint64_t sum) {
+    double goal = (double)top_p * (double)sum;
+    uint64_t target = (uint64_t)goal;
+    target += (double)target < goal;
+    return target < 1 ? 1 : target > sum ? sum : target;
 }
 
 // Philox 4x32-10; the lower 53 of the bits that a uniform number in [0, 1) is made of.
@@ -370,6 +434,45 @@ DEVICE uint32_t pick(SamplingShared &shared, const Kept &kept, uint32_t vocabula
             }
             target -= all;
         }
+    }
+    barrier();
+    uint32_t token = (uint32_t)shared.found[0];
+    barrier();
+    return token;
+}
+
+// The same among the first COUNT candidates, with top-k and top-p among them: TOP_K 0 keeps all; TARGET is what top-p keeps of
+// the mass of all tokens, 0 if it is yet to be told from those that top-k keeps.
+SUBROUTINE uint32_t pick_candidate(SamplingShared &shared, const SamplingRow &row, uint32_t count, float best, uint32_t top_k,
+                                   uint64_t target, uint64_t bits) {
+    Candidates &candidates = *(Candidates *)shared.bins;
+    uint32_t own = thread_index();
+    bool kept = own < count;
+    uint32_t id = kept ? candidates.ids[own] : 0;
+    float logit = kept ? candidates.logits[own] : -INFINITE;
+    uint32_t order = order_of(logit);
+    if (top_k > 0) {
+        kept = kept && preceding<false>(candidates, count, order, id) < top_k;
+    }
+    float weight = kept ? weight_of(logit, best, row.temperature) : 0.0f;
+    uint64_t mass = kept ? mass_of(weight) : 0;
+    if (row.top_p < 1.0f) {
+        candidates.masses[own] = mass;
+        // Behind the barriers within all masses are there.
+        uint64_t sum = block_sum(shared, mass);
+        target = target > 0 ? target : top_p_target(row.top_p, sum);
+        bool inside = preceding<true>(candidates, count, order, id) < target;
+        mass = inside ? mass : 0;
+        barrier();
+    }
+    mass = weight < row.min_p ? 0 : mass;
+    candidates.masses[own] = mass;
+    uint64_t place = multiply_high(bits << 11, block_sum(shared, mass)), before = 0;
+    for (uint32_t i = 0; i < count; i++) {
+        before += candidates.ids[i] < id ? candidates.masses[i] : 0;
+    }
+    if (mass > 0 && before <= place && place < before + mass) {
+        shared.found[0] = id;
     }
     barrier();
     uint32_t token = (uint32_t)shared.found[0];
@@ -481,35 +584,64 @@ DEVICE void report(SamplingShared &shared, uint32_t alternatives, const float *l
     bool infinite = best - best != 0.0f;
     double total = infinite ? (double)best : (double)best + log_double((double)sum / (double)UNIT);
     if (thread_index() == 0) {
-        shared.count = 0;
         result.logprob = logprob_of(clean(logits[token]), total);
         result.top = wanted;
     }
-    barrier();
     if (wanted == 0) {
         return;
     }
+    const Candidates &candidates = *(const Candidates *)shared.bins;
+    Cut all = {0, ~0u};
     Measure measure = {false, best, 1.0f};
-    Cut cut = cut_at(shared, logits, vocabulary, Cut{0, ~0u}, measure, wanted);
-    each_logit(logits, vocabulary, [&](uint32_t i, float logit) {
-        if (keeps(cut, order_of(logit), i)) {
-            uint32_t at = atomic_add(&shared.count, 1u);
-            if (at < TOP_MAX) {
-                shared.ids[at] = i;
-                shared.logits[at] = logit;
+    Crossing crossing = first_cut(shared, logits, vocabulary, all, measure, wanted);
+    uint32_t count = collect(shared, logits, vocabulary, best, crossing.bin);
+    if (count > SAMPLING_THREADS) {
+        Cut cut = cut_at(shared, logits, vocabulary, all, measure, wanted, crossing);
+        count = collect_kept(shared, logits, vocabulary, cut);
+    }
+    if (thread_index() < count) {
+        uint32_t id = candidates.ids[thread_index()];
+        float logit = candidates.logits[thread_index()];
+        uint32_t rank = (uint32_t)preceding<false>(candidates, count, order_of(logit), id);
+        if (rank < wanted) {
+            result.tokens[rank] = id;
+            result.logprobs[rank] = logprob_of(logit, total);
+        }
+    }
+}
+
+// Chooses a token by temperature, top-k, top-p and min-p.
+SUBROUTINE uint32_t choose(SamplingShared &shared, const SamplingRow &row, const float *logits, uint32_t vocabulary, float best) {
+    uint64_t bits = draw(row.seed, row.choice, MUTANT(DrawPosition, row.position + 1, row.position));
+    uint32_t top_k = row.top_k < vocabulary ? row.top_k : 0;
+    Cut cut = {0, ~0u};
+    if (top_k > 0) {
+        Measure measure = {false, best, row.temperature};
+        Crossing crossing = first_cut(shared, logits, vocabulary, cut, measure, top_k);
+        uint32_t count = collect(shared, logits, vocabulary, best, crossing.bin);
+        if (count <= SAMPLING_THREADS) {
+            return pick_candidate(shared, row, count, best, top_k, 0, bits);
+        }
+        cut = cut_at(shared, logits, vocabulary, cut, measure, top_k, crossing);
+    }
+    if (row.top_p < 1.0f) {
+        uint64_t sum = 0;
+        Kept kept = {logits, cut, best, row.temperature, 0.0f};
+        each_logit(logits, vocabulary, [&](uint32_t i, float logit) { sum += kept_mass(kept, i, logit); });
+        uint64_t target = top_p_target(row.top_p, block_sum(shared, sum));
+        Measure measure = {true, best, row.temperature};
+        Crossing crossing = first_cut(shared, logits, vocabulary, cut, measure, target);
+        // Candidates do not know what top-k left out.
+        if (top_k == 0) {
+            uint32_t count = collect(shared, logits, vocabulary, best, crossing.bin);
+            if (count <= SAMPLING_THREADS) {
+                return pick_candidate(shared, row, count, best, 0, target, bits);
             }
         }
-    });
-    barrier();
-    if (thread_index() < wanted) {
-        uint32_t id = shared.ids[thread_index()], order = order_of(shared.logits[thread_index()]), rank = 0;
-        for (uint32_t i = 0; i < wanted; i++) {
-            uint32_t other = order_of(shared.logits[i]);
-            rank += other > order || (other == order && shared.ids[i] < id);
-        }
-        result.tokens[rank] = id;
-        result.logprobs[rank] = logprob_of(shared.logits[thread_index()], total);
+        cut = cut_at(shared, logits, vocabulary, cut, measure, target, crossing);
     }
+    Kept kept = {logits, cut, best, row.temperature, row.min_p};
+    return pick(shared, kept, vocabulary, bits);
 }
 
 // One block a row. Rows of a slot with drafts are drawn at once, each as if all drafts before it stood, and only read the slot's
@@ -531,23 +663,7 @@ KERNEL(sample, SamplingParams, SAMPLING_THREADS, 1) {
     if (best == -INFINITE && row.fallback < vocabulary) {
         token = row.fallback;
     } else if (row.temperature > 0.0f) {
-        Cut cut = {0, ~0u};
-        if (row.top_k > 0 && row.top_k < vocabulary) {
-            cut = cut_at(shared, logits, vocabulary, cut, Measure{false, best, row.temperature}, row.top_k);
-        }
-        if (row.top_p < 1.0f) {
-            uint64_t sum = 0;
-            Kept kept = {logits, cut, best, row.temperature, 0.0f};
-            each_logit(logits, vocabulary, [&](uint32_t i, float logit) { sum += kept_mass(kept, i, logit); });
-            sum = block_sum(shared, sum);
-            double goal = (double)row.top_p * (double)sum;
-            uint64_t target = (uint64_t)goal;
-            target += (double)target < goal;
-            target = target < 1 ? 1 : target > sum ? sum : target;
-            cut = cut_at(shared, logits, vocabulary, cut, Measure{true, best, row.temperature}, target);
-        }
-        Kept kept = {logits, cut, best, row.temperature, row.min_p};
-        token = pick(shared, kept, vocabulary, draw(row.seed, row.choice, MUTANT(DrawPosition, row.position + 1, row.position)));
+        token = choose(shared, row, logits, vocabulary, best);
     }
     SamplingResult &result = p.results[block_index()];
     if (row.logprobs) {

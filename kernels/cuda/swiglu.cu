@@ -1,12 +1,8 @@
 // The gated activation between the two halves of the feed-forward part.
 #include "params.h"
+#include "swiglu.cuh"
 
 constexpr uint32_t SWIGLU_THREADS = 256;
-
-DEVICE float gated(float gate, float up) {
-    float e = exp2_approximate(-gate * 1.44269504f);
-    return gate / (1.0f + e) * up;
-}
 
 // Eight numbers a thread; blocks in a row's direction first. width is a multiple of 8.
 template <typename T> DEVICE void swiglu(const SwigluParams &p) {

@@ -39,7 +39,9 @@ pub struct PlanShape {
 
 /// Decomposition of a batch's attention into items, made once a step for all layers with one window.
 ///
-/// Results do not depend on it: key splits start at absolute positions and are merged in order.
+/// Key splits start at absolute positions and are merged in order, so results depend on nothing but the length of
+/// the splits: [`ATTENTION_SPLIT`] in the deterministic mode, and shorter ones otherwise where these keep more
+/// thread blocks busy.
 #[derive(Debug, Default, Clone)]
 pub struct AttentionPlan {
     items: Vec<AttentionItem>,
@@ -74,39 +76,44 @@ impl AttentionPlan {
             sequence.tokens > split_tokens && !shape.deterministic && !sequence.decode
         };
         // Key splits of all decode tiles, which are shared out among the blocks.
-        let all: u64 = sequences
-            .iter()
-            .filter(|sequence| !whole(sequence))
-            .flat_map(|sequence| tiles(sequence, split_tokens))
-            .map(|tile| u64::from(splits(&tile, shape.window).1))
-            .sum();
+        let all_of = |split_keys: u32| -> u64 {
+            let decodes = sequences.iter().filter(|sequence| !whole(sequence));
+            let tiles = decodes.flat_map(|sequence| tiles(sequence, split_tokens));
+            tiles.map(|tile| u64::from(splits(&tile, shape.window, split_keys).1)).sum()
+        };
+        // The longest splits of which every block gets one, else the shortest.
+        let busy = |keys: &u32| all_of(*keys) * u64::from(shape.kv_heads) >= u64::from(shape.slots);
+        let lengths = [ATTENTION_SPLIT, ATTENTION_SPLIT / 2, ATTENTION_SPLIT / 4];
+        let split_keys = if shape.deterministic {
+            ATTENTION_SPLIT
+        } else {
+            lengths.into_iter().find(busy).unwrap_or(lengths[2])
+        };
+        let all = all_of(split_keys);
         // Two waves of items keep the device busy to the end, with items as long as possible.
         let each = (all * u64::from(shape.kv_heads)).div_ceil(u64::from(2 * shape.slots.max(1))).max(1);
         let each = u32::try_from(each).unwrap_or(u32::MAX);
         for sequence in sequences {
             if whole(sequence) {
                 self.mixed = true;
-                self.items.extend(tiles(sequence, whole_tokens).map(|tile| AttentionItem {
-                    whole: 1,
-                    pieces: 1,
-                    ..tile
-                }));
+                let tiles = tiles(sequence, whole_tokens);
+                self.items.extend(tiles.map(|tile| AttentionItem { split_keys: 0, pieces: 1, ..tile }));
             } else {
                 for tile in tiles(sequence, split_tokens) {
-                    self.push_split_items(tile, shape, each);
+                    self.push_split_items(AttentionItem { split_keys, ..tile }, shape, each);
                 }
             }
         }
-        let keys = |item: &AttentionItem| match item.whole {
-            1 => u64::from(item.position + item.tokens) * u64::from(item.tokens.max(16)),
-            _ => u64::from(item.split_end - item.split) * u64::from(ATTENTION_SPLIT),
+        let keys = |item: &AttentionItem| match item.split_keys {
+            0 => u64::from(item.position + item.tokens) * u64::from(item.tokens.max(16)),
+            keys => u64::from(item.split_end - item.split) * u64::from(keys),
         };
-        self.items.sort_by_key(|item| (1 - item.whole, std::cmp::Reverse(keys(item))));
+        self.items.sort_by_key(|item| (item.split_keys, std::cmp::Reverse(keys(item))));
     }
 
     /// Appends the items of a decode tile, each of about `each` splits.
     fn push_split_items(&mut self, tile: AttentionItem, shape: &PlanShape, each: u32) {
-        let (first, splits) = splits(&tile, shape.window);
+        let (first, splits) = splits(&tile, shape.window, tile.split_keys);
         let mut pieces = splits.div_ceil(each);
         if pieces > 1 && shape.partials - self.partials < splits {
             pieces = 1;
@@ -143,10 +150,10 @@ fn tiles(sequence: &PlannedSequence, tokens: u32) -> impl Iterator<Item = Attent
 }
 
 /// Returns the first visible key split of a tile and the number of visible splits.
-fn splits(tile: &AttentionItem, window: Option<u32>) -> (u32, u32) {
+fn splits(tile: &AttentionItem, window: Option<u32>, split_keys: u32) -> (u32, u32) {
     let low = window.map_or(0, |window| (tile.position + 1).saturating_sub(window));
-    let first = low / ATTENTION_SPLIT;
-    (first, (tile.position + tile.tokens).div_ceil(ATTENTION_SPLIT) - first)
+    let first = low / split_keys;
+    (first, (tile.position + tile.tokens).div_ceil(split_keys) - first)
 }
 
 #[cfg(test)]
@@ -189,16 +196,18 @@ mod tests {
                 prop_assert!(item.row + item.tokens <= sequence.row + sequence.tokens);
                 prop_assert_eq!(item.position, sequence.position + item.row - sequence.row);
                 prop_assert_eq!(item.table, sequence.table);
-                let bound = if item.whole == 1 { whole_rows(shape.head_dim) } else { ATTENTION_SPLIT_ROWS };
+                let bound = if item.split_keys == 0 { whole_rows(shape.head_dim) } else { ATTENTION_SPLIT_ROWS };
                 prop_assert!(item.tokens == 1 || item.tokens * shape.group <= bound);
-                if item.whole == 1 {
+                if item.split_keys == 0 {
                     prop_assert!(!shape.deterministic && !sequence.decode);
                     covered[item.row as usize..][..item.tokens as usize].iter_mut().for_each(|s| s.push((0, u32::MAX)));
                     continue;
                 }
                 prop_assert!(item.split < item.split_end);
+                prop_assert!([64, 128, 256].contains(&item.split_keys));
+                prop_assert!(item.split_keys == ATTENTION_SPLIT || !shape.deterministic);
                 for r in item.row..item.row + item.tokens {
-                    covered[r as usize].push((item.split * ATTENTION_SPLIT, item.split_end * ATTENTION_SPLIT));
+                    covered[r as usize].push((item.split * item.split_keys, item.split_end * item.split_keys));
                 }
                 if item.pieces > 1 {
                     prop_assert!(item.partial + item.splits <= shape.partials);

@@ -65,6 +65,12 @@ impl Image {
         Self { family, words }
     }
 
+    /// Returns the image's bytes, and some zeros behind them.
+    pub fn bytes(&self) -> &[u8] {
+        // SAFETY: any byte of an integer is initialised, and the slice borrows the words.
+        unsafe { std::slice::from_raw_parts(self.words.as_ptr().cast(), size_of_val(&self.words[..])) }
+    }
+
     /// Returns the address of an ELF file, or of PTX that ends with a zero byte, aligned to 8 bytes: what the
     /// driver's module loader expects.
     pub fn as_ptr(&self) -> *const std::ffi::c_void {

@@ -21,7 +21,7 @@ const MERGE_BYTES: u32 = (2 * 4 + 1) * ATTENTION_SPLIT_ROWS * 4 + 16;
 const SAMPLING_THREADS: u32 = 512;
 const _: () = assert!(DRAFTS_MAX == SAMPLING_THREADS as usize, "a thread holds a draft");
 const ACCEPT_THREADS: u32 = 32;
-const SAMPLING_SHARED_BYTES: u32 = 2048 * 8 + 16 * 8 + 4 * 8 + 8 + 20 * 8;
+const SAMPLING_SHARED_BYTES: u32 = 2048 * 8 + 16 * 8 + 4 * 8 + 8;
 const COPY_BLOCKS_X: u32 = 32;
 /// Prefixes of kernels that start a step or run between steps.
 const STEP_STARTS: [&str; 3] = ["embedding", "copy_blocks", "count_history"];
@@ -242,6 +242,7 @@ pub fn kernel_names() -> Vec<&'static str> {
         for columns in [8, 16, 32] {
             names.extend([false, true].map(|wide| skinny_kernel(half, wide, columns)));
         }
+        names.extend([16, 32].map(|columns| skinny_swiglu_kernel(half, columns)));
         for head_dim in HEAD_DIMS {
             for store in [KvStore::Half, KvStore::Fp8] {
                 names.extend([false, true].map(|mixed| attention_kernel(half, store, head_dim, mixed)));
@@ -326,6 +327,46 @@ pub unsafe fn skinny_gemm<D: Device>(
     // Partial sums of the warps, [8, rows, columns].
     let shared = SKINNY_THREADS / 32 * SKINNY_ROWS * columns * 4;
     enqueue(device, skinny_kernel(half, wide, columns), (p.n.div_ceil(columns), 1), SKINNY_THREADS, shared, p)
+}
+
+/// [`skinny_gemm`] followed by [`swiglu`], with their bits, in one kernel: columns 0 to n / 2 of the GEMM are gates, the others
+/// ups, and out is [m, n / 2] in 16 bits with rows of `stride` elements.
+///
+/// # Errors
+/// [`DeviceError::Failed`] for unsupported shapes, and those of [`Device::launch`].
+///
+/// # Safety
+/// As [`skinny_gemm`].
+pub unsafe fn skinny_gemm_swiglu<D: Device>(
+    device: &D,
+    half: HalfDtype,
+    p: &GemmParams,
+) -> Result<(), DeviceError> {
+    if p.m == 0 || p.n == 0 {
+        return Ok(());
+    }
+    if !skinny_supports(p.m, p.k) || !p.n.is_multiple_of(2) || !(p.x | p.weight).is_multiple_of(16) {
+        return Err(DeviceError::Failed {
+            what: format!("a skinny product of {} rows over {} with SwiGLU", p.m, p.k),
+            reason: format!(
+                "it takes 1 to {SKINNY_ROWS} rows, multiples of 8, aligned matrices and as many gates as ups"
+            ),
+        });
+    }
+    // A block of one tile cannot have gates and ups.
+    let columns = skinny_columns(p.n, device.profile().multiprocessors).max(16);
+    let shared = SKINNY_THREADS / 32 * SKINNY_ROWS * columns * 4;
+    let blocks = p.n.div_ceil(columns);
+    enqueue(device, skinny_swiglu_kernel(half, columns), (blocks, 1), SKINNY_THREADS, shared, p)
+}
+
+fn skinny_swiglu_kernel(half: HalfDtype, columns: u32) -> &'static str {
+    match (half, columns) {
+        (HalfDtype::Bf16, 16) => "skinny_gemm_swiglu_16_bf16",
+        (HalfDtype::Bf16, _) => "skinny_gemm_swiglu_32_bf16",
+        (HalfDtype::F16, 16) => "skinny_gemm_swiglu_16_f16",
+        (HalfDtype::F16, _) => "skinny_gemm_swiglu_32_f16",
+    }
 }
 
 /// Returns the columns per block: the fewest with which two blocks per multiprocessor cover `n`. Bits are

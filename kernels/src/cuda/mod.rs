@@ -25,7 +25,7 @@ pub use image::{Image, Images, KERNELS, Target, family_of};
 pub use launch::{
     ATTENTION_ROWS, ATTENTION_SPLIT, ATTENTION_SPLIT_ROWS, HEAD_DIMS, SKINNY_ROWS, accept_drafts, attention,
     attention_blocks, copy_blocks, count_history, embedding, finish_qkv, gemm, kernel_names, norm, sample,
-    score, skinny_gemm, skinny_supports, swiglu,
+    score, skinny_gemm, skinny_gemm_swiglu, skinny_supports, swiglu,
 };
 pub use params::{
     AttentionItem, AttentionParams, CopyParams, DRAFTS_MAX, EmbeddingParams, GemmParams, HistoryParams,

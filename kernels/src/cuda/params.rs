@@ -61,7 +61,7 @@ blocks! {
     /// Work item of attention: a tile of query rows over a range of key splits.
     AttentionItem {
         row: u32, tokens: u32, position: u32, table: u32, split: u32, split_end: u32, first_split: u32, splits: u32,
-        partial: u32, counter: u32, pieces: u32, whole: u32,
+        partial: u32, counter: u32, pieces: u32, split_keys: u32,
     }
     /// Parameters of `attention`.
     AttentionParams {

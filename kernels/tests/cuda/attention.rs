@@ -298,7 +298,8 @@ pub(crate) fn attention_over_a_ragged_batch_is_exact_to_rounding() {
 }
 
 /// In deterministic mode a row has the same bits decoded or as part of a chunk, alone or batched, with any
-/// key splits. Otherwise this holds for decoding, with and without drafts.
+/// key splits. Otherwise this holds for decoding, with and without drafts, while splits have the same length, which
+/// depends on how many of them keep the device busy.
 #[test]
 pub(crate) fn rows_have_the_same_bits_in_every_batch_and_split() {
     on_harness(20, (shape(), length(), length(), any::<u32>()), |(shape, length, other, key)| {
@@ -313,14 +314,14 @@ pub(crate) fn rows_have_the_same_bits_in_every_batch_and_split() {
         let position = length.position + row as u32;
         let alone = Shape { slots: 1, partials: 0, grid: 1, ..shape.clone() };
         let reference = pool.run(&alone, &[(0, position, query)]).remove(0);
-        let split = Shape { slots: 1000, partials: 64, ..shape.clone() };
+        let split = Shape { slots: 1000, partials: 64, deterministic: true, ..shape.clone() };
         let in_splits =
             pool.run(&split, &[(1, other.position, &others), (0, position, query)]).pop().unwrap();
         prop_assert_eq!(&in_splits, &reference, "with its keys in splits");
         let deterministic = Shape { deterministic: true, ..shape.clone() };
         let chunk = pool.run(&deterministic, &[(0, length.position, &queries), (1, other.position, &others)]);
         prop_assert_eq!(&chunk[row], &reference, "as part of a chunk");
-        let decode = Shape { deterministic: false, decode: true, ..shape.clone() };
+        let decode = Shape { deterministic: false, decode: true, slots: 1, ..shape.clone() };
         let drafts = pool.run(&decode, &[(0, length.position, &queries), (1, other.position, &others)]);
         prop_assert_eq!(&drafts[row], &reference, "as a draft");
         // Prefill has its own reduction order, which chunking does not change.
@@ -353,7 +354,7 @@ pub(crate) fn rows_have_the_same_bits_for_any_key_splits() {
             group: 8,
             block_tokens: 16,
             window: None,
-            deterministic: false,
+            deterministic: true,
             decode: false,
             slots: 1,
             partials: 0,

@@ -1,4 +1,6 @@
-use inflight_kernels::cuda::{GemmParams, HalfDtype, gemm, skinny_gemm};
+use inflight_kernels::cuda::{
+    GemmParams, HalfDtype, SwigluParams, gemm, skinny_gemm, skinny_gemm_swiglu, swiglu,
+};
 use proptest::prelude::*;
 
 use crate::device::TestDevice;
@@ -136,6 +138,55 @@ pub(crate) fn skinny_gemm_is_correct_and_bits_depend_on_the_row_alone() {
             &bits[first..first + some],
             "some columns"
         );
+        Ok(())
+    });
+}
+
+/// Gates, ups, and the activation of both in one kernel: the bits of the product followed by SwiGLU.
+#[test]
+pub(crate) fn skinny_gemm_with_swiglu_has_the_bits_of_the_two_kernels() {
+    let columns = prop_oneof![Just(8usize), Just(16), 1usize..40, 60usize..300];
+    let eights = prop_oneof![3 => 1usize..70, 1 => 250usize..600];
+    let shape = (any::<u32>(), half(), 1usize..=8, columns, eights, any::<bool>(), 0usize..5);
+    on_harness(24, shape, |(seed, half, m, inner, eights, with_bias, padding)| {
+        let mut rng = SeededRng::new(seed);
+        // SwiGLU alone takes eight columns at a time.
+        let (inner, k) = (inner.next_multiple_of(8), eights * 8);
+        let scale = 2.0 / (k as f32).sqrt();
+        let device = TestDevice::new();
+        let x = device.upload(&rng.halves(half, m * k, 1.0));
+        let weight = device.upload_constant(&rng.halves(half, 2 * inner * k, scale));
+        let bias = with_bias.then(|| device.upload_constant(&rng.values(2 * inner, 2.0)));
+        let stride = inner + padding;
+        let (gate_up, apart) = (device.alloc(m * 2 * inner * 2), device.alloc(m * inner * 2));
+        let fused = device.alloc(m * stride * 2);
+        let p = GemmParams {
+            x: x.address(),
+            weight: weight.address(),
+            bias: bias.as_ref().map_or(0, |bias| bias.address()),
+            out: gate_up.address(),
+            m: m as u32,
+            n: 2 * inner as u32,
+            k: k as u32,
+            stride: 2 * inner as u32,
+        };
+        let activation = SwigluParams {
+            gate_up: gate_up.address(),
+            out: apart.address(),
+            rows: m as u32,
+            width: inner as u32,
+        };
+        unsafe {
+            skinny_gemm(&device, half, false, &p).unwrap();
+            swiglu(&device, half, &activation).unwrap();
+            let p = GemmParams { out: fused.address(), stride: stride as u32, ..p };
+            skinny_gemm_swiglu(&device, half, &p).unwrap();
+        }
+        let (apart, fused) = (apart.read::<u16>(m * inner), fused.read::<u16>(m * stride));
+        for row in 0..m {
+            let expected = &apart[row * inner..(row + 1) * inner];
+            prop_assert_eq!(&fused[row * stride..row * stride + inner], expected, "row {}", row);
+        }
         Ok(())
     });
 }
