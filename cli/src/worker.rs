@@ -11,7 +11,8 @@ use indicatif::{ProgressBar, ProgressStyle};
 use inflight_net::SecretFile;
 use inflight_worker::metrics::BUCKETS;
 use inflight_worker::{
-    Aging, CONNECTIONS_MAX, Device, Drafts, KvCacheDtype, ModelSource, Options, PolicyKind, Quantization, Worker,
+    Aging, CONNECTIONS_MAX, Device, Drafts, KvCacheDtype, ModelSource, Options, PolicyKind, Quantization,
+    Worker,
 };
 
 use crate::event::{self, RoleEvent};
@@ -76,6 +77,10 @@ pub struct EngineArgs {
     /// Disable GEMM autotuning at load on GPUs; use cuBLASLt's first heuristic choice
     #[arg(long, env = "INFLIGHT_WORKER_NO_AUTOTUNE")]
     pub no_autotune: bool,
+    /// Directory that keeps the choices of GEMM autotuning for later starts, or `off` [default: inflight in
+    /// $XDG_CACHE_HOME or ~/.cache; `off` without either]
+    #[arg(long, value_name = "DIR|off", env = "INFLIGHT_WORKER_GEMM_CACHE")]
+    pub gemm_cache: Option<PathBuf>,
     /// Host memory for KV blocks of preempted (swapped) sequences, such as 1GiB; 0: always recompute
     #[arg(long, value_name = "BYTES", default_value_t = ByteSize(Options::default().host_cache_bytes), env = "INFLIGHT_WORKER_HOST_CACHE_BYTES")]
     pub host_cache_bytes: ByteSize,
@@ -167,16 +172,16 @@ impl EngineArgs {
             levels_max: self.aging_levels_max,
         }
     }
+}
 
-    /// Directory of the fingerprint cache; `None` if it is off.
-    fn fingerprint_cache_directory(&self) -> Option<PathBuf> {
-        if let Some(given) = &self.fingerprint_cache {
-            return (given.as_os_str() != "off").then(|| given.clone());
-        }
-        let absolute = |name| std::env::var_os(name).map(PathBuf::from).filter(|path| path.is_absolute());
-        let cache = absolute("XDG_CACHE_HOME").or_else(|| Some(absolute("HOME")?.join(".cache")))?;
-        Some(cache.join("inflight"))
+/// Returns the given directory of a cache, or the default one; `None` if it is off.
+fn cache_directory(given: Option<&PathBuf>) -> Option<PathBuf> {
+    if let Some(given) = given {
+        return (given.as_os_str() != "off").then(|| given.clone());
     }
+    let absolute = |name| std::env::var_os(name).map(PathBuf::from).filter(|path| path.is_absolute());
+    let cache = absolute("XDG_CACHE_HOME").or_else(|| Some(absolute("HOME")?.join(".cache")))?;
+    Some(cache.join("inflight"))
 }
 
 /// Options of `inflight worker`.
@@ -255,6 +260,7 @@ impl Args {
             gpu_memory_utilization: engine.gpu_memory_utilization,
             deterministic: engine.deterministic,
             autotune: !engine.no_autotune,
+            gemm_cache: cache_directory(engine.gemm_cache.as_ref()),
             host_cache_bytes: engine.host_cache_bytes.0,
             reservation_dir: engine.reservation_dir.clone(),
             policy: engine.policy,
@@ -277,7 +283,7 @@ impl Args {
             heartbeat: self.heartbeat.0,
             drain_timeout: self.role.drain_timeout.0,
             record: self.record.clone(),
-            fingerprint_cache: engine.fingerprint_cache_directory(),
+            fingerprint_cache: cache_directory(engine.fingerprint_cache.as_ref()),
             worker_id: self.worker_id.clone().unwrap_or_else(|| format!("worker@{}", self.listen)),
         })
     }

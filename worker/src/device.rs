@@ -146,6 +146,10 @@ fn cuda_options(options: &Options) -> Result<CudaOptions, Error> {
         deterministic: options.deterministic,
         graphs: true,
         autotune: options.autotune,
+        gemm_cache: options
+            .gemm_cache
+            .clone()
+            .map(|path| inflight_models::CacheDirectory::new(path, "--gemm-cache")),
         overlap: true,
     })
 }

@@ -174,6 +174,8 @@ pub struct Options {
     pub deterministic: bool,
     /// Autotunes GEMM algorithms at load, on GPUs without `deterministic`.
     pub autotune: bool,
+    /// Directory that keeps the choices of autotuning for later starts; `None`: each start times the algorithms.
+    pub gemm_cache: Option<PathBuf>,
     /// Bytes of the host pool for swapped sequences and evicted cache blocks; 0: preemption is by recompute
     /// only.
     pub host_cache_bytes: u64,
@@ -247,6 +249,7 @@ impl Default for Options {
             gpu_memory_utilization: 0.9,
             deterministic: false,
             autotune: true,
+            gemm_cache: None,
             host_cache_bytes: 256 << 20,
             reservation_dir: None,
             policy: PolicyKind::default(),

@@ -92,6 +92,7 @@ fn a_gpu_agrees_with_the_cpu_for_all_gemms_and_tensor_parallel() {
         deterministic: false,
         graphs: true,
         autotune: false,
+        gemm_cache: None,
         overlap: true,
     };
     // Both round activations to 16 bits.

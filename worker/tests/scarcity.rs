@@ -271,6 +271,7 @@ fn on_gpu(folder: &TempDir, ranks: usize, overlap: bool, blocks: u64, host_block
         deterministic: true,
         graphs: true,
         autotune: false,
+        gemm_cache: None,
         overlap,
     };
     CudaRuntime::load(&model, &options, &|_, _| {}).unwrap()

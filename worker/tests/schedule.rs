@@ -523,6 +523,7 @@ fn load_on_gpus(path: PathBuf, ranks: usize, block_tokens: u32) -> CudaRuntime {
         deterministic: true,
         graphs: true,
         autotune: false,
+        gemm_cache: None,
         overlap: true,
     };
     CudaRuntime::load(&model, &options, &|_, _| {}).unwrap()

@@ -165,13 +165,8 @@ fn a_higher_preemption_threshold_spares_running_requests_and_lets_important_ones
 
 /// Requests of priority 1 that keep eight slots busy for five minutes, and a few of priority 0 beside them.
 fn steady_important_requests() -> Vec<Request> {
-    let important = Workload {
-        rate: 1.6,
-        requests: 480,
-        shares: vec![1.0],
-        prompts: fixed(50.0),
-        outputs: fixed(150.0),
-    };
+    let important =
+        Workload { rate: 1.6, requests: 480, shares: vec![1.0], prompts: fixed(50.0), outputs: fixed(150.0) };
     let other = Workload { rate: 0.1, requests: 30, ..important.clone() };
     let mut requests: Vec<Request> = important
         .generate(SEED)
@@ -187,7 +182,8 @@ fn steady_important_requests() -> Vec<Request> {
 fn longest_waits(name: &str, kind: PolicyKind, aging: Aging) -> [f64; 2] {
     let limits = SchedulerLimits { preemption_threshold: 100, ..limits(1000, 8) };
     let outcome = serve_by(Policy { kind, aging }, limits, &steady_important_requests());
-    let [other, important] = [0, 1].map(|level| outcome.first_token(1.0, |request| request.priority == level));
+    let [other, important] =
+        [0, 1].map(|level| outcome.first_token(1.0, |request| request.priority == level));
     let median = outcome.first_token(0.5, |request| request.priority == 1);
     println!(
         "{name:28} longest first token {other:6.1} s at priority 0, {important:5.1} s at 1; median {median:5.2} s at 1"

@@ -8,15 +8,15 @@
 //! identity as it is.
 
 use std::collections::BTreeMap;
-use std::fs::{self, DirBuilder, File, Metadata, OpenOptions};
-use std::io::{self, Read as _, Write as _};
-use std::os::unix::fs::{DirBuilderExt as _, MetadataExt as _, OpenOptionsExt as _};
-use std::path::{Path, PathBuf};
+use std::fs;
+use std::io;
+use std::path::PathBuf;
 use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 use sha2::{Digest as _, Sha256};
 
+use super::cache_directory::CacheDirectory;
 use super::content::{Digest, hex};
 use super::weight_file::{FileIdentity, WeightFile};
 
@@ -35,7 +35,7 @@ const ENTRY_BYTES_MAX: u64 = 64 << 20;
 /// Directory of cached digests.
 #[derive(Debug)]
 pub struct FingerprintCache {
-    directory: PathBuf,
+    directory: CacheDirectory,
     file_bytes_min: u64,
     settled_age: Duration,
 }
@@ -60,17 +60,18 @@ impl Entry {
 impl FingerprintCache {
     /// Creates a cache in `directory`, which is created at the first write.
     pub fn new(directory: PathBuf) -> Self {
+        let directory = CacheDirectory::new(directory, "--fingerprint-cache");
         Self { directory, file_bytes_min: FILE_BYTES_MIN, settled_age: SETTLED_AGE }
     }
 
     /// Returns the cached digests of a file's tensors, by name.
     pub(super) fn look_up(&self, file: &WeightFile) -> Option<BTreeMap<String, Digest>> {
         let identity = self.cached_identity(file)?;
-        let path = self.path(identity);
-        let entry = match read(&self.directory, &path) {
-            Ok(entry) => entry,
-            Err(error) if error.kind() == io::ErrorKind::NotFound => return None,
+        let name = entry_name(identity);
+        let entry = match self.read(&name) {
+            Ok(entry) => entry?,
             Err(error) => {
+                let path = self.directory.path().join(name);
                 tracing::warn!(path = %path.display(), %error, "ignoring an entry of the fingerprint cache");
                 return None;
             }
@@ -93,8 +94,8 @@ impl FingerprintCache {
         let tensors = digests.iter().map(|(name, digest)| (name.clone(), hex(digest))).collect();
         let mut entry = Entry { format: FORMAT, file: *identity, tensors, checksum: String::new() };
         entry.checksum = entry.checksum();
-        if let Err(error) = self.write(&self.path(identity), &entry) {
-            let directory = self.directory.display();
+        if let Err(error) = self.write(&entry_name(identity), &entry) {
+            let directory = self.directory.path().display();
             tracing::warn!(%directory, %error, "cannot write to the fingerprint cache; the next start hashes the model again");
         }
     }
@@ -104,33 +105,27 @@ impl FingerprintCache {
         file.identity().filter(|identity| identity.bytes >= self.file_bytes_min)
     }
 
-    fn path(&self, identity: &FileIdentity) -> PathBuf {
-        self.directory.join(format!("{:x}-{:x}.json", identity.device, identity.inode))
+    /// Reads an entry that only this user can have written; `None` if there is none.
+    fn read(&self, name: &str) -> io::Result<Option<Entry>> {
+        let invalid = |reason: String| io::Error::new(io::ErrorKind::InvalidData, reason);
+        let Some(bytes) = self.directory.read(name, ENTRY_BYTES_MAX)? else { return Ok(None) };
+        let entry: Entry =
+            serde_json::from_slice(&bytes).map_err(|error| invalid(format!("it is broken: {error}")))?;
+        if entry.checksum != entry.checksum() {
+            return Err(invalid("it is broken: its checksum is wrong".to_owned()));
+        }
+        Ok(Some(entry))
     }
 
-    fn write(&self, path: &Path, entry: &Entry) -> io::Result<()> {
-        DirBuilder::new().recursive(true).mode(0o700).create(&self.directory)?;
-        check_owner(&fs::metadata(&self.directory)?, &self.directory)?;
-        // Workers of one host may write the same entry: each renames a file of its own.
-        let temporary = path.with_extension(format!("{}.new", std::process::id()));
-        let written = || {
-            let mut file =
-                OpenOptions::new().write(true).create(true).truncate(true).mode(0o600).open(&temporary)?;
-            file.write_all(&serde_json::to_vec(entry)?)?;
-            fs::rename(&temporary, path)
-        };
-        if let Err(error) = written() {
-            // It may not exist.
-            let _ = fs::remove_file(&temporary);
-            return Err(error);
-        }
+    fn write(&self, name: &str, entry: &Entry) -> io::Result<()> {
+        self.directory.write(name, &serde_json::to_vec(entry)?)?;
         self.remove_oldest()
     }
 
     /// Removes the oldest entries beyond the maximum.
     fn remove_oldest(&self) -> io::Result<()> {
         let mut entries = Vec::new();
-        for entry in fs::read_dir(&self.directory)? {
+        for entry in fs::read_dir(self.directory.path())? {
             let entry = entry?;
             // The directory may have files of others.
             if !is_entry_name(&entry.file_name().to_string_lossy()) {
@@ -153,41 +148,16 @@ impl FingerprintCache {
     }
 }
 
+/// Name of the entry of a weight file.
+fn entry_name(identity: &FileIdentity) -> String {
+    format!("{:x}-{:x}.json", identity.device, identity.inode)
+}
+
 /// Whether a file of this name is an entry.
 fn is_entry_name(name: &str) -> bool {
     let hexadecimal = |part: &str| !part.is_empty() && part.bytes().all(|byte| byte.is_ascii_hexdigit());
     let parts = name.strip_suffix(".json").and_then(|parts| parts.split_once('-'));
     parts.is_some_and(|(device, inode)| hexadecimal(device) && hexadecimal(inode))
-}
-
-/// Reads an entry that only this user can have written.
-fn read(directory: &Path, path: &Path) -> io::Result<Entry> {
-    let invalid = |reason: String| io::Error::new(io::ErrorKind::InvalidData, reason);
-    let file = File::open(path)?;
-    check_owner(&fs::metadata(directory)?, directory)?;
-    check_owner(&file.metadata()?, path)?;
-    let mut bytes = Vec::new();
-    file.take(ENTRY_BYTES_MAX).read_to_end(&mut bytes)?;
-    let entry: Entry =
-        serde_json::from_slice(&bytes).map_err(|error| invalid(format!("it is broken: {error}")))?;
-    if entry.checksum != entry.checksum() {
-        return Err(invalid("it is broken: its checksum is wrong".to_owned()));
-    }
-    Ok(entry)
-}
-
-/// Checks that a file or directory can be written by this user and root alone.
-fn check_owner(metadata: &Metadata, path: &Path) -> io::Result<()> {
-    // SAFETY: geteuid has no preconditions.
-    let user = unsafe { libc::geteuid() };
-    if [user, 0].contains(&metadata.uid()) && metadata.mode() & 0o022 == 0 {
-        return Ok(());
-    }
-    let reason = format!(
-        "{} can be written by other users than {user}; change its owner or mode, or give another --fingerprint-cache",
-        path.display()
-    );
-    Err(io::Error::new(io::ErrorKind::PermissionDenied, reason))
 }
 
 /// Parses 64 hexadecimal digits.
@@ -204,7 +174,8 @@ fn digest(text: &str) -> Option<Digest> {
 
 #[cfg(test)]
 mod tests {
-    use std::os::unix::fs::PermissionsExt as _;
+    use std::fs::{DirBuilder, File};
+    use std::os::unix::fs::{DirBuilderExt as _, PermissionsExt as _};
     use std::time::SystemTime;
 
     use inflight_fixtures::{Arch, Checkpoint, Dtype, TempDir};
@@ -239,7 +210,7 @@ mod tests {
         /// Fingerprint by way of the cache, and whether it was in the cache.
         fn cached_fingerprint(&self) -> (String, bool) {
             let cache = FingerprintCache {
-                directory: self.directory(),
+                directory: CacheDirectory::new(self.directory(), "--fingerprint-cache"),
                 file_bytes_min: 0,
                 settled_age: Duration::ZERO,
             };

@@ -7,6 +7,7 @@
 
 mod architecture;
 mod bundle;
+mod cache_directory;
 mod config;
 mod content;
 mod decoder;
@@ -29,6 +30,7 @@ use std::path::Path;
 use std::sync::Arc;
 
 pub use architecture::Architecture;
+pub use cache_directory::CacheDirectory;
 pub use config::ModelConfig;
 pub use decoder::{CheckpointDecoder, CheckpointLayer, DecoderLayer, Matrix, StackedLinear};
 pub use error::Error;

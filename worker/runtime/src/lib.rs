@@ -29,6 +29,10 @@ pub use token_masks::TokenMasks;
 
 /// Name of the gauge of commands queued for a GPU's device thread.
 pub const DEVICE_COMMANDS: &str = "inflight_worker_device_queue_commands";
+/// Name of the gauge of a GPU's fast paths: 1 for each that is in use, else 0, by label `path`.
+pub const GPU_PATH: &str = "inflight_worker_gpu_path";
+/// Name of the counter of GEMM algorithms that rejected a number of rows they had been chosen for.
+pub const GEMM_REJECTIONS: &str = "inflight_worker_gemm_rejections_total";
 
 /// Index in the runtime's slot table; below [`Capabilities::slots`].
 pub type Slot = u32;

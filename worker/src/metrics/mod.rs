@@ -5,7 +5,7 @@ mod tenants;
 
 use std::time::Duration;
 
-use inflight_runtime::{DEVICE_COMMANDS, PROMISED_BYTES};
+use inflight_runtime::{DEVICE_COMMANDS, GEMM_REJECTIONS, GPU_PATH, PROMISED_BYTES};
 use inflight_worker_core::policy::Aging;
 use metrics::{Gauge, Unit};
 pub(crate) use step::StepMetrics;
@@ -201,6 +201,18 @@ pub const INVENTORY: &[(&str, MetricKind, Unit, &str)] = &[
         MetricKind::Gauge,
         Unit::Count,
         "Commands queued for the GPU's device thread; 0 on other devices",
+    ),
+    (
+        GPU_PATH,
+        MetricKind::Gauge,
+        Unit::Count,
+        "1 if a fast path of the GPU is in use, else 0, by path; the log says why one is not",
+    ),
+    (
+        GEMM_REJECTIONS,
+        MetricKind::Counter,
+        Unit::Count,
+        "GEMM algorithms that rejected a number of rows they had been chosen for; another one computes it since",
     ),
     (
         PROMISED_BYTES,

@@ -109,6 +109,8 @@ fn run(argument: &str) -> JobResult<Value> {
         deterministic: job.deterministic,
         graphs: job.graphs,
         autotune: job.autotune,
+        // Figures of a run do not depend on earlier ones.
+        gemm_cache: None,
         overlap: job.overlap,
     };
     let begun = std::time::Instant::now();

@@ -156,7 +156,9 @@ mod tests {
         for kind in PolicyKind::ALL {
             assert_eq!(Policy::from(kind).to_string(), kind.name());
         }
-        for text in ["", "sjf", "fair,", "fair,threshold", "fair,threshold=-1", "fair,tokens_max=NaN", "fair,x=1"] {
+        for text in
+            ["", "sjf", "fair,", "fair,threshold", "fair,threshold=-1", "fair,tokens_max=NaN", "fair,x=1"]
+        {
             assert!(text.parse::<Policy>().is_err(), "{text}");
         }
     }

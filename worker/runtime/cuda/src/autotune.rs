@@ -1,6 +1,6 @@
 //! GEMM autotuning at load: each candidate algorithm is captured for several layers and timed by CUDA events.
-//! The choice holds until the worker restarts; another start, or another rank of a group, may choose
-//! differently.
+//! Choices are kept in a cache directory, so that the next start with the same GPU and libraries has them at once and
+//! computes the same bits. Without one, another start may choose differently, as may another rank of a group.
 //!
 //! Ranks need not agree: each computes its own shard, collectives give all ranks the same bits, and all
 //! sample from the same logits.
@@ -10,18 +10,20 @@ use std::time::{Duration, Instant};
 use inflight_kernels::cuda::{DeviceError, HalfDtype};
 
 use super::algorithm_search::{GemmTimer, Selection, launches_per_timing, tune_all};
-use super::cublaslt::{CublasLt, plan_rows};
+use super::cublaslt::{CublasLt, CublasLtAlgorithm, plan_rows};
 use super::device_memory::DeviceMemory;
 use super::driver::{CudaDevice, CudaGraph};
-use super::gemm::GemmAlgorithm;
+use super::gemm::{GemmAlgorithm, GemmKernel};
+use super::gemm_cache::{CachedAlgorithm, CachedChoice, GemmCache, TunedShape};
 use super::gpu::{Gpu, GpuMemory, Matmul};
 use super::model_gemms::ModelGemm;
 use super::stream::CudaEvent;
 
 /// Maximum number of cuBLASLt algorithms timed per GEMM.
 const ALGORITHMS_MAX: usize = 8;
-/// Time limit of autotuning per start.
+/// Time limit of autotuning per start, without a cache directory and with one, where it is spent once.
 const BUDGET: Duration = Duration::from_secs(4);
+const CACHED_BUDGET: Duration = Duration::from_secs(20);
 /// Elements of the random pattern that inputs are filled with.
 const PATTERN: usize = 4 << 20;
 
@@ -103,10 +105,30 @@ impl<'a> GemmBench<'a> {
         gemms: &[ModelGemm],
         row_counts: &[u32],
         samples: u32,
+        mut cache: GemmCache,
     ) -> Result<Vec<GemmTuning>, DeviceError> {
         let shapes = row_counts.iter().flat_map(|m| gemms.iter().map(move |gemm| (gemm, *m)));
-        let shapes: Vec<_> = shapes.filter(|(gemm, m)| !gemm.f32_out || *m <= samples).collect();
-        tracing::info!(gemms = shapes.len(), budget_seconds = BUDGET.as_secs(), "autotuning GEMM algorithms");
+        let shapes = shapes.filter(|(gemm, m)| !gemm.f32_out || *m <= samples);
+        let (mut tuned, mut left) = (Vec::new(), Vec::new());
+        for (gemm, m) in shapes {
+            let cached = cache.get(&self.tuned_shape(gemm, m));
+            match cached.map(|choice| self.apply_cached(gemm, m, &choice)).transpose()?.flatten() {
+                Some(tuning) => tuned.push(tuning),
+                None => left.push((gemm, m)),
+            }
+        }
+        let shapes = left;
+        let budget = if cache.is_kept() { CACHED_BUDGET } else { BUDGET };
+        if shapes.is_empty() {
+            tracing::info!(cached = tuned.len(), "GEMM algorithms are those of an earlier start");
+            return Ok(tuned);
+        }
+        tracing::info!(
+            gemms = shapes.len(),
+            cached = tuned.len(),
+            budget_seconds = budget.as_secs(),
+            "autotuning GEMM algorithms"
+        );
         let mut timer = GpuTimer {
             bench: self,
             shapes: &shapes,
@@ -117,21 +139,71 @@ impl<'a> GemmBench<'a> {
             begin: CudaEvent::new(&self.device.context)?,
             end: CudaEvent::new(&self.device.context)?,
             begun: Instant::now(),
+            cache: &mut cache,
             tuned: Vec::new(),
         };
-        tune_all(&mut timer, shapes.len(), BUDGET)?;
-        let GpuTimer { begun, tuned, .. } = timer;
-        let (first, chosen) = total_seconds(&tuned);
+        tune_all(&mut timer, shapes.len(), budget)?;
+        let GpuTimer { begun, tuned: timed, .. } = timer;
+        cache.save();
+        let (first, chosen) = total_seconds(&timed);
         tracing::info!(
-            timed = tuned.len(),
-            untimed = shapes.len() - tuned.len(),
-            replaced = tuned.iter().filter(|tuned| tuned.way > 0).count(),
-            built_in = tuned.iter().filter(|tuned| tuned.own).count(),
+            timed = timed.len(),
+            untimed = shapes.len() - timed.len(),
+            cached = tuned.len(),
+            replaced = timed.iter().filter(|tuned| tuned.way > 0).count(),
+            built_in = timed.iter().filter(|tuned| tuned.own).count(),
             faster_percent = format!("{:.1}", 100.0 * (first / chosen.max(f64::MIN_POSITIVE) - 1.0).max(0.0)),
             seconds = format!("{:.1}", begun.elapsed().as_secs_f64()),
             "GEMM autotuning done"
         );
+        tuned.extend(timed);
         Ok(tuned)
+    }
+
+    fn tuned_shape(&self, gemm: &ModelGemm, m: u32) -> TunedShape {
+        let ModelGemm { n, k, stride, f32_out, .. } = *gemm;
+        TunedShape { m, n, k, stride, f32_out, bias: gemm.operands[0].bias.is_some() }
+    }
+
+    /// Uses the choice of an earlier start; `None` if the algorithm does not run.
+    fn apply_cached(
+        &self,
+        gemm: &ModelGemm,
+        m: u32,
+        choice: &CachedChoice,
+    ) -> Result<Option<GemmTuning>, DeviceError> {
+        let matmul = self.matmul(gemm, 0, m);
+        let algorithm = match choice.algorithm {
+            CachedAlgorithm::CublasLt(data) => GemmAlgorithm::CublasLt(CublasLtAlgorithm::from_data(data)),
+            CachedAlgorithm::Tiled => GemmAlgorithm::BuiltIn(GemmKernel::Tiled),
+            CachedAlgorithm::Skinny => GemmAlgorithm::BuiltIn(GemmKernel::Skinny),
+        };
+        if let GemmAlgorithm::BuiltIn(kernel) = algorithm
+            && !kernel.supports(&matmul)
+        {
+            return Ok(None);
+        }
+        // SAFETY: the buffers have room for the maximum rows, and the weights are on the device.
+        let ran = unsafe { self.device.matmul_with(algorithm, self.half, &matmul) };
+        if !matches!(ran, Ok(true)) {
+            tracing::warn!(m, n = gemm.n, k = gemm.k, "a cached GEMM choice does not run; timing it anew");
+            // An error here means that the device itself has failed.
+            return self.device.stream.synchronize().map(|()| None);
+        }
+        let first = self.cublaslt.candidates(self.half, &matmul, 1)?.into_iter().next();
+        let fallback = first.filter(|_| choice.way > 0 && choice.first_seconds.is_some());
+        self.cublaslt.set_algorithm(self.half, &matmul, algorithm, fallback)?;
+        Ok(Some(GemmTuning {
+            m,
+            n: gemm.n,
+            k: gemm.k,
+            ways: choice.ways,
+            way: choice.way,
+            by: algorithm.name(),
+            own: matches!(algorithm, GemmAlgorithm::BuiltIn(_)),
+            seconds: choice.seconds,
+            first_seconds: choice.first_seconds,
+        }))
     }
 
     /// Runs every GEMM that steps of up to `rows` rows can need once, with the fewest and the most rows of
@@ -181,6 +253,7 @@ struct GpuTimer<'a> {
     begin: CudaEvent,
     end: CudaEvent,
     begun: Instant,
+    cache: &'a mut GemmCache,
     tuned: Vec<GemmTuning>,
 }
 
@@ -264,6 +337,18 @@ impl GemmTimer for GpuTimer<'_> {
         // An algorithm that failed here is no fallback.
         let fallback = selection.first.filter(|_| selection.algorithm > 0).map(|_| self.candidates[0]);
         cublaslt.set_algorithm(*half, &self.bench.matmul(gemm, 0, m), chosen, fallback)?;
+        self.cache.put(CachedChoice {
+            shape: self.bench.tuned_shape(gemm, m),
+            algorithm: match chosen {
+                GemmAlgorithm::CublasLt(algorithm) => CachedAlgorithm::CublasLt(algorithm.data()),
+                GemmAlgorithm::BuiltIn(GemmKernel::Tiled) => CachedAlgorithm::Tiled,
+                GemmAlgorithm::BuiltIn(GemmKernel::Skinny) => CachedAlgorithm::Skinny,
+            },
+            ways: self.candidates.len(),
+            way: selection.algorithm,
+            seconds: selection.seconds,
+            first_seconds: selection.first,
+        });
         self.tuned.push(GemmTuning {
             m,
             n: gemm.n,

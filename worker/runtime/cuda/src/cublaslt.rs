@@ -60,14 +60,29 @@ struct GemmPlan {
     weight: sys::cublasLtMatrixLayout_t,
     x: sys::cublasLtMatrixLayout_t,
     y: sys::cublasLtMatrixLayout_t,
-    /// Algorithms by preference: the first is used until it rejects a shape, then the next one; none: the
+    /// Algorithms by preference: the first that does not reject the number of rows is used; none: the
     /// tiled kernel.
     algorithms: Vec<GemmAlgorithm>,
+    /// How many of the algorithms, from the first on, rejected a number of rows; no entry: none. At most an entry
+    /// for each number of rows of the class.
+    rejections: HashMap<u32, usize>,
 }
 
 /// Algorithm returned by the heuristic.
 #[derive(Clone, Copy)]
 pub(super) struct CublasLtAlgorithm(sys::cublasLtMatmulAlgo_t);
+
+impl CublasLtAlgorithm {
+    /// Returns the library's description of the algorithm, valid for its version and GPU.
+    pub(super) fn data(self) -> [u64; 8] {
+        self.0.data
+    }
+
+    /// Restores an algorithm from its description.
+    pub(super) fn from_data(data: [u64; 8]) -> Self {
+        Self(sys::cublasLtMatmulAlgo_t { data })
+    }
+}
 
 /// cuBLASLt handle with cached plans: at most one per row class for each GEMM of a model.
 pub(super) struct CublasLt {
@@ -117,8 +132,9 @@ impl CublasLt {
         let key = GemmPlanKey::new(half, p);
         let mut plans = self.plans.borrow_mut();
         let plan = self.plan(&mut plans, key, p)?;
+        let mut rejected = plan.rejections.get(&p.m).copied().unwrap_or(0);
         loop {
-            let enqueued = match plan.algorithms.first().copied() {
+            let enqueued = match plan.algorithms.get(rejected).copied() {
                 Some(GemmAlgorithm::CublasLt(algorithm)) => {
                     // SAFETY: the caller guarantees the addresses, shapes and lifetimes of the matrices.
                     unsafe { self.matmul(plan, algorithm, p, stream) }?
@@ -131,10 +147,19 @@ impl CublasLt {
                 return Ok(None);
             }
             // An algorithm is chosen for the class's maximum rows and for other addresses; it rejects a shape
-            // before it runs.
-            let by = plan.algorithms.remove(0).name();
-            let (rows, left) = (p.m, plan.algorithms.len());
-            tracing::warn!(?key, rows, by, left, "GEMM algorithm rejected the shape; falling back");
+            // before it runs. Other numbers of rows of the class keep it.
+            let by = plan.algorithms[rejected].name();
+            rejected += 1;
+            plan.rejections.insert(p.m, rejected);
+            metrics::counter!(inflight_runtime::GEMM_REJECTIONS).increment(1);
+            let (rows, left) = (p.m, plan.algorithms.len() - rejected);
+            tracing::warn!(
+                ?key,
+                rows,
+                by,
+                left,
+                "GEMM algorithm rejected the number of rows; falling back for it"
+            );
         }
     }
 
@@ -284,6 +309,7 @@ impl CublasLt {
             y: result::create_matrix_layout(out, n, m, i64::from(key.stride)).map_err(failed(what))?,
             descriptor: result::create_matmul_desc(compute, single).map_err(failed(what))?,
             algorithms: Vec::new(),
+            rejections: HashMap::new(),
         };
         let set = |attribute, value: *const c_void| {
             // SAFETY: the plan owns the descriptor; all these attributes have four bytes.

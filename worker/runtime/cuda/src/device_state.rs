@@ -3,14 +3,16 @@
 use std::rc::Rc;
 use std::sync::Arc;
 
-use inflight_kernels::cuda::{DeviceError, HalfDtype, SamplingResult};
+use inflight_kernels::cuda::{DeviceError, HalfDtype, KvStore, SamplingResult};
 use inflight_runtime::{self as runtime, Batch, TokenMasks};
 
 use super::autotune::{GemmBench, GemmTuning};
 use super::device_memory::{DeviceMemory, PinnedMemory};
 use super::device_thread::{LoadEvent, LoadEventSender, LoadedRank};
 use super::driver::{CudaDevice, CudaGraph};
+use super::gemm_cache::{GemmCache, TuningContext};
 use super::gpu::{Gpu, GpuMemory};
+use super::gpu_paths::{self, PathConditions};
 use super::load_job::LoadJob;
 use super::load_plan::LoadPlan;
 use super::memory_plan::buckets;
@@ -21,7 +23,7 @@ use super::nccl::NcclRank;
 use super::result_slot::{DEPTH, ResultSlot};
 use super::slots::device_error;
 use super::weights::UploadError;
-use super::{CudaOptions, Error as LoadError, algorithm_search};
+use super::{CudaOptions, Error as LoadError, algorithm_search, cublaslt};
 
 /// GPU with a loaded model.
 pub(super) struct DeviceState {
@@ -66,7 +68,8 @@ impl DeviceState {
             warm_up_collectives(job, &device, &plan)?;
         }
         let gemms = model_gemms(&weights, &plan.shapes, shard_plan, config.vocab_size);
-        let tuned = warm_up_gemms(&device, half, &gemms, &plan, options).map_err(load_error)?;
+        let tuned =
+            warm_up_gemms(&device, &gpu_info.name, half, &gemms, &plan, options).map_err(load_error)?;
         let (left, _) = device.memory().map_err(load_error)?;
         let taken = plan.free.saturating_sub(left);
         let blocks = job.barrier_min(plan.pool_blocks(job, taken)?)?;
@@ -100,6 +103,7 @@ impl DeviceState {
         }
         let (left, _) = state.device.memory().map_err(load_error)?;
         plan.log_allocated(rank, taken, blocks, left);
+        gpu_paths::report(rank, &state.path_conditions(job)?.paths());
         let loaded = LoadedRank {
             capabilities,
             result_slots: Arc::clone(&state.result_slots),
@@ -111,6 +115,23 @@ impl DeviceState {
             tuned,
         };
         Ok((state, loaded))
+    }
+
+    /// What decides which fast paths are in use, once everything is loaded.
+    fn path_conditions(&self, job: &LoadJob) -> Result<PathConditions, LoadError> {
+        let LoadJob { gpu_info, options, .. } = job;
+        let target = CudaDevice::target(gpu_info);
+        Ok(PathConditions {
+            compute: gpu_info.compute,
+            target: target.map_err(|error| LoadError::from_device(error, gpu_info))?,
+            deterministic: options.deterministic,
+            cublaslt: self.device.cublaslt().is_some(),
+            autotune: options.autotune,
+            overlap_wanted: options.overlap,
+            overlap: self.device.overlaps(),
+            graphs: options.graphs,
+            fp8_kv: options.kv_store == KvStore::Fp8,
+        })
     }
 
     /// Captures a graph per bucket, from a step in which every row is padding.
@@ -274,6 +295,7 @@ fn run_collectives(
 /// returns the timings.
 fn warm_up_gemms(
     device: &CudaDevice,
+    gpu: &str,
     half: HalfDtype,
     gemms: &[ModelGemm],
     plan: &LoadPlan,
@@ -284,7 +306,13 @@ fn warm_up_gemms(
     let tuned = match options.autotune {
         true => {
             let row_counts = algorithm_search::row_counts(buckets(options.sample_rows()), rows);
-            bench.tune(gemms, &row_counts, samples)?
+            let context = TuningContext {
+                gpu: gpu.to_owned(),
+                library: cublaslt::version(),
+                kernels: device.sources().to_owned(),
+                dtype: half.dtype().name().to_owned(),
+            };
+            bench.tune(gemms, &row_counts, samples, GemmCache::open(options.gemm_cache.clone(), context))?
         }
         false => Vec::new(),
     };

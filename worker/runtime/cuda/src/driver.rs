@@ -11,7 +11,8 @@ use std::sync::Arc;
 
 use cudarc::driver::{CudaContext, DriverError, result, sys};
 use inflight_kernels::cuda::{
-    Device, DeviceError, HalfDtype, Images, Launch, Profile, Target, family_of, kernel_names,
+    Device, DeviceError, GemmParams, HalfDtype, Images, Launch, Profile, SwigluParams, Target, family_of,
+    kernel_names, skinny_gemm_swiglu, swiglu,
 };
 
 use super::cublaslt::CublasLt;
@@ -45,6 +46,8 @@ pub(super) struct CudaDevice {
     pub(super) context: Arc<CudaContext>,
     pub(super) stream: CudaStream,
     profile: Profile,
+    /// Digest of the sources of the kernels.
+    sources: String,
     kernels: HashMap<&'static str, KernelFunction>,
     modules: Vec<sys::CUmodule>,
     cublaslt: Option<CublasLt>,
@@ -63,10 +66,16 @@ pub(super) struct CudaDevice {
     not_send: PhantomData<*const ()>,
 }
 
-/// Name prefixes of the kernels that tile in shared memory.
-const TILED: [&str; 2] = ["attention_", "gemm_"];
-
 impl CudaDevice {
+    /// Returns the embedded code that a GPU runs.
+    pub(super) fn target(gpu_info: &GpuInfo) -> Result<Target, DeviceError> {
+        let (major, minor) = gpu_info.compute;
+        Target::of(major, minor).ok_or_else(|| DeviceError::Failed {
+            what: "loading the kernels".to_owned(),
+            reason: format!("there are none for compute capability {major}.{minor}"),
+        })
+    }
+
     /// Opens a GPU and loads the kernels. GEMMs run on cuBLASLt where it is installed, unless
     /// `deterministic`. `collective` is this rank's communicator, if any.
     pub(super) fn open(
@@ -80,12 +89,10 @@ impl CudaDevice {
         unsafe { context.disable_event_tracking() };
         let mut modules = Vec::new();
         let mut loaded = HashMap::new();
-        let (major, minor) = gpu_info.compute;
-        let target = Target::of(major, minor).ok_or_else(|| DeviceError::Failed {
-            what: "loading the kernels".to_owned(),
-            reason: format!("there are none for compute capability {major}.{minor}"),
-        })?;
-        for image in Images::unpack()?.of(target)? {
+        let target = Self::target(gpu_info)?;
+        let images = Images::unpack()?;
+        let sources = images.sources().unwrap_or_default().to_owned();
+        for image in images.of(target)? {
             // SAFETY: the image is a complete ELF file, whose header holds its length, or zero-terminated PTX.
             let module = unsafe { result::module::load_data(image.as_ptr()) }
                 .map_err(failed(&format!("loading the kernels of {}", image.family)))?;
@@ -115,10 +122,9 @@ impl CudaDevice {
             use sys::CUfunction_attribute as Attribute;
             let bytes = gpu_info.profile.shared_bytes as i32;
             set(Attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, bytes);
-            if TILED.iter().any(|prefix| name.starts_with(prefix)) {
-                // Their grids assume an occupancy that needs the full shared-memory carveout.
-                set(Attribute::CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, 100);
-            }
+            // The same for all kernels of a step: a multiprocessor has to be idle to change its carveout, so kernels
+            // would not overlap. Grids of attention and GEMMs assume an occupancy that needs the full one.
+            set(Attribute::CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, 100);
             kernels.insert(name, KernelFunction::new(function));
         }
         let stream = CudaStream::new(&context)?;
@@ -136,6 +142,7 @@ impl CudaDevice {
         Ok(Self {
             stream,
             profile: gpu_info.profile,
+            sources,
             kernels,
             modules,
             cublaslt,
@@ -153,6 +160,16 @@ impl CudaDevice {
     /// Name of the GEMM backend, for logs.
     pub(super) fn gemm_backend(&self) -> &'static str {
         if self.cublaslt.is_some() { "cublaslt" } else { "own" }
+    }
+
+    /// Digest of the sources of the kernels.
+    pub(super) fn sources(&self) -> &str {
+        &self.sources
+    }
+
+    /// Whether kernels overlap by programmatic dependent launch.
+    pub(super) fn overlaps(&self) -> bool {
+        self.overlap.get()
     }
 
     /// Enqueues a GEMM with one algorithm of [`CublasLt::candidates`]. Returns false, having enqueued
@@ -180,6 +197,25 @@ impl CudaDevice {
         }
     }
 
+    /// Enqueues a GEMM by cuBLASLt, or returns the built-in kernel that is to compute it, having enqueued nothing.
+    ///
+    /// # Safety
+    /// As [`Device::launch`].
+    unsafe fn run_cublaslt(
+        &self,
+        half: HalfDtype,
+        matmul: &Matmul,
+    ) -> Result<Option<GemmKernel>, DeviceError> {
+        let Some(cublaslt) = &self.cublaslt else { return Ok(Some(GemmKernel::Tiled)) };
+        // SAFETY: the caller guarantees that the addresses are of this device and of matrices with the given
+        // shapes.
+        let kernel = unsafe { cublaslt.run(half, matmul, self.stream.stream) }?;
+        if kernel.is_none() {
+            self.end_kernel_chain();
+        }
+        Ok(kernel)
+    }
+
     /// cuBLASLt, if it is in use.
     pub(super) fn cublaslt(&self) -> Option<&CublasLt> {
         self.cublaslt.as_ref()
@@ -188,7 +224,6 @@ impl CudaDevice {
     /// Enables programmatic dependent launch if `wanted` and all kernels support it.
     pub(super) fn set_overlap(&self, wanted: bool) {
         self.overlap.set(wanted && self.kernels.values().all(KernelFunction::supports_overlap));
-        tracing::debug!(overlap = self.overlap.get(), wanted, "programmatic dependent launch probed");
     }
 
     /// Records that the next work on the stream is no built-in kernel: the kernel after it must wait for its
@@ -350,17 +385,27 @@ impl Gpu for CudaDevice {
         // SAFETY: the caller guarantees that the addresses are of this device and of matrices with the given
         // shapes.
         unsafe {
-            let kernel = match &self.cublaslt {
-                Some(cublaslt) => cublaslt.run(half, matmul, self.stream.stream)?,
-                None => Some(GemmKernel::Tiled),
-            };
-            match kernel {
+            match self.run_cublaslt(half, matmul)? {
                 Some(kernel) => kernel.launch(self, half, matmul),
-                None => {
-                    self.end_kernel_chain();
-                    Ok(())
-                }
+                None => Ok(()),
             }
+        }
+    }
+
+    unsafe fn matmul_swiglu(&self, half: HalfDtype, matmul: &Matmul, out: u64) -> Result<(), DeviceError> {
+        let Matmul { m, n, y, .. } = *matmul;
+        // SAFETY: the caller guarantees that the addresses are of this device and of matrices with the given
+        // shapes.
+        unsafe {
+            match self.run_cublaslt(half, matmul)? {
+                Some(GemmKernel::Skinny) => {
+                    let params = GemmParams { out, stride: n / 2, ..GemmKernel::params(matmul) };
+                    return skinny_gemm_swiglu(self, half, &params);
+                }
+                Some(kernel) => kernel.launch(self, half, matmul)?,
+                None => {}
+            }
+            swiglu(self, half, &SwigluParams { gate_up: y, out, rows: m, width: n / 2 })
         }
     }
 

@@ -3,8 +3,8 @@
 use inflight_kernels::cpu::inverse_frequencies;
 use inflight_kernels::cuda::{
     AttentionParams, CopyParams, DeviceError, EmbeddingParams, HalfDtype, KvStore, NormParams, QkvParams,
-    SamplingParams, SamplingResult, ScoreParams, ScoreRow, SwigluParams, accept_drafts, attention,
-    attention_blocks, copy_blocks, embedding, finish_qkv, norm, sample, score, swiglu,
+    SamplingParams, SamplingResult, ScoreParams, ScoreRow, accept_drafts, attention, attention_blocks,
+    copy_blocks, embedding, finish_qkv, norm, sample, score,
 };
 use inflight_models::ModelConfig;
 use inflight_runtime::SCORES_MAX;
@@ -77,6 +77,21 @@ pub(super) fn windows(config: &ModelConfig) -> (Vec<Option<u32>>, Vec<usize>) {
         })
         .collect();
     (windows, plan_of_layer)
+}
+
+/// Returns the GEMM of a linear layer: y[m, n] = x[m, k] * weight^T + bias.
+fn linear_matmul<M: GpuMemory>(linear: &DeviceLinear<M>, x: &M, y: &M, m: u32, n: u64, k: u64) -> Matmul {
+    Matmul {
+        x: x.address(),
+        weight: linear.matrix.address(),
+        bias: linear.bias(),
+        y: y.address(),
+        m,
+        n: n as u32,
+        k: k as u32,
+        stride: n as u32,
+        f32_out: false,
+    }
 }
 
 impl<G: Gpu> CudaForward<G> {
@@ -168,17 +183,7 @@ impl<G: Gpu> CudaForward<G> {
         n: u64,
         k: u64,
     ) -> Result<(), DeviceError> {
-        let matmul = Matmul {
-            x: x.address(),
-            weight: linear.matrix.address(),
-            bias: linear.bias(),
-            y: y.address(),
-            m,
-            n: n as u32,
-            k: k as u32,
-            stride: n as u32,
-            f32_out: false,
-        };
+        let matmul = linear_matmul(linear, x, y, m, n, k);
         // SAFETY: x and y have room for the largest batch, and the weight is [n, k].
         unsafe { gpu.matmul(self.half, &matmul) }
     }
@@ -386,15 +391,9 @@ impl<G: Gpu> CudaForward<G> {
     fn mlp(&self, gpu: &G, layer: &WeightLayer<G::Memory>, rows: u32) -> Result<(), DeviceError> {
         let shapes = &self.shapes;
         let width = 2 * shapes.inner;
-        self.linear(gpu, &layer.gate_up, &self.normed, &self.gate_up, rows, width, shapes.hidden)?;
-        let p = SwigluParams {
-            gate_up: self.gate_up.address(),
-            out: self.gated.address(),
-            rows,
-            width: shapes.inner as u32,
-        };
-        // SAFETY: buffers have room for the largest batch.
-        unsafe { swiglu(gpu, self.half, &p) }?;
+        let matmul = linear_matmul(&layer.gate_up, &self.normed, &self.gate_up, rows, width, shapes.hidden);
+        // SAFETY: buffers have room for the largest batch, and the weight is [n, k].
+        unsafe { gpu.matmul_swiglu(self.half, &matmul, self.gated.address()) }?;
         self.linear(gpu, &layer.down, &self.gated, &self.delta, rows, shapes.hidden, shapes.inner)
     }
 

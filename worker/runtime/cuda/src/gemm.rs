@@ -57,6 +57,20 @@ impl GemmKernel {
         }
     }
 
+    /// Returns the parameters of a built-in kernel for a GEMM.
+    pub(super) fn params(p: &Matmul) -> GemmParams {
+        GemmParams {
+            x: p.x,
+            weight: p.weight,
+            bias: p.bias.map_or(0, |bias| bias.f32),
+            out: p.y,
+            m: p.m,
+            n: p.n,
+            k: p.k,
+            stride: p.stride,
+        }
+    }
+
     /// Enqueues a GEMM that the kernel supports.
     ///
     /// # Safety
@@ -67,16 +81,7 @@ impl GemmKernel {
         half: HalfDtype,
         p: &Matmul,
     ) -> Result<(), DeviceError> {
-        let params = GemmParams {
-            x: p.x,
-            weight: p.weight,
-            bias: p.bias.map_or(0, |bias| bias.f32),
-            out: p.y,
-            m: p.m,
-            n: p.n,
-            k: p.k,
-            stride: p.stride,
-        };
+        let params = Self::params(p);
         // SAFETY: the caller guarantees that the addresses are of this device and of matrices with the given
         // shapes.
         unsafe {

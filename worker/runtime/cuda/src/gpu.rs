@@ -1,6 +1,6 @@
 //! Device interface that the CUDA runtime is generic over: memory, GEMMs and collectives.
 
-use inflight_kernels::cuda::{Device, DeviceError, HalfDtype};
+use inflight_kernels::cuda::{Device, DeviceError, HalfDtype, SwigluParams, swiglu};
 
 /// Allocation in device memory, freed when dropped.
 pub(super) trait GpuMemory {
@@ -60,7 +60,7 @@ pub(super) trait DeviceCollective {
 }
 
 /// Device with its own memory that runs operations in the order of the calls.
-pub(super) trait Gpu: Device {
+pub(super) trait Gpu: Device + Sized {
     type Memory: GpuMemory;
 
     /// Allocates memory of undefined content.
@@ -77,6 +77,21 @@ pub(super) trait Gpu: Device {
     /// # Safety
     /// As [`Device::launch`]: addresses are of this device and of matrices with the given shapes.
     unsafe fn matmul(&self, half: HalfDtype, matmul: &Matmul) -> Result<(), DeviceError>;
+
+    /// Runs a GEMM whose output is [m, gates and ups], and writes silu(gate) * up to `out`, [m, n / 2]. The GEMM's own
+    /// output may or may not be written.
+    ///
+    /// # Safety
+    /// As [`Gpu::matmul`], and `out` is of m * n / 2 elements.
+    unsafe fn matmul_swiglu(&self, half: HalfDtype, matmul: &Matmul, out: u64) -> Result<(), DeviceError> {
+        let Matmul { m, n, y, .. } = *matmul;
+        let p = SwigluParams { gate_up: y, out, rows: m, width: n / 2 };
+        // SAFETY: the caller's.
+        unsafe {
+            self.matmul(half, matmul)?;
+            swiglu(self, half, &p)
+        }
+    }
 
     /// Copies a column range of one matrix to another.
     ///

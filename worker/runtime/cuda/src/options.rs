@@ -1,6 +1,7 @@
 //! Options of the CUDA runtime.
 
 use inflight_kernels::cuda::KvStore;
+use inflight_models::CacheDirectory;
 
 /// Configuration of a [`CudaRuntime`](crate::CudaRuntime).
 #[derive(Debug, Clone)]
@@ -33,6 +34,8 @@ pub struct CudaOptions {
     pub graphs: bool,
     /// GEMM algorithms are timed at load and the fastest is used.
     pub autotune: bool,
+    /// Directory that keeps the chosen GEMM algorithms for later starts; `None`: each start times them.
+    pub gemm_cache: Option<CacheDirectory>,
     /// Programmatic dependent launch where GPU and driver support it (compute capability 9.0); changes no
     /// bit.
     pub overlap: bool,

@@ -294,6 +294,7 @@ fn duplicate_gpus_no_gpu_and_batch_dependent_sums_are_refused() {
             deterministic,
             graphs: true,
             autotune: true,
+            gemm_cache: None,
             overlap: true,
         };
         CudaRuntime::load(&model, &options, &|_, _| {}).err().unwrap().to_string()
