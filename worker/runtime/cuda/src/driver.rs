@@ -85,17 +85,20 @@ impl CudaDevice {
             what: "loading the kernels".to_owned(),
             reason: format!("there are none for compute capability {major}.{minor}"),
         })?;
-        for image in Images::unpack()?.of(target)? {
+        for image in Images::unpack()?.of_environment(target)? {
             // SAFETY: the image is a complete ELF file, whose header holds its length, or zero-terminated PTX.
             let module = unsafe { result::module::load_data(image.as_ptr()) }
-                .map_err(failed(&format!("loading the kernels of {}", image.family)))?;
+                .map_err(failed(&format!("loading the kernels of {image}")))?;
+            if let Some(file) = image.file() {
+                tracing::info!(family = image.family, file = %file.display(), "kernel image replaced");
+            }
             modules.push(module);
-            loaded.insert(image.family, module);
+            loaded.insert(image.family, (module, image.to_string()));
         }
         let mut kernels = HashMap::new();
         for name in kernel_names() {
             let module = family_of(name).and_then(|family| loaded.get(family));
-            let module = module.ok_or_else(|| DeviceError::Failed {
+            let (module, image) = module.ok_or_else(|| DeviceError::Failed {
                 what: format!("looking up {name}"),
                 reason: "no embedded image has it".to_owned(),
             })?;
@@ -105,7 +108,7 @@ impl CudaDevice {
             })?;
             // SAFETY: the module is loaded, and is unloaded only when `self` drops.
             let function = unsafe { result::module::get_function(*module, text) }
-                .map_err(failed(&format!("looking up {name}")))?;
+                .map_err(failed(&format!("looking up {name} in {image}")))?;
             // Allow all shared memory of a block. Refused where the kernel's static part leaves less; a
             // launch that needs more then fails.
             let set = |attribute, value| {
