@@ -152,7 +152,8 @@ impl Images {
             .collect()
     }
 
-    pub(super) fn find(&self, family: &str, target: Target) -> Option<&[u8]> {
+    /// Returns the embedded image of a family for a target, or `None` if there is none.
+    pub fn find(&self, family: &str, target: Target) -> Option<&[u8]> {
         let (lines, mut at) = self.header()?;
         for words in lines {
             let [name, form, bytes] = words[..] else { continue };

@@ -3,6 +3,8 @@
 
 use std::path::{Path, PathBuf};
 
+use sha2::{Digest as _, Sha256};
+
 use super::DeviceError;
 use super::image::{FAMILIES, Image, Images, Target};
 
@@ -23,6 +25,8 @@ pub struct Replacement {
     pub family: &'static str,
     /// File that holds the image.
     pub file: PathBuf,
+    /// SHA-256 of the file, in hexadecimal.
+    pub sha256: String,
     bytes: Vec<u8>,
 }
 
@@ -69,7 +73,8 @@ impl Replacement {
             let bytes = read(&file)?;
             let checked = if is_machine_code { check_machine_code(&bytes) } else { check_ptx(&bytes) };
             checked.map_err(|reason| failed(&file, reason))?;
-            all.push(Self { family, file, bytes });
+            let sha256 = Sha256::digest(&bytes).iter().map(|byte| format!("{byte:02x}")).collect();
+            all.push(Self { family, file, sha256, bytes });
         }
         Ok(all)
     }

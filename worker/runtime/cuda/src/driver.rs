@@ -89,9 +89,6 @@ impl CudaDevice {
             // SAFETY: the image is a complete ELF file, whose header holds its length, or zero-terminated PTX.
             let module = unsafe { result::module::load_data(image.as_ptr()) }
                 .map_err(failed(&format!("loading the kernels of {image}")))?;
-            if let Some(file) = image.file() {
-                tracing::info!(family = image.family, file = %file.display(), "kernel image replaced");
-            }
             modules.push(module);
             loaded.insert(image.family, (module, image.to_string()));
         }
