@@ -33,7 +33,7 @@ nightly *seeds:
 fuzz seconds *targets:
     tests/fuzz/run {{ seconds }} {{ targets }}
 
-# Everything that the GPU suite needs, in target/gpu-bundle; copy it to a machine with a GPU and start `run` there.
+# Everything that the GPU suite needs, in target/gpu-bundle.tar.xz; unpack it on a machine with a GPU and start `first` there.
 gpu:
     tests/gpu/bundle
 

@@ -1,16 +1,22 @@
 """What the suite finds, kept on disk as it comes: a run that is cut off leaves everything up to there.
 
-In the output folder are three files, whatever runs: gpu-suite.json, gpu-suite.txt (the table) and gpu-suite.log (the output of
-every program, one after the other).
+In the output folder are three files, whatever runs: NAME.json, NAME.txt (the table) and NAME.log (the output of every program,
+one after the other).
 """
 
 import json
 import os
+import select
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
+
+# Of one program's output in the log; what is in the middle is left out.
+LOG_OUTPUT_MAX = 1 << 20
+# What programs say in a rehearsal, where there is no GPU.
+NO_GPU = ("no NVIDIA driver", "no GPU", "libcuda")
 
 
 class Skipped(Exception):
@@ -18,20 +24,37 @@ class Skipped(Exception):
 
 
 class Recorder:
-    def __init__(self, bundle: Path, out: Path, minutes: float):
-        self.bundle, self.out = bundle, out
+    def __init__(self, bundle: Path, out: Path, minutes: float, name: str = "gpu-suite"):
+        self.bundle, self.out, self.name = bundle, out, name
         self.out.mkdir(parents=True, exist_ok=True)
         self.deadline = time.monotonic() + minutes * 60
+        self.phase_deadline = self.deadline
         self.rows = []  # (phase, what, figure, goal, verdict)
         revision = bundle / "REVISION"
         self.json = {"revision": revision.read_text().strip() if revision.exists() else "unknown", "phases": {}}
         self.failed = False
-        self.log = self.out / "gpu-suite.log"
+        self.loaded = {}
+        self.log = self.out / f"{name}.log"
         self.log.write_bytes(b"")
+        # Where a step hangs that is no program of its own.
+        signal.signal(signal.SIGALRM, self.out_of_time)
 
     def left(self) -> float:
-        """Seconds until the run should be over."""
-        return self.deadline - time.monotonic()
+        """Seconds until the phase should be over."""
+        return min(self.deadline, self.phase_deadline) - time.monotonic()
+
+    def limit_phase(self, deadline: float):
+        """Ends the phase by then: programs when they have run so long, anything else a second later."""
+        self.phase_deadline = deadline
+        signal.setitimer(signal.ITIMER_REAL, max(0.1, self.left() + 1))
+
+    def end_phase(self):
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        self.phase_deadline = self.deadline
+
+    @staticmethod
+    def out_of_time(*_):
+        raise Skipped("cut off: no time left")
 
     def row(self, phase, what, figure, goal="", good=None, word=None):
         verdict = word or ("" if good is None else ("ok" if good else "MISSED"))
@@ -49,10 +72,10 @@ class Recorder:
 
     def command(self, name, command, timeout, environment=None):
         """Runs a program, whose output goes to the log; (exit status, output, seconds). 124: it ran past its time, 127: it
-        could not be started. What the end of the whole run cuts off is skipped, and not failed."""
+        could not be started. What the end of the phase cuts off is skipped, and not failed."""
         env = {**os.environ, "RUST_BACKTRACE": "1", **(environment or {})}
         left = self.left()
-        if left < 5:
+        if left < 3:
             raise Skipped("no time left")
         limit = min(timeout, left)
         begun = time.monotonic()
@@ -77,16 +100,29 @@ class Recorder:
                     raise
                 code = 124
         seconds = time.monotonic() - begun
-        with open(self.log, "rb") as log:
-            log.seek(start)
-            output = log.read().decode(errors="replace")
-        with open(self.log, "ab") as log:
-            log.write(f"===== {name}: exit status {code} after {seconds:.1f} s\n".encode())
+        output = self.shorten_log(start)
+        self.note(f"===== {name}: exit status {code} after {seconds:.1f} s\n")
         if code == 124 and limit < timeout:
             raise Skipped(f"{name} was cut off after {limit:.0f} s: no time left")
         if code == 124:
             output += f"\nran past {limit:.0f} s"
         return code, output, seconds
+
+    def shorten_log(self, start: int) -> str:
+        """What is in the log from there on, of which too much is cut out of the file."""
+        with open(self.log, "r+b") as log:
+            log.seek(start)
+            output = log.read()
+            if len(output) > LOG_OUTPUT_MAX:
+                part = LOG_OUTPUT_MAX // 2
+                log.seek(start)
+                log.truncate()
+                log.write(output[:part] + b"\n[...]\n" + output[-part:])
+        return output.decode(errors="replace")
+
+    def note(self, text: str):
+        with open(self.log, "ab") as log:
+            log.write(text.encode())
 
     def answer(self, name, command, timeout):
         """The last line of JSON that a program prints; an exception with its error if there is none."""
@@ -102,17 +138,19 @@ class Recorder:
 
     def job(self, name, model, task, timeout=600, **options):
         """Runs the measuring binary on a model; its result, or an exception with its error."""
-        job = json.dumps({"model": str(model), "task": task, **options})
-        self.loaded = self.answer(name, [str(self.bundle / "measure"), job], timeout)
+        self.loaded = self.answer(name, self.measure_command(model, task, **options), timeout)
         return self.loaded["result"]
+
+    def measure_command(self, model, task, **options):
+        return [str(self.bundle / "measure"), json.dumps({"model": str(model), "task": task, **options})]
 
     def write(self):
         self.json["rows"] = self.rows
         self.json["passed"] = not self.failed
-        for name, text in [("gpu-suite.json", json.dumps(self.json, indent=1)), ("gpu-suite.txt", self.table())]:
-            partial = self.out / f"{name}.partial"
+        for name, text in [("json", json.dumps(self.json, indent=1)), ("txt", self.table())]:
+            partial = self.out / f"{self.name}.{name}.partial"
             partial.write_text(text)
-            partial.replace(self.out / name)
+            partial.replace(self.out / f"{self.name}.{name}")
 
     def table(self):
         rows = [("phase", "what", "figure", "goal", "verdict"), *self.rows]
@@ -120,6 +158,72 @@ class Recorder:
         lines = ["  ".join(str(cell).ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]
         lines.insert(1, "-" * (sum(widths) + 8))
         return "\n".join(lines) + f"\n\nchecks {'FAILED' if self.failed else 'passed'}\n"
+
+
+class Conversation:
+    """A program that answers each line of JSON with one. What else it prints goes to the log."""
+
+    def __init__(self, recorder: Recorder, name: str, command):
+        self.recorder, self.name = recorder, name
+        self.buffer = b""
+        recorder.note(f"\n===== {name}: {' '.join(map(str, command))}, to be asked\n")
+        with open(recorder.log, "ab") as log:
+            self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, process_group=0)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        for pipe in (self.process.stdin, self.process.stdout):
+            try:
+                pipe.close()
+            except OSError:
+                pass
+        try:
+            os.killpg(self.process.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+        self.process.wait()
+
+    def ask(self, message, timeout):
+        try:
+            self.process.stdin.write(json.dumps(message).encode() + b"\n")
+            self.process.stdin.flush()
+        except OSError:
+            pass  # It has ended; its last answer says why.
+        return self.answer(timeout)
+
+    def answer(self, timeout):
+        """The next line of JSON; an exception with its error, or if it ends or says nothing for so long."""
+        left = self.recorder.left()
+        end = time.monotonic() + min(timeout, left)
+        while True:
+            line, newline, rest = self.buffer.partition(b"\n")
+            if newline:
+                self.buffer = rest
+                if not line.startswith(b"{"):
+                    self.recorder.note(line.decode(errors="replace") + "\n")
+                    continue
+                answer = json.loads(line)
+                if "error" in answer:
+                    raise RuntimeError(f"{self.name}: {answer['error']}")
+                return answer
+            if not select.select([self.process.stdout], [], [], max(0.0, end - time.monotonic()))[0]:
+                if left < timeout:
+                    raise Skipped(f"{self.name} was cut off: no time left")
+                raise RuntimeError(f"{self.name} said nothing for {timeout:.0f} s")
+            more = os.read(self.process.stdout.fileno(), 1 << 16)
+            if not more:
+                raise RuntimeError(f"{self.name} ended with exit status {self.process.wait()}; the log may say why")
+            self.buffer += more
+
+
+def rehearsal_failures(rows):
+    """Of a run without a GPU: the phases and steps that did not fail for the reason that there is none. The first phase only
+    names the machine; figures without a verdict are judged by nobody."""
+    judged = [(phase, what, figure, verdict) for phase, what, figure, _, verdict in rows if phase != "machine" and verdict]
+    return [f"{phase}: {what}: {figure}" for phase, what, figure, verdict in judged
+            if verdict != "open" and not (verdict == "FAILED" and any(word in str(figure) for word in NO_GPU))]
 
 
 def end_on_signals():

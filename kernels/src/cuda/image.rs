@@ -4,7 +4,9 @@
 //! The archive is a zstd frame. It begins with text lines, up to an empty one: `sources DIGEST`, the SHA-256
 //! of the CUDA sources, then `FAMILY TARGET BYTES` for each image; then come the images in that order.
 
+use std::fmt;
 use std::io::Read as _;
+use std::path::{Path, PathBuf};
 
 use super::DeviceError;
 
@@ -51,6 +53,18 @@ pub struct Image {
     pub family: &'static str,
     /// ELF file or zero-terminated PTX. Words, because machine code must be aligned.
     words: Vec<u64>,
+    /// File that it was read from; `None`: it is embedded.
+    file: Option<PathBuf>,
+}
+
+impl fmt::Display for Image {
+    /// Writes the family, and the file that replaces its embedded image.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match &self.file {
+            Some(file) => write!(f, "{} ({})", self.family, file.display()),
+            None => f.write_str(self.family),
+        }
+    }
 }
 
 impl Image {
@@ -62,7 +76,17 @@ impl Image {
             padded[..chunk.len()].copy_from_slice(chunk);
             *word = u64::from_ne_bytes(padded);
         }
-        Self { family, words }
+        Self { family, words, file: None }
+    }
+
+    /// Image that was read from a file, in place of the embedded one.
+    pub(super) fn of_file(family: &'static str, bytes: &[u8], file: PathBuf) -> Self {
+        Self { file: Some(file), ..Self::new(family, bytes) }
+    }
+
+    /// Returns the file that replaces the embedded image, if any.
+    pub fn file(&self) -> Option<&Path> {
+        self.file.as_deref()
     }
 
     /// Returns the image's bytes, and some zeros behind them.
@@ -134,7 +158,8 @@ impl Images {
             .collect()
     }
 
-    fn find(&self, family: &str, target: Target) -> Option<&[u8]> {
+    /// Returns the embedded image of a family for a target, or `None` if there is none.
+    pub fn find(&self, family: &str, target: Target) -> Option<&[u8]> {
         let (lines, mut at) = self.header()?;
         for words in lines {
             let [name, form, bytes] = words[..] else { continue };
@@ -149,7 +174,7 @@ impl Images {
 }
 
 /// Kernel families: the stems of the source files.
-const FAMILIES: [&str; 9] =
+pub(super) const FAMILIES: [&str; 9] =
     ["attention", "copy", "embedding", "gemm", "norm", "qkv", "sampling", "skinny", "swiglu"];
 
 /// Family of each kernel, by the prefix of the kernel's name.

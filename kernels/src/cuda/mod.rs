@@ -13,6 +13,7 @@ mod harness;
 mod image;
 mod launch;
 mod params;
+mod replacement;
 
 pub use attention_plan::{AttentionPlan, PlanShape, PlannedSequence};
 pub use device::{Device, DeviceError, HalfDtype, KvStore, Launch, Profile};
@@ -32,3 +33,4 @@ pub use params::{
     NormParams, Plain, QkvParams, RECENT_TOKENS, SamplingParams, SamplingResult, SamplingRow, ScoreParams,
     ScoreRow, SlotOutput, SwigluParams, TOP_MAX, as_bytes,
 };
+pub use replacement::{IMAGES_VARIABLE, Replacement};

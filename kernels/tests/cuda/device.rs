@@ -148,8 +148,15 @@ impl Gpu {
             let major = attribute(Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR) as i32;
             let minor = attribute(Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR) as i32;
             let target = Target::of(major, minor).expect("the GPU is supported");
-            let images = Images::unpack().unwrap().of(target).unwrap();
-            let load = |image: &Image| unsafe { result::module::load_data(image.as_ptr()) }.unwrap();
+            let images =
+                Images::unpack().unwrap().of_environment(target).unwrap_or_else(|error| panic!("{error}"));
+            let load = |image: &Image| {
+                if image.file().is_some() {
+                    eprintln!("kernel image replaced: {image}");
+                }
+                unsafe { result::module::load_data(image.as_ptr()) }
+                    .unwrap_or_else(|error| panic!("loading the kernels of {image}: {error}"))
+            };
             let modules = images.iter().map(|image| (image.family, load(image))).collect();
             let profile = Profile {
                 multiprocessors: attribute(Attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT),

@@ -1,7 +1,7 @@
 use std::collections::BTreeSet;
 use std::path::Path;
 
-use inflight_kernels::cuda::{Images, KERNELS, Target};
+use inflight_kernels::cuda::{IMAGES_VARIABLE, Images, KERNELS, Replacement, Target};
 use sha2::{Digest, Sha256};
 
 fn folder() -> &'static Path {
@@ -45,7 +45,8 @@ fn the_archive_has_machine_code_for_hopper_and_ptx_with_dependent_launches_and_f
     // The architecture is in bits 8 to 15 of the ELF header's flags (offset 48), `a` among the bits above.
     let flags = |target| {
         let images = images.of(target).unwrap();
-        let flags = |image: &inflight_kernels::cuda::Image| image.bytes()[48..52].try_into().map(u32::from_le_bytes);
+        let flags =
+            |image: &inflight_kernels::cuda::Image| image.bytes()[48..52].try_into().map(u32::from_le_bytes);
         images.iter().map(|image| flags(image).unwrap() >> 8 & 0xff).collect::<BTreeSet<u32>>()
     };
     assert_eq!((flags(Target::Sm90a), flags(Target::Sm80)), (BTreeSet::from([90]), BTreeSet::from([80])));
@@ -70,4 +71,71 @@ fn every_gpu_finds_every_family_in_the_archive() {
     let of = [(7, 5), (8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0)].map(target);
     let (ampere, later) = (Some(Target::Sm80), Some(Target::Ptx90));
     assert_eq!(of, [None, ampere, ampere, ampere, Some(Target::Sm90a), later, later]);
+}
+
+/// Writes `files` to a new folder and returns the families read from it, or the error.
+fn replaced(files: &[(&str, &[u8])]) -> Result<Vec<&'static str>, String> {
+    let folder = inflight_fixtures::TempDir::new("inflight-kernel-images").unwrap();
+    for (name, bytes) in files {
+        std::fs::write(folder.path().join(name), bytes).unwrap();
+    }
+    let found = Replacement::in_folder(folder.path()).map_err(|error| error.to_string())?;
+    assert!(found.iter().all(|replacement| replacement.file.starts_with(folder.path())));
+    let images = Images::unpack().unwrap().of_with(Target::Sm80, &found).unwrap();
+    assert_eq!(images.len(), KERNELS.iter().map(|(_, family)| family).collect::<BTreeSet<_>>().len());
+    Ok(images.iter().filter(|image| image.file().is_some()).map(|image| image.family).collect())
+}
+
+/// Smallest ELF file of a GPU: a header and one empty section.
+fn machine_code() -> Vec<u8> {
+    let mut bytes = vec![0u8; 64 + 64];
+    bytes[..6].copy_from_slice(b"\x7fELF\x02\x01");
+    bytes[18] = 190;
+    bytes[40] = 64;
+    bytes[58] = 64;
+    bytes[60] = 1;
+    bytes
+}
+
+#[test]
+fn files_replace_embedded_images() {
+    let (elf, ptx) = (machine_code(), b".version 9.0\n.target sm_90a\n.entry norm_bf16() { }\n");
+    assert_eq!(replaced(&[]), Ok(vec![]));
+    assert_eq!(replaced(&[("gemm.log", b"any"), ("norm.cu", b"any")]), Ok(vec![]));
+    assert_eq!(replaced(&[("norm.ptx", ptx), ("gemm.cubin", &elf)]), Ok(vec!["gemm", "norm"]));
+}
+
+#[test]
+fn files_that_are_no_images_are_named_in_errors() {
+    let elf = machine_code();
+    let ptx: &[u8] = b".version 9.0\n.target sm_90a\n.entry norm_bf16() { }\n";
+    let beyond = {
+        let mut elf = machine_code();
+        elf[64 + 32] = 200;
+        elf
+    };
+    let host = {
+        let mut elf = machine_code();
+        elf[18] = 62;
+        elf
+    };
+    let cases: [(&[(&str, &[u8])], &str, &str); 11] = [
+        (&[("norm.cubin", b"")], "norm.cubin", "empty"),
+        (&[("norm.ptx", b"")], "norm.ptx", "empty"),
+        (&[("norm.cubin", ptx)], "norm.cubin", "nvcc -cubin"),
+        (&[("norm.cubin", &host)], "norm.cubin", "nvcc -cubin"),
+        (&[("norm.cubin", &elf[..100])], "norm.cubin", "truncated"),
+        (&[("norm.cubin", &beyond)], "norm.cubin", "truncated"),
+        (&[("norm.ptx", &elf)], "norm.ptx", "nvcc -ptx"),
+        (&[("norm.ptx", b"any text")], "norm.ptx", "nvcc -ptx"),
+        (&[("norm.ptx", &ptx[..ptx.len() - 3])], "norm.ptx", "truncated"),
+        (&[("norms.ptx", ptx)], "norms.ptx", "there are attention, copy"),
+        (&[("norm.ptx", ptx), ("norm.cubin", &elf)], "norm.ptx", "remove one"),
+    ];
+    for (files, name, reason) in cases {
+        let error = replaced(files).unwrap_err();
+        assert!(error.contains(name) && error.contains(reason) && error.contains(IMAGES_VARIABLE), "{error}");
+    }
+    let error = Replacement::in_folder(Path::new("/nowhere")).map(|found| found.len()).unwrap_err();
+    assert!(error.to_string().contains("/nowhere"), "{error}");
 }

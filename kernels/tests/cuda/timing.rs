@@ -1,12 +1,17 @@
-//! Kernel timings as JSON lines: `INFLIGHT_TEST_GPU=1 kernel-tests --ignored --nocapture timing::`.
+//! Kernel timings as JSON lines: `INFLIGHT_TEST_GPU=1 kernel-tests --ignored --nocapture timing::`. Each figure is the
+//! median of several passes after warm-up; `spread` is the range of the passes as a part of it.
+
+mod attention;
+mod products;
+mod rows;
+mod sampling;
 
 use std::sync::Arc;
 
 use cudarc::driver::{result, sys};
-use inflight_kernels::cuda::{
-    Device, DeviceError, GemmParams, HalfDtype, Launch, Profile, gemm, skinny_gemm,
-};
+use inflight_kernels::cuda::{Device, DeviceError, HalfDtype, Launch, Profile};
 
+use crate::SeededRng;
 use crate::device::{Buffer, Gpu, TestDevice};
 
 /// GPU stream that does not synchronise after each launch.
@@ -21,28 +26,6 @@ impl StreamDevice {
     pub(crate) fn new(gpu: &Arc<Gpu>, overlap: bool) -> Self {
         let stream = result::stream::create(result::stream::StreamKind::NonBlocking).unwrap();
         Self { gpu: Arc::clone(gpu), stream, overlap }
-    }
-
-    /// Returns the seconds of `work`, the minimum of several rounds.
-    fn seconds(&self, mut work: impl FnMut()) -> f64 {
-        let event = || result::event::create(sys::CUevent_flags::CU_EVENT_DEFAULT).unwrap();
-        let (begin, end) = (event(), event());
-        let mut best = f64::INFINITY;
-        for _ in 0..8 {
-            let took = unsafe {
-                result::event::record(begin, self.stream).unwrap();
-                work();
-                result::event::record(end, self.stream).unwrap();
-                result::stream::synchronize(self.stream).unwrap();
-                result::event::elapsed(begin, end).unwrap()
-            };
-            best = best.min(f64::from(took) / 1e3);
-        }
-        unsafe {
-            result::event::destroy(begin).unwrap();
-            result::event::destroy(end).unwrap();
-        }
-        best
     }
 }
 
@@ -62,85 +45,138 @@ impl Device for StreamDevice {
     }
 }
 
-/// Weight bytes per pass: more than any cache, and at least the largest matrix.
-const WEIGHT_BYTES: usize = 3 << 29;
-/// GEMM shapes (n, k) of Qwen3-0.6B, 1.7B and 8B: QKV, attention output, gate and up, down, LM head.
-const SHAPES: [(u32, u32); 15] = [
-    (4096, 1024),
-    (1024, 2048),
-    (6144, 1024),
-    (1024, 3072),
-    (151_936, 1024),
-    (4096, 2048),
-    (2048, 2048),
-    (12_288, 2048),
-    (2048, 6144),
-    (151_936, 2048),
-    (6144, 4096),
-    (4096, 4096),
-    (24_576, 4096),
-    (4096, 12_288),
-    (151_936, 4096),
-];
+/// Passes before the clock starts: caches, clocks and the TLB settle.
+const WARM_UP: usize = 3;
+/// Measured passes, fewer if they take longer than [`PASSES_SECONDS`].
+const PASSES: usize = 11;
+const PASSES_MIN: usize = 3;
+const PASSES_SECONDS: f64 = 0.4;
 
-#[test]
-#[ignore = "measures a GPU; run by the GPU suite"]
-fn skinny_gemm_as_a_share_of_copy_bandwidth() {
-    let device = TestDevice::new();
-    let TestDevice::Gpu(gpu) = &device else { return };
-    gpu.bind();
-    let (weights, copies) = (device.alloc(WEIGHT_BYTES), device.alloc(WEIGHT_BYTES));
-    let (x, out) = (device.alloc(8 * 12_288 * 2), device.alloc(8 * 151_936 * 4));
-    for buffer in [&weights, &copies, &x] {
-        let Buffer::Gpu { bytes, .. } = buffer else { return };
-        unsafe { result::memset_d8_sync(buffer.address(), 0x11, *bytes) }.unwrap();
+/// Seconds of one pass.
+struct Timing {
+    median: f64,
+    /// Range of all passes, as a part of the median.
+    spread: f64,
+}
+
+impl Timing {
+    /// Returns the JSON fields of a pass that ran `launches` times the same.
+    fn fields(&self, launches: usize) -> String {
+        format!("\"us\": {:.2}, \"spread\": {:.3}", self.us(launches), self.spread)
     }
-    let plain = StreamDevice::new(gpu, false);
-    let copied = plain.seconds(|| {
-        unsafe { result::memcpy_dtod_async(copies.address(), weights.address(), WEIGHT_BYTES, plain.stream) }
-            .unwrap();
-    });
-    let copy = 2.0 * WEIGHT_BYTES as f64 / copied / 1e9;
-    println!("{{\"copy_gb_s\": {copy:.0}}}");
-    for overlap in [false, true] {
-        let stream = StreamDevice::new(gpu, overlap);
-        for (n, k) in SHAPES {
-            let each = n as usize * k as usize * 2;
-            let matrices = WEIGHT_BYTES / each;
-            assert!(matrices > 0, "a matrix of {n} by {k} has room");
-            let wide = n > 100_000;
-            for m in [1u32, 8] {
-                let run = |skinny: bool| {
-                    let seconds = stream.seconds(|| {
-                        for i in 0..matrices {
-                            let p = GemmParams {
-                                x: x.address(),
-                                weight: weights.address() + (i * each) as u64,
-                                bias: 0,
-                                out: out.address(),
-                                m,
-                                n,
-                                k,
-                                stride: n,
-                            };
-                            match skinny {
-                                true => unsafe { skinny_gemm(&stream, HalfDtype::Bf16, wide, &p) }.unwrap(),
-                                false => unsafe { gemm(&stream, HalfDtype::Bf16, wide, &p) }.unwrap(),
-                            }
-                        }
-                    });
-                    seconds / matrices as f64
-                };
-                let (skinny, few) = (run(true), run(false));
-                let rate = each as f64 / skinny / 1e9;
-                println!(
-                    "{{\"m\": {m}, \"n\": {n}, \"k\": {k}, \"overlap\": {overlap}, \"us\": {:.2}, \"gb_s\": {rate:.0}, \
-                     \"share_of_copy\": {:.3}, \"deterministic_us\": {:.2}}}",
-                    skinny * 1e6,
-                    rate / copy,
-                    few * 1e6
-                );
+
+    fn us(&self, launches: usize) -> f64 {
+        self.median * 1e6 / launches as f64
+    }
+}
+
+/// GPU under measurement and its copy bandwidth.
+struct Bench {
+    device: TestDevice,
+    gpu: Arc<Gpu>,
+    overlapping: StreamDevice,
+    /// Bytes per second of a copy within device memory, read plus written.
+    copy: f64,
+}
+
+/// Bytes of the copy that bandwidth is measured with: more than any cache.
+const COPY_BYTES: usize = 3 << 29;
+/// Elements of the random pattern that large buffers are filled with.
+const PATTERN: usize = 4 << 20;
+
+impl Bench {
+    /// Opens the GPU and measures its copy bandwidth; `None` on the harness.
+    fn new() -> Option<Self> {
+        let device = TestDevice::new();
+        let TestDevice::Gpu(gpu) = &device else { return None };
+        let gpu = Arc::clone(gpu);
+        gpu.bind();
+        let overlapping = StreamDevice::new(&gpu, true);
+        let mut bench = Self { device, gpu, overlapping, copy: 0.0 };
+        let bytes = COPY_BYTES.min(bench.free() / 4);
+        let [from, to] = [(); 2].map(|()| bench.device.alloc(bytes));
+        let copied = bench.measure(&bench.overlapping, || {
+            let stream = bench.overlapping.stream;
+            unsafe { result::memcpy_dtod_async(to.address(), from.address(), bytes, stream) }.unwrap();
+        });
+        drop((from, to));
+        bench.copy = 2.0 * bytes as f64 / copied.median;
+        println!("{{\"copy_gb_s\": {:.0}, \"spread\": {:.3}}}", bench.copy / 1e9, copied.spread);
+        Some(bench)
+    }
+
+    /// Bytes that may still be allocated.
+    fn free(&self) -> usize {
+        self.gpu.bind();
+        result::mem_get_info().unwrap().0
+    }
+
+    /// Captures what `work` enqueues on `stream` and times replays of it: launches from the host would take longer
+    /// than small kernels.
+    fn measure(&self, stream: &StreamDevice, work: impl FnOnce()) -> Timing {
+        // Uploads use the null stream, with which a non-blocking stream does not synchronise.
+        result::ctx::synchronize().unwrap();
+        let mode = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL;
+        let event = || result::event::create(sys::CUevent_flags::CU_EVENT_DEFAULT).unwrap();
+        let (begin, end) = (event(), event());
+        let mut passes = Vec::new();
+        unsafe {
+            result::stream::begin_capture(stream.stream, mode).unwrap();
+            work();
+            let graph = result::stream::end_capture(stream.stream).unwrap();
+            let executable = result::graph::instantiate(graph, sys::CUgraphInstantiate_flags(0)).unwrap();
+            let pass = || {
+                result::event::record(begin, stream.stream).unwrap();
+                result::graph::launch(executable, stream.stream).unwrap();
+                result::event::record(end, stream.stream).unwrap();
+                result::stream::synchronize(stream.stream).unwrap();
+                f64::from(result::event::elapsed(begin, end).unwrap()) / 1e3
+            };
+            for _ in 0..WARM_UP {
+                pass();
             }
+            while passes.len() < PASSES
+                && (passes.len() < PASSES_MIN || passes.iter().sum::<f64>() < PASSES_SECONDS)
+            {
+                passes.push(pass());
+            }
+            result::graph::exec_destroy(executable).unwrap();
+            result::graph::destroy(graph).unwrap();
+            result::event::destroy(begin).unwrap();
+            result::event::destroy(end).unwrap();
         }
+        passes.sort_by(f64::total_cmp);
+        let median = passes[passes.len() / 2];
+        Timing { median, spread: (passes[passes.len() - 1] - passes[0]) / median }
+    }
+
+    /// Allocates memory full of random bf16 numbers in [-scale, scale): zeros take less power, so clocks would be
+    /// higher than in use.
+    fn random(&self, bytes: usize, scale: f32) -> Buffer {
+        let mut rng = SeededRng::new(7);
+        let pattern = rng.halves(HalfDtype::Bf16, PATTERN.min(bytes / 2), scale);
+        self.tiled(bytes, &pattern)
+    }
+
+    /// Allocates memory that repeats `pattern`.
+    fn tiled<T: Copy>(&self, bytes: usize, pattern: &[T]) -> Buffer {
+        let buffer = self.device.alloc(bytes);
+        let at = buffer.address();
+        let mut filled = size_of_val(pattern).min(bytes);
+        unsafe { result::memcpy_htod_sync(at, &pattern[..filled / size_of::<T>()]) }.unwrap();
+        while filled < bytes {
+            let more = filled.min(bytes - filled);
+            let stream = self.overlapping.stream;
+            unsafe { result::memcpy_dtod_async(at + filled as u64, at, more, stream) }.unwrap();
+            unsafe { result::stream::synchronize(stream) }.unwrap();
+            filled += more;
+        }
+        buffer
+    }
+
+    /// Returns the JSON fields of a rate of memory accesses.
+    fn rate(&self, bytes: f64, seconds: f64) -> String {
+        let rate = bytes / seconds;
+        format!("\"gb_s\": {:.0}, \"share_of_copy\": {:.3}", rate / 1e9, rate / self.copy)
     }
 }

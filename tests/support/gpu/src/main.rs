@@ -3,8 +3,8 @@
 //! `cargo run --release -p inflight-gpu-suite -- JOB`, where JOB is a JSON object
 //! or the path of a file with one; `tests/gpu/run` creates the jobs. A job has a model directory and a task:
 //! `logits` (teacher-forced, to a file), `steps` (times of decode and prefill), `determinism` (bits over
-//! batch and chunk sizes), `swap` (transfers beside decoding), `serve` (an engine with a list of requests), `drafts`
-//! (streams with drafts and without: bits and times).
+//! batch and chunk sizes), `swap` (transfers beside decoding), `serve` (an engine with a list of requests), `rounds`
+//! (an engine with lists of requests that come one after the other), `drafts` (streams with drafts and without: bits and times).
 
 #![allow(clippy::print_stdout, reason = "its output is its purpose")]
 
@@ -17,6 +17,7 @@ mod swap;
 use std::error::Error;
 use std::path::PathBuf;
 
+use inflight_kernels::cuda::Replacement;
 use inflight_models::{ModelDir, ModelSource};
 use inflight_runtime::DRAFT_ROWS;
 use inflight_runtime_cuda::{CudaOptions, CudaRuntime, GemmTuning, KvStore};
@@ -67,6 +68,7 @@ enum Task {
     Steps(bench::Steps),
     Swap(swap::Swap),
     Serve(serve::Serve),
+    Rounds(serve::Rounds),
     Drafts(drafts::Drafts),
 }
 
@@ -113,6 +115,7 @@ fn run(argument: &str) -> JobResult<Value> {
         gemm_cache: None,
         overlap: job.overlap,
     };
+    let replaced = Replacement::of_environment()?;
     let begun = std::time::Instant::now();
     let mut runtime = CudaRuntime::load(&model, &options, &|_, _| {})?;
     let loaded = begun.elapsed().as_secs_f64();
@@ -123,9 +126,12 @@ fn run(argument: &str) -> JobResult<Value> {
         Task::Steps(task) => bench::steps(&mut runtime, &task)?,
         Task::Swap(task) => swap::swap(&mut runtime, &task)?,
         Task::Serve(task) => serve::serve(runtime, &task)?,
+        Task::Rounds(serve::Rounds {}) => serve::rounds(runtime)?,
         Task::Drafts(task) => drafts::drafts(runtime, &task)?,
     };
-    Ok(json!({ "load_seconds": loaded, "products": gemms, "result": result }))
+    let replaced: serde_json::Map<String, Value> =
+        replaced.iter().map(|image| (image.family.to_owned(), image.sha256.clone().into())).collect();
+    Ok(json!({ "load_seconds": loaded, "products": gemms, "replaced_images": replaced, "result": result }))
 }
 
 /// Describes an autotuned GEMM: the chosen algorithm and the library's first one.

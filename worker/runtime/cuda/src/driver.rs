@@ -92,17 +92,17 @@ impl CudaDevice {
         let target = Self::target(gpu_info)?;
         let images = Images::unpack()?;
         let sources = images.sources().unwrap_or_default().to_owned();
-        for image in images.of(target)? {
+        for image in images.of_environment(target)? {
             // SAFETY: the image is a complete ELF file, whose header holds its length, or zero-terminated PTX.
             let module = unsafe { result::module::load_data(image.as_ptr()) }
-                .map_err(failed(&format!("loading the kernels of {}", image.family)))?;
+                .map_err(failed(&format!("loading the kernels of {image}")))?;
             modules.push(module);
-            loaded.insert(image.family, module);
+            loaded.insert(image.family, (module, image.to_string()));
         }
         let mut kernels = HashMap::new();
         for name in kernel_names() {
             let module = family_of(name).and_then(|family| loaded.get(family));
-            let module = module.ok_or_else(|| DeviceError::Failed {
+            let (module, image) = module.ok_or_else(|| DeviceError::Failed {
                 what: format!("looking up {name}"),
                 reason: "no embedded image has it".to_owned(),
             })?;
@@ -112,7 +112,7 @@ impl CudaDevice {
             })?;
             // SAFETY: the module is loaded, and is unloaded only when `self` drops.
             let function = unsafe { result::module::get_function(*module, text) }
-                .map_err(failed(&format!("looking up {name}")))?;
+                .map_err(failed(&format!("looking up {name} in {image}")))?;
             // Allow all shared memory of a block. Refused where the kernel's static part leaves less; a
             // launch that needs more then fails.
             let set = |attribute, value| {

@@ -56,7 +56,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 pub use inflight_kernels::cuda::KvStore;
-use inflight_kernels::cuda::SamplingResult;
+use inflight_kernels::cuda::{Replacement, SamplingResult};
 use inflight_models::{self as models, ModelDir};
 use inflight_runtime::sharding::{self, RANKS_MAX};
 use inflight_runtime::{
@@ -171,6 +171,7 @@ impl CudaRuntime {
             // The summation order over ranks.
             arithmetic.push_str(&format!(" tensor-parallel {world} {}", nccl::version()?));
         }
+        arithmetic.push_str(&replaced_images()?);
         let name = gpus[0].name.clone();
         let plans = ShardPlan::for_ranks(shards, collective);
         let jobs = gpus.into_iter().zip(plans).map(|(gpu_info, shard_plan)| LoadJob {
@@ -233,6 +234,18 @@ impl CudaRuntime {
         self.ranks.send_to_first(DeviceCommand::Logits(reply))?;
         receiver.recv().map_err(|_| thread_ended())?
     }
+}
+
+/// Logs the kernel images that files replace; returns them for the fingerprint, since their bits may differ from those of
+/// the embedded ones.
+fn replaced_images() -> Result<String, Error> {
+    let replacements = Replacement::of_environment().map_err(|error| Error::Device(error.to_string()))?;
+    let describe = |replacement: &Replacement| {
+        let Replacement { family, file, sha256, .. } = replacement;
+        tracing::info!(family, file = %file.display(), sha256, "kernel image replaced");
+        format!(" {family} {sha256}")
+    };
+    Ok(replacements.iter().map(describe).collect())
 }
 
 /// Validates all options and returns the maximum sequence length in tokens.

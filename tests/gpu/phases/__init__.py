@@ -1,0 +1,1 @@
+"""Phases of the suite, by what they are about; `all` names them."""

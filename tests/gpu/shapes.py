@@ -1,0 +1,124 @@
+"""Shapes of published models, and what they cost. Needs no packages."""
+
+import json
+import math
+import struct
+from pathlib import Path
+
+# Decoder shapes as published in each model's config.json.
+SHAPES = {
+    "qwen3-0.6b": ("qwen3", dict(hidden_size=1024, intermediate_size=3072, num_hidden_layers=28,
+        num_attention_heads=16, num_key_value_heads=8, head_dim=128, vocab_size=151936, tie_word_embeddings=True,
+        max_position_embeddings=409600, rope_theta=1e6)),
+    "qwen3-1.7b": ("qwen3", dict(hidden_size=2048, intermediate_size=6144, num_hidden_layers=28,
+        num_attention_heads=16, num_key_value_heads=8, head_dim=128, vocab_size=151936, tie_word_embeddings=True,
+        max_position_embeddings=409600, rope_theta=1e6)),
+    "qwen3-8b": ("qwen3", dict(hidden_size=4096, intermediate_size=12288, num_hidden_layers=36,
+        num_attention_heads=32, num_key_value_heads=8, head_dim=128, vocab_size=151936, tie_word_embeddings=False,
+        max_position_embeddings=409600, rope_theta=1e6)),
+    "llama-3.1-8b": ("llama", dict(hidden_size=4096, intermediate_size=14336, num_hidden_layers=32,
+        num_attention_heads=32, num_key_value_heads=8, vocab_size=128256, tie_word_embeddings=False,
+        max_position_embeddings=131072, rope_theta=5e5)),
+    # Small ones with every option, for parity.
+    "tiny-llama": ("llama", dict(hidden_size=512, intermediate_size=1408, num_hidden_layers=4,
+        num_attention_heads=8, num_key_value_heads=2, head_dim=64, vocab_size=4000, tie_word_embeddings=False,
+        max_position_embeddings=40960, rope_theta=1e4)),
+    "tiny-qwen3": ("qwen3", dict(hidden_size=640, intermediate_size=1792, num_hidden_layers=4,
+        num_attention_heads=10, num_key_value_heads=2, head_dim=128, vocab_size=5000, tie_word_embeddings=True,
+        max_position_embeddings=40960, rope_theta=1e6)),
+}
+
+
+def weights_bytes(name: str) -> int:
+    """Bytes of the weights that one decode step reads: all but the embedding, unless it is the head."""
+    _, s = SHAPES[name]
+    heads, kv = s["num_attention_heads"], s["num_key_value_heads"]
+    head_dim = s.get("head_dim") or s["hidden_size"] // heads
+    h, inner = s["hidden_size"], s["intermediate_size"]
+    layer = h * head_dim * (heads + 2 * kv) + heads * head_dim * h + 3 * h * inner
+    return 2 * (layer * s["num_hidden_layers"] + s["vocab_size"] * h)
+
+
+def file_bytes(name: str) -> int:
+    """Bytes of its checkpoint in a 16-bit type."""
+    _, s = SHAPES[name]
+    embeddings = 1 if s["tie_word_embeddings"] else 2
+    return weights_bytes(name) + 2 * (embeddings - 1) * s["vocab_size"] * s["hidden_size"]
+
+
+def kv_bytes_per_token(name: str, fp8: bool = False) -> int:
+    _, s = SHAPES[name]
+    head_dim = s.get("head_dim") or s["hidden_size"] // s["num_attention_heads"]
+    return 2 * s["num_hidden_layers"] * s["num_key_value_heads"] * (head_dim + 4 if fp8 else head_dim * 2)
+
+
+def attention_flops(name: str, tokens: int, keys: int) -> float:
+    """Of both products, for so many queries that all see so many keys."""
+    _, s = SHAPES[name]
+    head_dim = s.get("head_dim") or s["hidden_size"] // s["num_attention_heads"]
+    return 4.0 * tokens * keys * s["num_attention_heads"] * head_dim * s["num_hidden_layers"]
+
+
+def parameters(name: str) -> dict:
+    """Shape of each tensor of the checkpoint."""
+    kind, s = SHAPES[name]
+    hidden, inner, heads, kv_heads = s["hidden_size"], s["intermediate_size"], s["num_attention_heads"], s["num_key_value_heads"]
+    head_dim = s.get("head_dim") or hidden // heads
+    shapes = {"model.embed_tokens.weight": (s["vocab_size"], hidden)}
+    for index in range(s["num_hidden_layers"]):
+        layer = f"model.layers.{index}."
+        shapes |= {layer + "input_layernorm.weight": (hidden,), layer + "post_attention_layernorm.weight": (hidden,),
+                   layer + "self_attn.q_proj.weight": (heads * head_dim, hidden),
+                   layer + "self_attn.k_proj.weight": (kv_heads * head_dim, hidden),
+                   layer + "self_attn.v_proj.weight": (kv_heads * head_dim, hidden),
+                   layer + "self_attn.o_proj.weight": (hidden, heads * head_dim),
+                   layer + "mlp.gate_proj.weight": (inner, hidden), layer + "mlp.up_proj.weight": (inner, hidden),
+                   layer + "mlp.down_proj.weight": (hidden, inner)}
+        if kind == "qwen3":
+            shapes |= {layer + "self_attn.q_norm.weight": (head_dim,), layer + "self_attn.k_norm.weight": (head_dim,)}
+    shapes["model.norm.weight"] = (hidden,)
+    if not s["tie_word_embeddings"]:
+        shapes["lm_head.weight"] = (s["vocab_size"], hidden)
+    return shapes
+
+
+def config(name: str, dtype: str) -> dict:
+    """What is in the checkpoint's config.json."""
+    kind, s = SHAPES[name]
+    heads = s["num_attention_heads"]
+    return {"architectures": [{"qwen3": "Qwen3ForCausalLM", "llama": "LlamaForCausalLM"}[kind]], "model_type": kind, **s,
+            "head_dim": s.get("head_dim") or s["hidden_size"] // heads, "torch_dtype": dtype, "bos_token_id": 0, "eos_token_id": 1,
+            "hidden_act": "silu", "rms_norm_eps": 1e-6, "attention_bias": False, "attention_dropout": 0.0, "mlp_bias": False,
+            "initializer_range": 0.02, "use_cache": True, "rope_scaling": None}
+
+
+def write_configuration(name: str, path: Path, dtype: str):
+    """All of a checkpoint but its weights. The tokenizer comes last: with it the checkpoint is complete."""
+    vocabulary = SHAPES[name][1]["vocab_size"]
+    (path / "config.json").write_text(json.dumps(config(name, dtype), indent=1))
+    (path / "generation_config.json").write_text(json.dumps({"bos_token_id": 0, "eos_token_id": 1}))
+    # No text is ever tokenized, but what is generated is turned into some: every id has a word.
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
+    tokenizer = {"version": "1.0", "added_tokens": [], "normalizer": None, "pre_tokenizer": byte_level,
+                 "post_processor": None, "decoder": byte_level,
+                 "model": {"type": "BPE", "vocab": {f"t{i}": i for i in range(vocabulary)}, "merges": [], "unk_token": "t0"}}
+    (path / "tokenizer.json").write_text(json.dumps(tokenizer))
+
+
+def make_hollow(name: str, folder: Path, dtype: str = "bfloat16") -> Path:
+    """A checkpoint whose weights are all zero and take no room on the disk: to rehearse with, without torch."""
+    path = folder / name
+    path.mkdir(parents=True, exist_ok=True)
+    header, at = {}, 0
+    for tensor, shape in parameters(name).items():
+        size = 2 * math.prod(shape)
+        kind = {"bfloat16": "BF16", "float16": "F16"}[dtype]
+        header[tensor] = {"dtype": kind, "shape": shape, "data_offsets": [at, at + size]}
+        at += size
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with open(path / "model.safetensors", "wb") as file:
+        file.write(struct.pack("<Q", len(text)) + text)
+        file.truncate(8 + len(text) + at)
+    write_configuration(name, path, dtype)
+    return path

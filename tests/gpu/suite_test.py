@@ -1,0 +1,169 @@
+"""Tests of what in the suite needs neither a GPU nor a package: `python3 -m unittest suite_test` in this folder."""
+
+import inspect
+import json
+import os
+import sys
+import tempfile
+import time
+import unittest
+from pathlib import Path
+
+import images
+import plans
+import shapes
+from phases import beside, kernels
+from phases.all import DEFAULT, PHASES
+from phases.beside import cases, show
+from recorder import LOG_OUTPUT_MAX, Conversation, Recorder, Skipped, rehearsal_failures
+
+REPOSITORY = Path(__file__).resolve().parent.parent.parent
+
+
+class Plans(unittest.TestCase):
+    def test_every_step_is_a_phase_that_takes_its_options_and_all_fit(self):
+        for name, make in plans.PLANS.items():
+            plan = make()
+            self.assertLessEqual(sum(step.seconds for step in plan.steps), 60 * plans.MINUTES, name)
+            for step in plan.steps:
+                inspect.signature(PHASES[step.phase]).bind(None, **step.options)
+            self.assertTrue(all(model in shapes.SHAPES for model in plan.models))
+        self.assertTrue(set(DEFAULT) <= set(PHASES))
+
+    def test_a_step_ends_when_it_and_all_before_have_had_their_time(self):
+        plan = plans.Plan([plans.Step("a", 10), plans.Step("b", 5)], [])
+        self.assertEqual(plans.deadlines(plan, 100), [110, 115])
+
+    def test_families_that_did_not_pass_are_run_again(self):
+        self.assertIsNone(kernels.failed_families({"phases": {}}))
+        passed = {family: {"passed": True} for family in kernels.FAMILIES}
+        self.assertEqual(kernels.failed_families({"phases": {"kernels": passed}}), [])
+        some = {**passed, "rows": {"passed": False}}
+        del some["sampling"]
+        self.assertEqual(kernels.failed_families({"phases": {"kernels": some}}), ["rows", "sampling"])
+
+
+class Records(unittest.TestCase):
+    def setUp(self):
+        self.scratch = tempfile.TemporaryDirectory()
+        self.addCleanup(self.scratch.cleanup)
+        self.recorder = Recorder(Path(self.scratch.name), Path(self.scratch.name) / "out", 1, "first")
+        self.addCleanup(self.recorder.end_phase)
+
+    def test_a_run_writes_three_files(self):
+        self.recorder.check("kernels", "rows", False, "bad")
+        self.recorder.command("hello", ["echo", "hello"], 10)
+        self.assertEqual(sorted(os.listdir(self.recorder.out)), ["first.json", "first.log", "first.txt"])
+        self.assertFalse(json.loads((self.recorder.out / "first.json").read_text())["passed"])
+
+    def test_a_phase_ends_programs_and_whatever_else_hangs(self):
+        self.recorder.limit_phase(time.monotonic() + 4)
+        with self.assertRaises(Skipped):
+            self.recorder.command("sleep", ["sleep", "30"], 20)
+        self.recorder.limit_phase(time.monotonic() - 1)
+        with self.assertRaises(Skipped):
+            time.sleep(20)
+        self.recorder.end_phase()
+        self.assertGreater(self.recorder.left(), 30)
+
+    def test_a_long_output_is_cut_in_the_log_alone(self):
+        count = 2 * LOG_OUTPUT_MAX
+        code, output, _ = self.recorder.command("long", [sys.executable, "-c", f"print('a' * {count})"], 20)
+        self.assertEqual((code, len(output)), (0, count + 1))
+        self.assertLess(self.recorder.log.stat().st_size, LOG_OUTPUT_MAX + 1000)
+
+    def test_a_conversation_answers_says_why_not_and_ends(self):
+        answers = "import sys, json\nprint('noise')\nfor line in sys.stdin: print(json.dumps({'got': json.loads(line)}), flush=True)"
+        with Conversation(self.recorder, "echo", [sys.executable, "-c", answers]) as echo:
+            self.assertEqual(echo.ask({"a": 1}, 20), {"got": {"a": 1}})
+        with Conversation(self.recorder, "bad", [sys.executable, "-c", "print('{\"error\": \"no GPU\"}')"]) as bad:
+            with self.assertRaisesRegex(RuntimeError, "no GPU"):
+                bad.answer(20)
+            with self.assertRaisesRegex(RuntimeError, "ended with exit status"):
+                bad.ask({}, 20)
+        with Conversation(self.recorder, "silent", ["sleep", "30"]) as silent:
+            with self.assertRaisesRegex(RuntimeError, "said nothing"):
+                silent.answer(0.2)
+
+    def test_a_rehearsal_must_fail_for_want_of_a_gpu(self):
+        rows = [("machine", "packages", "none", "", "FAILED"), ("steps", "a", "there is no NVIDIA driver", "", "FAILED"),
+                ("steps", "b", "skipped", "", "open"), ("peer", "figure", "1 tok/s", "", "")]
+        self.assertEqual(rehearsal_failures(rows), [])
+        rows += [("steps", "c", "field x is missing", "", "FAILED"), ("steps", "d", "passed", "", "ok")]
+        self.assertEqual(rehearsal_failures(rows), ["steps: c: field x is missing", "steps: d: passed"])
+
+
+class Figures(unittest.TestCase):
+    def test_filters_select_tests_and_never_timings(self):
+        tests = ["attention::exact", "timing::rows::norm"]
+        self.assertEqual(kernels.unmatched(["attention::", "rows::", "timing::rows::", "timing::sampling::"], tests),
+                         ["rows::", "timing::sampling::"])
+
+    def test_microbenchmarks_are_read_and_summed_up(self):
+        common = {"kernel": "attention_decode", "model": "m", "fp8": False, "pool_gb": 20, "sequences": 64, "context": 1023, "us": 9.0}
+        lines = ["running 1 test", 'test timing::attention::decode ... {"copy_gb_s": 4000, "spread": 0.01}',
+                 *(json.dumps({**common, "blocks": order, "share_of_copy": share}) for order, share in
+                   [("consecutive", 0.9), ("shuffled", 0.7)]), "{not json", '{"kernel": "norm", "skipped": "it does not fit"}']
+        rows = list(kernels.rows_of("\n".join(lines)))
+        self.assertEqual(len(rows), 4)
+        (what, figure, goal, good), = kernels.summary(row for row in rows if "us" in row)
+        self.assertEqual((what, goal, good), ("m decode of 64 x 1,024, pool of 20 GB", "80 %", False))
+        self.assertIn("shuffled 9.0 us, 70 % of copy", figure)
+
+    def test_decoding_beside_another_server_is_told_from_its_prompts(self):
+        class Rows:
+            def __init__(self):
+                self.rows = []
+
+            def row(self, *row):
+                self.rows.append(row)
+
+        suite, took = Rows(), lambda seconds: {"seconds": seconds, "all": [seconds], "output_tokens": 8 * beside.OUTPUT}
+        steps = beside.OUTPUT - 1
+        medians = {"prompts 8": {"ours": took(1.0), "vllm": took(1.0)},
+                   "decode 8": {"ours": took(1.0 + steps * 0.01), "vllm": took(1.0 + steps * 0.02)}}
+        show(suite, "m", "prompts 8", medians)
+        show(suite, "m", "decode 8", medians)
+        (phase, what, figure, goal, good), = suite.rows
+        self.assertEqual((phase, what, goal, good), ("beside", "m, decode 8", "1 x", True))
+        self.assertIn("ours 10.00 ms a step, 800 tok/s | vllm 20.00 ms", figure)
+
+    def test_cases_that_do_not_fit_are_marked(self):
+        fits = {label: fits for label, _, _, _, fits in cases(100_000)}
+        self.assertTrue(fits["decode 64"] and fits["prefill 32768"])
+        self.assertFalse(fits["decode 256"])
+        self.assertTrue(all(fits for *_, fits in cases(None)))
+
+
+class Checkpoints(unittest.TestCase):
+    def test_parameters_are_those_that_sizes_are_computed_from(self):
+        import math
+        for name in shapes.SHAPES:
+            matrices = sum(2 * math.prod(shape) for shape in shapes.parameters(name).values() if len(shape) > 1)
+            self.assertEqual(matrices, shapes.file_bytes(name), name)
+
+    def test_a_hollow_checkpoint_takes_no_room(self):
+        with tempfile.TemporaryDirectory() as scratch:
+            path = shapes.make_hollow("tiny-llama", Path(scratch))
+            status = (path / "model.safetensors").stat()
+            self.assertGreater(status.st_size, shapes.file_bytes("tiny-llama"))
+            self.assertLess(status.st_blocks * 512, 1 << 20)
+
+    def test_the_digest_of_sources_is_that_of_the_embedded_kernels(self):
+        digest = images.sources_digest(REPOSITORY / "kernels" / "cuda")
+        self.assertRegex(digest, "^[0-9a-f]{64}$")
+        self.assertIsNone(images.sources_digest(REPOSITORY / "nowhere"))
+
+    def test_replaced_images_are_named_with_their_digests(self):
+        with tempfile.TemporaryDirectory() as scratch:
+            (Path(scratch) / "norm.cubin").write_bytes(b"abc")
+            (Path(scratch) / "norm.log").write_bytes(b"")
+            os.environ["INFLIGHT_CUDA_IMAGES"] = scratch
+            self.addCleanup(os.environ.pop, "INFLIGHT_CUDA_IMAGES")
+            self.assertEqual(images.replaced(), {"norm.cubin": "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"})
+            os.environ["INFLIGHT_CUDA_IMAGES"] = f"{scratch}/nowhere"
+            self.assertIsNone(images.replaced())
+
+
+if __name__ == "__main__":
+    unittest.main()
