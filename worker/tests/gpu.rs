@@ -9,7 +9,7 @@ use std::sync::Arc;
 use inflight_contract::SamplingSpec;
 use inflight_fixtures::{BenchmarkShape, TempDir};
 use inflight_harness::SimulatedGpu;
-use inflight_models::{ModelDir, ModelSource};
+use inflight_models::{CacheDirectory, ModelDir, ModelSource};
 use inflight_runtime::{Batch, PositionLogprobs, Runtime, SlotSetup};
 use inflight_runtime_cpu::{CpuOptions, CpuRuntime};
 use inflight_runtime_cuda::{CudaOptions, CudaRuntime, KvStore};
@@ -123,4 +123,35 @@ fn a_gpu_agrees_with_the_cpu_for_all_gemms_and_tensor_parallel() {
             assert!(spread > 0.5, "all tokens are as probable as each other: {expected:?}");
         }
     }
+    kept_gemm_choices_are_used_by_the_next_start(&model, &CudaOptions { autotune: true, ..fast });
+}
+
+/// With a cache directory a second start times nothing, and computes the same bits; choices that do not run are timed anew.
+fn kept_gemm_choices_are_used_by_the_next_start(model: &ModelDir, options: &CudaOptions) {
+    let folder = TempDir::new("inflight-gemm").unwrap();
+    let cache = CacheDirectory::new(folder.path().join("cache"), "--gemm-cache");
+    let options = CudaOptions { gemm_cache: Some(cache.clone()), ..options.clone() };
+    let start = || {
+        let mut gpu = CudaRuntime::load(model, &options, &|_, _| {}).unwrap();
+        (gpu.tuned().to_vec(), teacher_forced(&mut gpu))
+    };
+    let (timed, first) = start();
+    assert!(!timed.is_empty());
+    // Equal to the last bit of each measured time: they are those of the first start.
+    let (kept, second) = start();
+    assert_eq!(kept[..timed.len()], timed);
+    if kept.len() == timed.len() {
+        assert_eq!(second, first, "the same algorithms computed other bits");
+    }
+    // Descriptions of algorithms that the library does not know.
+    let mut files = std::fs::read_dir(cache.path()).unwrap();
+    let path = files.next().unwrap().unwrap().path();
+    let mut file: serde_json::Value = serde_json::from_slice(&std::fs::read(&path).unwrap()).unwrap();
+    for choice in file["choices"].as_array_mut().unwrap() {
+        choice["algorithm"] = serde_json::json!({ "cublas_lt": [u64::MAX, 0, 0, 0, 0, 0, 0, 0] });
+    }
+    std::fs::write(&path, file.to_string()).unwrap();
+    let (anew, third) = start();
+    assert_eq!(third.len(), first.len());
+    assert!(anew.iter().zip(&timed).any(|(anew, timed)| anew.seconds != timed.seconds), "nothing was timed");
 }

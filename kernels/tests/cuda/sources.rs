@@ -41,18 +41,26 @@ fn the_archive_has_machine_code_for_hopper_and_ptx_with_dependent_launches_and_f
     let images = Images::unpack().unwrap();
     for image in images.of(Target::Sm90a).unwrap().iter().chain(&images.of(Target::Sm80).unwrap()) {
         assert_eq!(image.bytes()[..4], *b"\x7fELF", "{}", image.family);
+        // The file format of CUDA 12, which drivers from release 535 on load; that of CUDA 13 is version 8.
+        assert_eq!(image.bytes()[7..9], [0x33, 7], "{}", image.family);
     }
-    // The architecture is in bits 8 to 15 of the ELF header's flags (offset 48), `a` among the bits above.
+    // The architecture is in the lowest byte of the ELF header's flags (offset 48).
     let flags = |target| {
         let images = images.of(target).unwrap();
         let flags =
             |image: &inflight_kernels::cuda::Image| image.bytes()[48..52].try_into().map(u32::from_le_bytes);
-        images.iter().map(|image| flags(image).unwrap() >> 8 & 0xff).collect::<BTreeSet<u32>>()
+        images.iter().map(|image| flags(image).unwrap() & 0xff).collect::<BTreeSet<u32>>()
     };
     assert_eq!((flags(Target::Sm90a), flags(Target::Sm80)), (BTreeSet::from([90]), BTreeSet::from([80])));
     for image in images.of(Target::Ptx90).unwrap() {
         let text = String::from_utf8_lossy(image.bytes());
-        assert!(text.contains(".target sm_90") && text.contains("griddepcontrol.wait"), "{}", image.family);
+        assert!(
+            text.contains(".version 8.7")
+                && text.contains(".target sm_90")
+                && text.contains("griddepcontrol.wait"),
+            "{}",
+            image.family
+        );
         if ["attention", "qkv"].contains(&image.family) {
             assert!(text.contains(".e4m3x2"), "{} converts FP8 in software", image.family);
         }

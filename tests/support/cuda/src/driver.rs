@@ -474,7 +474,7 @@ calls! {
         event.device.check()
     }
 
-    fn cuEventElapsedTime_v2(milliseconds: *mut f32, begin: CUevent, end: CUevent) {
+    fn cuEventElapsedTime(milliseconds: *mut f32, begin: CUevent, end: CUevent) {
         let elapsed = event(end)?.milliseconds_since(&*event(begin)?)?;
         // SAFETY: the caller guarantees that the output pointer is null or valid for writes.
         unsafe { put(milliseconds, elapsed) }

@@ -13,8 +13,10 @@ use cudarc::driver::sys::CUstream;
 use inflight_kernels::cuda::{DeviceError, HalfDtype};
 
 use super::device_memory::DeviceMemory;
+use super::driver_error;
 use super::gemm::{GemmAlgorithm, GemmKernel};
 use super::gpu::{GpuMemory, Matmul};
+use super::gpu_info;
 
 /// Cache key of a plan: everything that its descriptors and algorithm depend on.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -102,6 +104,18 @@ pub(super) fn version() -> String {
     }
 }
 
+/// Says why a version of cuBLASLt cannot be used with a driver, and which can.
+fn too_new_for(library: usize, driver: i32) -> Option<String> {
+    // 10000 times the major version; 1000 times before cuBLAS 11.
+    let (major, supported) = (library / 10_000, usize::try_from(driver / 1000).unwrap_or(0));
+    (major > supported).then(|| {
+        format!(
+            "libcublasLt is of CUDA {major}, and the driver supports CUDA {supported}: install cuBLAS of CUDA {supported} \
+             (the package libcublas-{supported}, or the Python wheel nvidia-cublas-cu{supported}) or a newer driver"
+        )
+    })
+}
+
 fn failed(what: &'static str) -> impl Fn(result::CublasError) -> DeviceError {
     move |error| DeviceError::Failed { what: what.to_owned(), reason: format!("{:?}", error.0) }
 }
@@ -112,6 +126,14 @@ impl CublasLt {
         // SAFETY: only loads the library.
         if !unsafe { sys::is_culib_present() } {
             tracing::warn!("libcublasLt.so not found; using the built-in GEMM kernels, which are slower");
+            return Ok(None);
+        }
+        let driver =
+            gpu_info::driver_version().map_err(driver_error::failed("asking for the driver's version"))?;
+        // SAFETY: the library is there.
+        let library = unsafe { sys::cublasLtGetVersion() };
+        if let Some(unusable) = too_new_for(library, driver) {
+            tracing::warn!(unusable, "using the built-in GEMM kernels, which are slower");
             return Ok(None);
         }
         let handle = result::create_handle().map_err(failed("opening cublaslt"))?;
@@ -426,6 +448,16 @@ mod tests {
         let matmul =
             Matmul { x: 1, weight: 2, bias: None, y: 3, m, n: 64, k: 128, stride: 64, f32_out: false };
         GemmPlanKey::new(HalfDtype::Bf16, &matmul)
+    }
+
+    #[test]
+    fn a_library_of_a_later_major_version_than_the_driver_is_refused_with_the_one_that_would_do() {
+        for (library, driver) in [(130_000, 13_000), (130_100, 13_020), (120_902, 12_020), (120_902, 13_000)]
+        {
+            assert_eq!(too_new_for(library, driver), None, "{library} on {driver}");
+        }
+        let reason = too_new_for(130_000, 12_020).unwrap();
+        assert!(reason.contains("CUDA 13") && reason.contains("nvidia-cublas-cu12"), "{reason}");
     }
 
     #[test]

@@ -5,8 +5,9 @@ use inflight_kernels::cuda::Profile;
 
 use super::driver_error::error_message;
 
-/// Minimum driver version, that of this build's kernels: CUDA 13.0, release 580.
-const DRIVER_MIN: i32 = 13_000;
+/// Minimum driver version: CUDA 12.2, release 535. The embedded machine code is that of CUDA 12, which later drivers load, too,
+/// and no function of the driver is called that this release lacks.
+const DRIVER_MIN: i32 = 12_020;
 /// Minimum compute capability: Ampere.
 const COMPUTE_MIN: (i32, i32) = (8, 0);
 
@@ -17,7 +18,7 @@ pub enum Unavailable {
     #[error("there is no NVIDIA driver (libcuda.so is not found)")]
     NoDriver,
     /// The driver is too old for the kernels.
-    #[error("the NVIDIA driver supports CUDA {found}; CUDA 13.0, which is driver 580 or later, is needed")]
+    #[error("the NVIDIA driver supports CUDA {found}; CUDA 12.2, which is driver 535 or later, is needed")]
     OldDriver {
         /// CUDA version that it supports.
         found: String,
@@ -102,6 +103,14 @@ pub(super) fn count() -> u32 {
     count.ok().and_then(|count| u32::try_from(count).ok()).unwrap_or(0)
 }
 
+/// Returns the CUDA version that the driver supports, 1000 times its major and 10 times its minor number.
+pub(super) fn driver_version() -> Result<i32, DriverError> {
+    let mut version = 0;
+    // SAFETY: the driver writes one `int` to `version`.
+    unsafe { sys::cuDriverGetVersion(&mut version) }.result()?;
+    Ok(version)
+}
+
 /// Checks that a GPU can be used, and returns its properties.
 ///
 /// # Errors
@@ -112,9 +121,7 @@ pub(super) fn probe(ordinal: usize) -> Result<GpuInfo, Unavailable> {
         return Err(Unavailable::NoDriver);
     }
     let refused = |error: DriverError| Unavailable::Refused { ordinal, reason: error_message(error) };
-    let mut version = 0;
-    // SAFETY: the driver writes one `int` to `version`.
-    unsafe { sys::cuDriverGetVersion(&mut version) }.result().map_err(refused)?;
+    let version = driver_version().map_err(refused)?;
     if version < DRIVER_MIN {
         let found = format!("{}.{}", version / 1000, version % 1000 / 10);
         return Err(Unavailable::OldDriver { found });

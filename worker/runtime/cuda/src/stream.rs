@@ -1,6 +1,6 @@
 //! CUDA streams and events.
 
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 
 use cudarc::driver::{CudaContext, DriverError, result, sys};
 use inflight_kernels::cuda::DeviceError;
@@ -53,9 +53,31 @@ impl CudaEvent {
 
     /// Returns the milliseconds from `begin` to this event; both have completed.
     pub(super) fn milliseconds_since(&self, begin: &Self) -> f32 {
-        // SAFETY: `begin` and `self` own their live events.
-        unsafe { result::event::elapsed(begin.event, self.event) }.unwrap_or(0.0)
+        let Some(elapsed) = elapsed_time() else { return 0.0 };
+        let mut milliseconds = 0.0;
+        // SAFETY: `begin` and `self` own their live events; the driver writes one `float`.
+        let result = unsafe { elapsed(&mut milliseconds, begin.event, self.event) };
+        if result == sys::CUresult::CUDA_SUCCESS { milliseconds } else { 0.0 }
     }
+}
+
+type ElapsedTime = unsafe extern "C" fn(*mut f32, sys::CUevent, sys::CUevent) -> sys::CUresult;
+
+/// Returns the driver's `cuEventElapsedTime`, which every release has. cudarc's bindings for CUDA 13 call its successor, which
+/// drivers before 570 lack.
+fn elapsed_time() -> Option<ElapsedTime> {
+    static FUNCTION: OnceLock<Option<ElapsedTime>> = OnceLock::new();
+    *FUNCTION.get_or_init(|| {
+        // SAFETY: the driver is loaded already; this only counts a reference to it, which is kept for good.
+        let driver = ["libcuda.so.1", "libcuda.so"]
+            .into_iter()
+            .find_map(|name| unsafe { libloading::Library::new(name) }.ok())?;
+        // SAFETY: the type is that of the driver's documentation.
+        let function =
+            unsafe { driver.get::<ElapsedTime>(b"cuEventElapsedTime\0") }.ok().map(|function| *function);
+        std::mem::forget(driver);
+        function
+    })
 }
 
 impl Fence for CudaEvent {
