@@ -22,7 +22,7 @@ class Plan:
 def first():
     """Does it work at all, and how fast is each kernel?"""
     return Plan([Step("machine", 30), Step("kernels", 110), Step("parity", 110), Step("steps", 100, {"names": ["qwen3-0.6b"]}),
-                 Step("microbenchmarks", 100)], [])
+                 Step("microbenchmarks", 100)], ["qwen3-0.6b"])
 
 
 def second(families=None):
@@ -33,17 +33,17 @@ def second(families=None):
 
 def third():
     """Beside vLLM: the larger model first, since it says more; swapping between."""
-    return Plan([Step("machine", 30), Step("beside", 220, {"name": "llama-3.1-8b"}), Step("swap", 60),
+    return Plan([Step("machine", 20), Step("beside", 240, {"name": "llama-3.1-8b"}), Step("swap", 50),
                  Step("peer", 140)], ["llama-3.1-8b", "qwen3-0.6b"])
 
 
 PLANS = {"first": first, "second": second, "third": third}
 
 
-def deadlines(plan, begun):
-    """When each step has to end: when all before it and itself have had their seconds. So none takes another's."""
+def deadlines(plan, begun, minutes=MINUTES):
+    """When each step has to end: when all before it and itself have had their share of the minutes. So none takes another's."""
     ends, at = [], begun
     for step in plan.steps:
-        at += step.seconds
+        at += step.seconds * minutes / MINUTES
         ends.append(at)
     return ends

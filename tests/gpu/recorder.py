@@ -219,11 +219,15 @@ class Conversation:
 
 
 def rehearsal_failures(rows):
-    """Of a run without a GPU: the phases and steps that did not fail for the reason that there is none. The first phase only
-    names the machine; figures without a verdict are judged by nobody."""
-    judged = [(phase, what, figure, verdict) for phase, what, figure, _, verdict in rows if phase != "machine" and verdict]
-    return [f"{phase}: {what}: {figure}" for phase, what, figure, verdict in judged
-            if verdict != "open" and not (verdict == "FAILED" and any(word in str(figure) for word in NO_GPU))]
+    """Of a run without a GPU: the phases and steps that did not fail for the reason that there is none, or were not reached. The
+    first phase only names the machine; figures without a verdict are judged by nobody."""
+    def expected(phase, figure, verdict):
+        if phase == "machine" and verdict == "ok":
+            return True
+        if verdict == "FAILED":
+            return any(word in figure for word in NO_GPU)
+        return verdict == "" or verdict == "open" and "no time left" not in figure
+    return [f"{phase}: {what}: {figure}" for phase, what, figure, _, verdict in rows if not expected(phase, str(figure), verdict)]
 
 
 def end_on_signals():

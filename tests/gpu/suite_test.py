@@ -33,6 +33,7 @@ class Plans(unittest.TestCase):
     def test_a_step_ends_when_it_and_all_before_have_had_their_time(self):
         plan = plans.Plan([plans.Step("a", 10), plans.Step("b", 5)], [])
         self.assertEqual(plans.deadlines(plan, 100), [110, 115])
+        self.assertEqual(plans.deadlines(plan, 100, plans.MINUTES * 2), [120, 130])
 
     def test_families_that_did_not_pass_are_run_again(self):
         self.assertIsNone(kernels.failed_families({"phases": {}}))
@@ -86,11 +87,12 @@ class Records(unittest.TestCase):
                 silent.answer(0.2)
 
     def test_a_rehearsal_must_fail_for_want_of_a_gpu(self):
-        rows = [("machine", "packages", "none", "", "FAILED"), ("steps", "a", "there is no NVIDIA driver", "", "FAILED"),
+        rows = [("machine", "packages", "none", "", ""), ("machine", "measure starts", "passed", "", "ok"), ("steps", "a", "there is no NVIDIA driver", "", "FAILED"),
                 ("steps", "b", "skipped", "", "open"), ("peer", "figure", "1 tok/s", "", "")]
         self.assertEqual(rehearsal_failures(rows), [])
-        rows += [("steps", "c", "field x is missing", "", "FAILED"), ("steps", "d", "passed", "", "ok")]
-        self.assertEqual(rehearsal_failures(rows), ["steps: c: field x is missing", "steps: d: passed"])
+        wrong = [("machine", "measure starts", "no libc", "", "FAILED"), ("steps", "c", "field x is missing", "", "FAILED"),
+                 ("steps", "d", "passed", "", "ok"), ("steps", "e", "skipped: no time left", "", "open")]
+        self.assertEqual(len(rehearsal_failures(rows + wrong)), len(wrong))
 
 
 class Figures(unittest.TestCase):

@@ -44,7 +44,8 @@ fn simulation() -> Option<(SimulatedGpu, TempDir)> {
 
 fn job(model: &Path, task: &Value) -> Value {
     json!({
-        "model": model, "task": task, "slots": 4, "batch_tokens": 64, "context_tokens": 128, "autotune": false,
+        "model": model, "task": task, "slots": 2, "batch_tokens": 32, "context_tokens": 64, "autotune": false,
+        "graphs": false,
     })
 }
 
