@@ -57,7 +57,8 @@ fn teacher_forced(runtime: &mut dyn Runtime) -> Vec<PositionLogprobs> {
 #[test]
 fn a_gpu_agrees_with_the_cpu_for_all_gemms_and_tensor_parallel() {
     let test = "a_gpu_agrees_with_the_cpu_for_all_gemms_and_tensor_parallel";
-    if !SimulatedGpu::within("gpus=2,memory=1024,ptx=90", test).unwrap() {
+    // On the oldest driver, which has no function and reads no file of CUDA 13.
+    if !SimulatedGpu::within("gpus=2,memory=1024,ptx=90,cuda=12.2", test).unwrap() {
         return;
     }
     let folder = TempDir::new("inflight-mini").unwrap();

@@ -489,7 +489,7 @@ fn check(
     let (policy, step_target) = (workload.policy, workload.step_target);
     let drafts_max = workload.drafts_max;
     let engine_options = EngineOptions {
-        policy,
+        policy: policy.into(),
         prior,
         step_target,
         drafts_max,

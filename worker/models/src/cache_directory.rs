@@ -1,4 +1,4 @@
-//! Directory of files that save time at the next start and that nobody else may have written.
+//! Directory of files that save time at the next start and that no other user may have written.
 
 use std::fs::{self, DirBuilder, File, Metadata, OpenOptions};
 use std::io::{self, Read as _, Write as _};

@@ -339,7 +339,7 @@ proptest! {
         let policy = if fcfs { PolicyKind::Fcfs } else { PolicyKind::Fair };
         let prior = CostPrior { trust: 1e-3, ..CostPrior::default().with_copies(0.0, 1e-9) };
         let engine_options = EngineOptions {
-            waiting_max: 64, queue_ahead: 4, policy, prefix_cache, prior, step_target: StepTarget::Unbounded, record: true,
+            waiting_max: 64, queue_ahead: 4, policy: policy.into(), prefix_cache, prior, step_target: StepTarget::Unbounded, record: true,
             drafts_max, govern_drafts: false, ..EngineOptions::default()
         };
         let mut engine = Engine::new(Box::new(runtime), &[EOS], engine_options).unwrap();

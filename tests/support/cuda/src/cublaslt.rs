@@ -17,6 +17,7 @@ use crate::device::SimulatedDevice;
 use crate::driver::{check_ranges, current, stream};
 use crate::handle_table::HandleTable;
 use crate::lock;
+use crate::settings::Settings;
 use crate::stream::StreamWork;
 
 /// Result of a cuBLASLt call.
@@ -261,7 +262,9 @@ macro_rules! calls {
 /// `cublasLtGetVersion` of cuBLASLt.
 #[unsafe(no_mangle)]
 pub extern "C" fn cublasLtGetVersion() -> usize {
-    130_000
+    let settings = Settings::get();
+    let (major, minor) = settings.cublaslt.unwrap_or(settings.cuda);
+    (major * 10_000 + minor * 100) as usize
 }
 
 calls! {

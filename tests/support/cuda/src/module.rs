@@ -42,13 +42,13 @@ impl SimulatedModule {
     /// # Safety
     /// `image` is an ELF file from nvcc, or a zero-terminated PTX text.
     pub(crate) unsafe fn load(image: *const c_void) -> DriverResult<Arc<Self>> {
-        let (major, minor) = Settings::get().compute;
+        let Settings { compute: (major, minor), cuda, .. } = *Settings::get();
         // SAFETY: the caller guarantees an ELF file or a PTX text, both of at least four bytes.
         let magic = unsafe { image.cast::<[u8; 4]>().read_unaligned() };
         let (code, target) = if magic == cubin::MAGIC {
             // SAFETY: it begins as an ELF file, so the caller guarantees a whole one.
             let (kernels, target) =
-                unsafe { cubin::read(image.cast()) }.ok_or(CUresult::CUDA_ERROR_INVALID_IMAGE)?;
+                unsafe { cubin::read(image.cast(), cuda) }.ok_or(CUresult::CUDA_ERROR_INVALID_IMAGE)?;
             // Machine code runs on the same major version only, and here of the same or a later minor one.
             if target / 10 != major || target % 10 > minor {
                 return Err(CUresult::CUDA_ERROR_NO_BINARY_FOR_GPU);

@@ -25,6 +25,8 @@ pub struct Settings {
     pub compute: (i32, i32),
     /// `cuda`: CUDA version of the driver, such as `13.0`.
     pub cuda: (i32, i32),
+    /// `cublaslt`: CUDA version of cuBLASLt; without it the driver's.
+    pub cublaslt: Option<(i32, i32)>,
     /// `ptx`: virtual architecture that kernels report, instead of that of their image; from 90 on they
     /// support overlap.
     pub ptx: Option<i32>,
@@ -45,6 +47,7 @@ impl Settings {
             racing_mib: 0,
             compute: (9, 0),
             cuda: (13, 0),
+            cublaslt: None,
             ptx: None,
             overlap: true,
             late: Duration::from_micros(500),
@@ -68,6 +71,7 @@ impl Settings {
                 "racing" => settings.racing_mib = number()?.into(),
                 "compute" => settings.compute = version()?,
                 "cuda" => settings.cuda = version()?,
+                "cublaslt" => settings.cublaslt = Some(version()?),
                 "ptx" => settings.ptx = Some(number()? as i32),
                 "overlap" => settings.overlap = value.parse().map_err(|_| invalid())?,
                 "late" => settings.late = Duration::from_micros(number()?.into()),

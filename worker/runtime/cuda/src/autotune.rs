@@ -109,9 +109,15 @@ impl<'a> GemmBench<'a> {
     ) -> Result<Vec<GemmTuning>, DeviceError> {
         let shapes = row_counts.iter().flat_map(|m| gemms.iter().map(move |gemm| (gemm, *m)));
         let shapes = shapes.filter(|(gemm, m)| !gemm.f32_out || *m <= samples);
-        let (mut tuned, mut left) = (Vec::new(), Vec::new());
+        let (mut tuned, mut left, mut seen) = (Vec::new(), Vec::new(), Vec::new());
         for (gemm, m) in shapes {
-            let cached = cache.get(&self.tuned_shape(gemm, m));
+            // GEMMs of one shape share a plan.
+            let shape = self.tuned_shape(gemm, m);
+            if seen.contains(&shape) {
+                continue;
+            }
+            seen.push(shape);
+            let cached = cache.get(&shape);
             match cached.map(|choice| self.apply_cached(gemm, m, &choice)).transpose()?.flatten() {
                 Some(tuning) => tuned.push(tuning),
                 None => left.push((gemm, m)),

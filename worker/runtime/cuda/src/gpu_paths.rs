@@ -22,7 +22,7 @@ pub(super) struct PathConditions {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct PathOff {
     pub(super) why: &'static str,
-    /// Whether it costs speed that nobody chose to give up.
+    /// Whether it costs speed without being a choice.
     pub(super) costs: bool,
 }
 
