@@ -81,8 +81,11 @@ fn every_gpu_finds_every_family_in_the_archive() {
     assert_eq!(of, [None, ampere, ampere, ampere, Some(Target::Sm90a), later, later]);
 }
 
+/// Name and content of a file.
+type File<'a> = (&'a str, &'a [u8]);
+
 /// Writes `files` to a new folder and returns the families read from it, or the error.
-fn replaced(files: &[(&str, &[u8])]) -> Result<Vec<&'static str>, String> {
+fn replaced(files: &[File<'_>]) -> Result<Vec<&'static str>, String> {
     let folder = inflight_fixtures::TempDir::new("inflight-kernel-images").unwrap();
     for (name, bytes) in files {
         std::fs::write(folder.path().join(name), bytes).unwrap();
@@ -127,7 +130,7 @@ fn files_that_are_no_images_are_named_in_errors() {
         elf[18] = 62;
         elf
     };
-    let cases: [(&[(&str, &[u8])], &str, &str); 11] = [
+    let cases: [(&[File<'_>], &str, &str); 11] = [
         (&[("norm.cubin", b"")], "norm.cubin", "empty"),
         (&[("norm.ptx", b"")], "norm.ptx", "empty"),
         (&[("norm.cubin", ptx)], "norm.cubin", "nvcc -cubin"),

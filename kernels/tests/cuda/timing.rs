@@ -6,6 +6,7 @@ mod products;
 mod rows;
 mod sampling;
 
+use std::cell::Cell;
 use std::sync::Arc;
 
 use cudarc::driver::{result, sys};
@@ -20,12 +21,14 @@ pub(crate) struct StreamDevice {
     stream: sys::CUstream,
     /// Whether programmatic dependent launch is used.
     overlap: bool,
+    /// Whether the last work on the stream is a kernel, which only then may be overlapped.
+    after_kernel: Cell<bool>,
 }
 
 impl StreamDevice {
     pub(crate) fn new(gpu: &Arc<Gpu>, overlap: bool) -> Self {
         let stream = result::stream::create(result::stream::StreamKind::NonBlocking).unwrap();
-        Self { gpu: Arc::clone(gpu), stream, overlap }
+        Self { gpu: Arc::clone(gpu), stream, overlap, after_kernel: Cell::new(false) }
     }
 }
 
@@ -41,7 +44,8 @@ impl Device for StreamDevice {
     }
 
     unsafe fn launch(&self, launch: &Launch<'_>) -> Result<(), DeviceError> {
-        unsafe { self.gpu.enqueue(launch, self.stream, self.overlap && launch.overlaps) }
+        let overlap = self.overlap && launch.overlaps && self.after_kernel.replace(true);
+        unsafe { self.gpu.enqueue(launch, self.stream, overlap) }
     }
 }
 
@@ -122,7 +126,10 @@ impl Bench {
         let mut passes = Vec::new();
         unsafe {
             result::stream::begin_capture(stream.stream, mode).unwrap();
+            // A graph's first kernel has no predecessor.
+            stream.after_kernel.set(false);
             work();
+            stream.after_kernel.set(false);
             let graph = result::stream::end_capture(stream.stream).unwrap();
             let executable = result::graph::instantiate(graph, sys::CUgraphInstantiate_flags(0)).unwrap();
             let pass = || {

@@ -5,6 +5,7 @@ import shutil
 from pathlib import Path
 
 from phases.kernels import TEST_ENVIRONMENT, check_filters
+from recorder import Skipped
 
 SANITIZED_TESTS = ["attention::attention_over", "drafts::", "product::", "rows::", "sampling::tokens"]
 

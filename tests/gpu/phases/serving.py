@@ -10,8 +10,9 @@ def binary(suite):
     command = [sys.executable, str(suite.bundle / "cluster.py"), str(suite.bundle / "inflight"), str(path)]
     code, output, seconds = suite.recorder.command("binary", command, 120)
     lines = [line for line in output.splitlines() if line.startswith("cluster: ")]
-    suite.check("binary", "inflight up --device cuda:0 under inflight bench", code == 0,
-                f"{lines[-1][9:] if lines else output.strip()[-300:]} in {seconds:.0f} s")
+    # What went wrong stands before the last line.
+    detail = lines[-1][9:] if code == 0 and lines else " | ".join(output.strip()[-500:].splitlines())
+    suite.check("binary", "inflight up --device cuda:0 under inflight bench", code == 0, f"{detail} in {seconds:.0f} s")
 
 
 def request_lengths(count):
