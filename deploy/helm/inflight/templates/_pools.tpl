@@ -140,6 +140,9 @@ and most, between which its number of workers stays.
 {{- /* A folder of its own: others than the worker can write to the volume's root. */}}
 - --fingerprint-cache=/var/cache/inflight/fingerprints
 {{- end }}
+{{- if gt (int $pool.gpus) 0 }}
+- --gemm-cache=/var/cache/inflight/gemm
+{{- end }}
 {{- with $pool.model.name }}
 - --model-name={{ . }}
 {{- end }}
