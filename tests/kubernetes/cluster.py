@@ -274,6 +274,8 @@ class Cluster:
         kubelet, kubelet_key = certificates.sign("apiserver-kubelet", "/O=system:masters/CN=kube-apiserver-kubelet-client")
         front, front_key = certificates.sign("front-proxy", "/CN=front-proxy")
         account_key = certificates.key("service-accounts")
+        account_public = account_key.with_suffix(".pub")
+        command("openssl", "pkey", "-in", account_key, "-pubout", "-out", account_public)
         self.admin = certificates.kubeconfig("admin", "/O=system:masters/CN=admin")
         self.proxy_config = certificates.kubeconfig("kube-proxy", "/CN=system:kube-proxy")
         self.environment["KUBECONFIG"] = str(self.admin)
@@ -284,7 +286,7 @@ class Cluster:
             f"--client-ca-file={certificates.ca}", f"--tls-cert-file={server}", f"--tls-private-key-file={server_key}",
             f"--kubelet-client-certificate={kubelet}", f"--kubelet-client-key={kubelet_key}",
             "--kubelet-preferred-address-types=InternalIP",
-            f"--service-account-key-file={account_key}", f"--service-account-signing-key-file={account_key}",
+            f"--service-account-key-file={account_public}", f"--service-account-signing-key-file={account_key}",
             "--service-account-issuer=https://kubernetes.default.svc",
             # For APIs of metrics.
             f"--requestheader-client-ca-file={certificates.ca}", "--requestheader-allowed-names=front-proxy",
@@ -300,7 +302,7 @@ class Cluster:
         scheduler = certificates.kubeconfig("kube-scheduler", "/CN=system:kube-scheduler")
         self.start("kube-scheduler", [BIN / "kube-scheduler", f"--kubeconfig={scheduler}", "--leader-elect=false"])
         names = RUN / "Corefile"
-        names.write_text(f".:53 {{\n    bind {CONTROL}\n    errors\n    ready {CONTROL}:8181\n"
+        names.write_text(f".:53 {{\n    errors\n    ready {CONTROL}:8181\n"
                          f"    kubernetes cluster.local {{\n        kubeconfig {self.admin}\n        ttl 1\n    }}\n}}\n")
         self.start("coredns", [BIN / "coredns", "-conf", names])
         self.wait("CoreDNS", lambda: urllib.request.urlopen(f"http://{CONTROL}:8181/ready", timeout=2).status == 200)
