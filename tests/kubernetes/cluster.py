@@ -158,6 +158,9 @@ disabled_plugins = ["io.containerd.nri.v1.nri", "io.containerd.internal.v1.traci
 address = "/run/containerd.sock"
 [plugins."io.containerd.cri.v1.images".pinned_images]
 sandbox = "{self.cluster.pause}"
+[plugins."io.containerd.cri.v1.runtime"]
+# Where root lacks CAP_SYS_RESOURCE, a lower one than that of this process is refused.
+restrict_oom_score_adj = true
 [plugins."io.containerd.cri.v1.runtime".cni]
 bin_dirs = ["{BIN}"]
 conf_dir = "{network}"

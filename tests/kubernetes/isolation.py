@@ -58,7 +58,8 @@ def reaper(main):
         main()
         sys.stdout.flush()
         os._exit(0)
-    signal.signal(signal.SIGTERM, lambda *_: os.kill(child, signal.SIGTERM))
+    # After its end there may be nothing left to tell.
+    signal.signal(signal.SIGTERM, lambda *_: os.kill(child, signal.SIGTERM) if os.path.exists(f"/proc/{child}") else None)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     while True:
         pid, status = os.wait()
