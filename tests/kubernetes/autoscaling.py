@@ -1,18 +1,20 @@
-"""Prometheus and KEDA beside the control plane, as the chart's ScaledObjects need them."""
+"""Prometheus and an API of external metrics beside the control plane, by which pools are scaled."""
 
+import base64
 import json
 import pathlib
-import shutil
+import re
 import subprocess
-import urllib.parse
+import sys
 import urllib.request
 
-from cluster import BIN, CONTROL, PACKAGES, RUN, command
+from cluster import BIN, CONTROL, PACKAGES, RUN
 
-NAMESPACE = "keda"
-METRICS_PORT = 6444
+HERE = pathlib.Path(__file__).resolve().parent
 PROMETHEUS = f"http://{CONTROL}:9090"
-CRDS = ("scaledobjects", "scaledjobs", "triggerauthentications", "clustertriggerauthentications")
+NAMESPACE, NAME, PORT = "monitoring", "external-metrics", 6444
+GROUP = "external.metrics.k8s.io"
+METRIC = "inflight-demo-requests"
 
 
 def prometheus(up):
@@ -26,7 +28,7 @@ def prometheus(up):
             "kubernetes_sd_configs": [{"role": "pod", "kubeconfig_file": str(up.admin)}],
             "relabel_configs": [
                 {"source_labels": [f"{label}_annotation_prometheus_io_scrape"], "regex": "true", "action": "keep"},
-                # A target for each port is discovered: one is enough.
+                # Each port is a target: one is enough.
                 {"source_labels": [f"{label}_container_port_name"], "regex": "metrics", "action": "keep"},
                 {"source_labels": [f"{label}_ip", f"{label}_annotation_prometheus_io_port"], "separator": ":",
                  "target_label": "__address__"},
@@ -40,50 +42,33 @@ def prometheus(up):
     up.wait("Prometheus", lambda: urllib.request.urlopen(f"{PROMETHEUS}/-/ready", timeout=2).status == 200)
 
 
-def query(expression):
-    """The first value of a query, or None."""
-    with urllib.request.urlopen(f"{PROMETHEUS}/api/v1/query?{urllib.parse.urlencode({'query': expression})}", timeout=5) as answer:
-        result = json.load(answer)["data"]["result"]
-    return float(result[0]["value"][1]) if result else None
+def query_of_the_chart(up, release, chart):
+    """The query by which the chart's ScaledObject scales its pool."""
+    rendered = up.helm("template", release, chart, "--kube-version=1.34.4", "--show-only=templates/autoscaling.yaml",
+                       "--values", HERE / "values.yaml", "--values", HERE / "values-keda.yaml")
+    [folded] = re.findall(r"^ +query: >-\n((?: {10}.*\n)+)", rendered, re.MULTILINE)
+    return " ".join(folded.split())
 
 
-def keda(up):
-    """KEDA's operator and its API of external metrics, as processes of the control plane."""
-    folder = RUN / "keda"
-    folder.mkdir()
-    server = f"keda-metrics-apiserver.{NAMESPACE}.svc"
-    certificate, key = up.certificates.sign("keda", "/CN=keda", ["keda-operator", server, "localhost", "127.0.0.1", CONTROL])
-    for name, source in (("ca.crt", up.certificates.ca), ("tls.crt", certificate), ("tls.key", key)):
-        shutil.copy(source, folder / name)
-    module = json.loads(command("go", "list", "-m", "-json", "github.com/kedacore/keda/v2",
-                                cwd=pathlib.Path(__file__).parent / "modules/keda"))["Dir"]
-    for crd in CRDS:
-        # Larger than what `apply` notes of it.
-        up.kubectl("create", f"--filename={module}/config/crd/bases/keda.sh_{crd}.yaml")
-    up.kubectl("create", "namespace", NAMESPACE)
-    environment = {"WATCH_NAMESPACE": "", "POD_NAMESPACE": NAMESPACE, "KEDA_CLUSTER_OBJECT_NAMESPACE": NAMESPACE}
-    up.start("keda-operator", [BIN / "operator", f"--cert-dir={folder}", "--leader-elect=false", "--enable-webhook-patching=false",
-                               "--enable-apiservice-patching=false", "--metrics-bind-address=127.0.0.1:8080",
-                               "--health-probe-bind-address=127.0.0.1:8082", "--metrics-service-bind-address=127.0.0.1:9666"],
-             **environment)
-    up.start("keda-adapter", [BIN / "adapter", f"--secure-port={METRICS_PORT}", "--port=8083", "--metrics-service-address=127.0.0.1:9666",
-                              f"--client-ca-file={folder}/ca.crt", f"--tls-cert-file={folder}/tls.crt",
-                              f"--tls-private-key-file={folder}/tls.key", f"--cert-dir={folder}",
-                              f"--authentication-kubeconfig={up.admin}", f"--authorization-kubeconfig={up.admin}"],
-             **environment)
-    name = "keda-metrics-apiserver"
-    group = "external.metrics.k8s.io"
+def metrics_api(up, query):
+    """Registers the query as a metric for HorizontalPodAutoscalers."""
+    certificate, key = up.certificates.sign("external-metrics", "/CN=external-metrics", [f"{NAME}.{NAMESPACE}.svc"])
+    up.start("external-metrics", [sys.executable, HERE / "metrics_api.py", f"{CONTROL}:{PORT}", certificate, key, PROMETHEUS,
+                                  f"{METRIC}={query}"])
     port = {"name": "https", "port": 443, "protocol": "TCP"}
+    up.apply({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": NAMESPACE}})
     up.apply(
-        {"apiVersion": "v1", "kind": "Service", "metadata": {"name": name, "namespace": NAMESPACE},
-         "spec": {"ports": [{**port, "targetPort": METRICS_PORT}]}},
+        {"apiVersion": "v1", "kind": "Service", "metadata": {"name": NAME, "namespace": NAMESPACE},
+         "spec": {"ports": [{**port, "targetPort": PORT}]}},
         {"apiVersion": "discovery.k8s.io/v1", "kind": "EndpointSlice", "addressType": "IPv4",
-         "metadata": {"name": name, "namespace": NAMESPACE, "labels": {"kubernetes.io/service-name": name}},
-         "ports": [{**port, "port": METRICS_PORT}], "endpoints": [{"addresses": [CONTROL], "conditions": {"ready": True}}]},
-        {"apiVersion": "apiregistration.k8s.io/v1", "kind": "APIService", "metadata": {"name": f"v1beta1.{group}"},
-         "spec": {"group": group, "version": "v1beta1", "groupPriorityMinimum": 100, "versionPriority": 100,
-                  "insecureSkipTLSVerify": True, "service": {"name": name, "namespace": NAMESPACE}}})
-    up.wait("API of external metrics", lambda: up.kubectl("get", "--raw", f"/apis/{group}/v1beta1"))
+         "metadata": {"name": NAME, "namespace": NAMESPACE, "labels": {"kubernetes.io/service-name": NAME}},
+         "ports": [{**port, "port": PORT}], "endpoints": [{"addresses": [CONTROL], "conditions": {"ready": True}}]},
+        {"apiVersion": "apiregistration.k8s.io/v1", "kind": "APIService", "metadata": {"name": f"v1beta1.{GROUP}"},
+         "spec": {"group": GROUP, "version": "v1beta1", "groupPriorityMinimum": 100, "versionPriority": 100,
+                  "caBundle": base64.b64encode(up.certificates.ca.read_bytes()).decode(),
+                  "service": {"name": NAME, "namespace": NAMESPACE}}})
+    up.wait("the external metric",
+            lambda: json.loads(up.kubectl("get", "--raw", f"/apis/{GROUP}/v1beta1/namespaces/default/{METRIC}"))["items"])
 
 
 def watch_replicas(up, statefulset):
