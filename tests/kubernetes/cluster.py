@@ -1,5 +1,5 @@
-"""A Kubernetes cluster in the namespaces of isolation.py: etcd and the control plane as processes, and nodes with kubelet, kube-proxy,
-containerd and runc, each in a network and a mount namespace of its own, joined by a bridge.
+"""A Kubernetes cluster in the namespaces of isolation.py: etcd and the control plane as processes, and nodes with kubelet,
+kube-proxy, containerd and runc, each in a network and a mount namespace of its own, joined by a bridge.
 """
 
 import ipaddress
@@ -61,18 +61,21 @@ class Certificates:
         self.folder = folder
         folder.mkdir(parents=True)
         self.key("ca")
-        command("openssl", "req", "-x509", "-new", "-key", folder / "ca.key", "-subj", "/CN=cluster", "-days", 2, "-out", folder / "ca.crt")
+        command("openssl", "req", "-x509", "-new", "-key", folder / "ca.key", "-subj", "/CN=cluster", "-days", 2,
+                "-out", folder / "ca.crt")
         self.ca = folder / "ca.crt"
 
     def key(self, name):
-        command("openssl", "genpkey", "-algorithm", "EC", "-pkeyopt", "ec_paramgen_curve:P-256", "-out", self.folder / f"{name}.key")
+        command("openssl", "genpkey", "-algorithm", "EC", "-pkeyopt", "ec_paramgen_curve:P-256",
+                "-out", self.folder / f"{name}.key")
         return self.folder / f"{name}.key"
 
     def sign(self, name, subject, names=()):
         key, request, certificate = self.key(name), self.folder / f"{name}.csr", self.folder / f"{name}.crt"
         kinds = [f"{'IP' if item[0].isdigit() else 'DNS'}:{item}" for item in names]
         extensions = self.folder / f"{name}.ext"
-        extensions.write_text("extendedKeyUsage=clientAuth,serverAuth\n" + (f"subjectAltName={','.join(kinds)}\n" if kinds else ""))
+        alternatives = f"subjectAltName={','.join(kinds)}\n" if kinds else ""
+        extensions.write_text(f"extendedKeyUsage=clientAuth,serverAuth\n{alternatives}")
         command("openssl", "req", "-new", "-key", key, "-subj", subject, "-out", request)
         command("openssl", "x509", "-req", "-in", request, "-CA", self.ca, "-CAkey", self.folder / "ca.key", "-CAcreateserial",
                 "-days", 2, "-extfile", extensions, "-out", certificate)
@@ -126,7 +129,8 @@ class Node:
             lines.append(f"mount --bind {file} /proc/sys/{name}")
         ready = self.folder / "ready"
         lines += [f"touch {ready}", "exec sleep infinity"]
-        self.holder = self.cluster.start(f"{self.name}-namespaces", ["unshare", "--net", "--mount", "--uts", "bash", "-c", "\n".join(lines)])
+        words = ["unshare", "--net", "--mount", "--uts", "bash", "-c", "\n".join(lines)]
+        self.holder = self.cluster.start(f"{self.name}-namespaces", words)
         wait(f"namespaces of {self.name}", ready.exists, 30)
 
     def network(self):
@@ -135,7 +139,8 @@ class Node:
         command("ip", "link", "set", link, "master", BRIDGE, "up")
         command("ip", "route", "add", self.pods, "via", self.address)
         inside = [
-            "ip link set lo up", "ip link set eth0 up", f"ip address add {self.address}/24 dev eth0", f"ip route add default via {CONTROL}",
+            "ip link set lo up", "ip link set eth0 up",
+            f"ip address add {self.address}/24 dev eth0", f"ip route add default via {CONTROL}",
             "echo 1 >/proc/sys/net/ipv4/ip_forward",
             *[f"ip route add {node.pods} via {node.address}" for node in self.cluster.nodes if node is not self],
         ]
@@ -185,7 +190,8 @@ SystemdCgroup = false
             "containerRuntimeEndpoint": "unix:///run/containerd.sock",
             "cgroupDriver": "cgroupfs", "cgroupRoot": f"/{isolation.cgroup()}/{self.name}", "enforceNodeAllocatable": [],
             "clusterDNS": [CONTROL], "clusterDomain": "cluster.local", "resolvConf": "",
-            "failSwapOn": False, "evictionHard": {"nodefs.available": "1%", "imagefs.available": "1%"}, "imageGCHighThresholdPercent": 100,
+            "failSwapOn": False, "imageGCHighThresholdPercent": 100,
+            "evictionHard": {"nodefs.available": "1%", "imagefs.available": "1%"},
             "nodeStatusUpdateFrequency": "4s", "syncFrequency": "20s", "registerNode": True,
             "podLogsDir": str(self.folder / "pods"), "volumePluginDir": str(self.folder / "plugins"),
         }))
@@ -196,8 +202,8 @@ SystemdCgroup = false
 
     def proxy(self):
         self.cluster.start(f"{self.name}-proxy", self.enter(
-            BIN / "kube-proxy", f"--kubeconfig={self.cluster.proxy_config}", f"--hostname-override={self.name}", "--proxy-mode=nftables",
-            f"--cluster-cidr={PODS}", "--conntrack-max-per-core=0", "--conntrack-tcp-timeout-established=0s",
+            BIN / "kube-proxy", f"--kubeconfig={self.cluster.proxy_config}", f"--hostname-override={self.name}",
+            "--proxy-mode=nftables", f"--cluster-cidr={PODS}", "--conntrack-max-per-core=0", "--conntrack-tcp-timeout-established=0s",
             "--conntrack-tcp-timeout-close-wait=0s", "--nodeport-addresses=primary"))
 
 
@@ -208,6 +214,7 @@ class Cluster:
         self.images = [pause_image(), *images]
         self.pause = PAUSE
         self.runc = None
+        self.helm_program = BIN / "helm"
         self.processes = {}
         self.nodes = [Node(self, number) for number in range(1, nodes + 1)]
         self.certificates = self.admin = self.proxy_config = None
@@ -272,7 +279,7 @@ class Cluster:
     def control_plane(self):
         self.certificates = certificates = Certificates(RUN / "certificates")
         first = str(next(ipaddress.ip_network(SERVICES).hosts()))
-        names = ("kubernetes", "kubernetes.default", "kubernetes.default.svc", "kubernetes.default.svc.cluster.local", "127.0.0.1")
+        names = ("kubernetes", "kubernetes.default", "kubernetes.default.svc", "127.0.0.1")
         server, server_key = certificates.sign("apiserver", "/CN=kube-apiserver", [*names, CONTROL, first])
         kubelet, kubelet_key = certificates.sign("apiserver-kubelet", "/O=system:masters/CN=kube-apiserver-kubelet-client")
         front, front_key = certificates.sign("front-proxy", "/CN=front-proxy")
@@ -285,7 +292,8 @@ class Cluster:
         self.start("etcd", [BIN / "etcd", f"--data-dir={RUN}/etcd", "--unsafe-no-fsync", "--log-level=warn"])
         self.start("kube-apiserver", [
             BIN / "kube-apiserver", "--etcd-servers=http://127.0.0.1:2379", f"--advertise-address={CONTROL}",
-            f"--service-cluster-ip-range={SERVICES}", "--authorization-mode=Node,RBAC", "--enable-admission-plugins=NodeRestriction",
+            f"--service-cluster-ip-range={SERVICES}",
+            "--authorization-mode=Node,RBAC", "--enable-admission-plugins=NodeRestriction",
             f"--client-ca-file={certificates.ca}", f"--tls-cert-file={server}", f"--tls-private-key-file={server_key}",
             f"--kubelet-client-certificate={kubelet}", f"--kubelet-client-key={kubelet_key}",
             "--kubelet-preferred-address-types=InternalIP",
@@ -294,12 +302,14 @@ class Cluster:
             # For APIs of metrics.
             f"--requestheader-client-ca-file={certificates.ca}", "--requestheader-allowed-names=front-proxy",
             "--requestheader-extra-headers-prefix=X-Remote-Extra-", "--requestheader-group-headers=X-Remote-Group",
-            "--requestheader-username-headers=X-Remote-User", f"--proxy-client-cert-file={front}", f"--proxy-client-key-file={front_key}",
+            "--requestheader-username-headers=X-Remote-User",
+            f"--proxy-client-cert-file={front}", f"--proxy-client-key-file={front_key}",
             "--enable-aggregator-routing=true"])
         self.wait("API server", lambda: self.kubectl("get", "--raw", "/readyz"))
         controllers = certificates.kubeconfig("kube-controller-manager", "/CN=system:kube-controller-manager")
         self.start("kube-controller-manager", [
-            BIN / "kube-controller-manager", f"--kubeconfig={controllers}", "--leader-elect=false", f"--root-ca-file={certificates.ca}",
+            BIN / "kube-controller-manager", f"--kubeconfig={controllers}", "--leader-elect=false",
+            f"--root-ca-file={certificates.ca}",
             f"--service-account-private-key-file={account_key}", "--use-service-account-credentials=true",
             "--horizontal-pod-autoscaler-sync-period=5s"])
         scheduler = certificates.kubeconfig("kube-scheduler", "/CN=system:kube-scheduler")
@@ -320,7 +330,7 @@ class Cluster:
         self.kubectl("apply", "--filename=-", input=json.dumps({"apiVersion": "v1", "kind": "List", "items": documents}))
 
     def helm(self, *words):
-        return command(BIN / "helm", *words, env={**self.environment, "HELM_CACHE_HOME": str(RUN / "helm"), "HOME": str(RUN)})
+        return command(self.helm_program, *words, env={**self.environment, "HOME": str(RUN)})
 
 
 PAUSE = "docker.io/library/pause:inflight"

@@ -13,6 +13,7 @@ import time
 
 CGROUPS = pathlib.Path("/sys/fs/cgroup")
 INSIDE = "INFLIGHT_KUBERNETES_CGROUP"
+END_SECONDS = 20
 
 
 def cgroup():
@@ -42,13 +43,23 @@ def make_cgroups(name):
 
 
 def remove_cgroups(name):
-    # In the hierarchy of v2 beside them, too, where runc makes it.
+    """Removes them in the hierarchy of v2 beside them, too, where runc makes it. The last processes may still be ending."""
+    deadline = time.monotonic() + END_SECONDS
     for controller in CGROUPS.iterdir():
         for folder, _, _ in os.walk(controller / name, topdown=False):
-            try:
-                os.rmdir(folder)
-            except OSError as error:
-                print(f"warning: {folder} stays: {error.strerror}", file=sys.stderr)
+            while not removed(folder):
+                if time.monotonic() > deadline:
+                    print(f"warning: {folder} stays", file=sys.stderr)
+                    break
+                time.sleep(0.05)
+
+
+def removed(folder):
+    try:
+        os.rmdir(folder)
+    except OSError:
+        return False
+    return True
 
 
 def reaper(main):
@@ -94,8 +105,8 @@ def run(main):
     while process.poll() is None and not children.read_text():
         time.sleep(0.01)
     print(f"enter with: nsenter --all --target={children.read_text().strip()}", flush=True)
-    # Ends unshare, and with it every process of the namespace.
-    signal.signal(signal.SIGTERM, lambda *_: process.terminate())
+    # The end of unshare, which ignores SIGTERM, is that of every process of the namespace.
+    signal.signal(signal.SIGTERM, lambda *_: process.kill())
     # From a terminal it reaches the processes inside as well.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:

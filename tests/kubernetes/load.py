@@ -18,8 +18,8 @@ from inflight.v1 import inference_pb2, inference_pb2_grpc, sampling_pb2
 from inflight_client import generate
 
 # A router that was down is tried again soon. The connection is not shared with other streams of this process.
-OPTIONS = [("grpc.initial_reconnect_backoff_ms", 50), ("grpc.max_reconnect_backoff_ms", 1000), ("grpc.use_local_subchannel_pool", 1),
-           ("grpc.keepalive_time_ms", 10_000), ("grpc.keepalive_timeout_ms", 5_000)]
+OPTIONS = [("grpc.initial_reconnect_backoff_ms", 50), ("grpc.max_reconnect_backoff_ms", 1000),
+           ("grpc.use_local_subchannel_pool", 1), ("grpc.keepalive_time_ms", 10_000), ("grpc.keepalive_timeout_ms", 5_000)]
 
 
 class Counting:
@@ -47,6 +47,7 @@ class Load:
 
     def request(self, number):
         return inference_pb2.GenerateRequest(
+            return_token_ids=True,
             text=f"Stream {number} tells how it went on after the last interruption, and",
             sampling=sampling_pb2.SamplingParams(temperature=1.0, seed=number + 1),
             stop=sampling_pb2.StopConditions(max_tokens=self.args.tokens, ignore_eos=True))

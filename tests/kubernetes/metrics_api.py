@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Serves queries of Prometheus as the API of external metrics: metrics_api.py ADDRESS:PORT CERTIFICATE KEY PROMETHEUS NAME=QUERY...
+"""Serves queries of Prometheus as the API of external metrics: metrics_api.py ADDRESS:PORT CERT KEY PROMETHEUS NAME=QUERY...
 
 Enough of external.metrics.k8s.io/v1beta1 for HorizontalPodAutoscalers; the API server stands before it.
 """
@@ -30,8 +30,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
         parts = urllib.parse.urlparse(self.path).path.strip("/").split("/")
         if "/".join(parts) == f"apis/{GROUP}":
-            resources = [{"name": name, "singularName": "", "namespaced": True, "kind": "ExternalMetricValueList", "verbs": ["get"]}
-                         for name in self.queries]
+            resource = {"singularName": "", "namespaced": True, "kind": "ExternalMetricValueList", "verbs": ["get"]}
+            resources = [{**resource, "name": name} for name in self.queries]
             self.answer(200, {"kind": "APIResourceList", "apiVersion": "v1", "groupVersion": GROUP, "resources": resources})
             return
         found = None
