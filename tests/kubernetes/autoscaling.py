@@ -1,14 +1,18 @@
 """Prometheus and an API of external metrics beside the control plane, by which pools are scaled."""
 
 import base64
+import contextlib
 import json
 import pathlib
 import re
+import ssl
 import subprocess
 import sys
+import threading
+import time
 import urllib.request
 
-from cluster import BIN, CONTROL, PACKAGES, RUN
+from cluster import API, BIN, CONTROL, PACKAGES, RUN
 
 HERE = pathlib.Path(__file__).resolve().parent
 PROMETHEUS = f"http://{CONTROL}:9090"
@@ -17,26 +21,38 @@ GROUP = "external.metrics.k8s.io"
 METRIC = "inflight-demo-requests"
 
 
+def targets(connection):
+    """The pods that the chart's annotations name, with the labels that its query selects by."""
+    found = []
+    with urllib.request.urlopen(f"{API}/api/v1/pods", context=connection, timeout=5) as answer:
+        for pod in json.load(answer)["items"]:
+            annotations, address = pod["metadata"].get("annotations", {}), pod["status"].get("podIP")
+            if annotations.get("prometheus.io/scrape") == "true" and address and pod["status"]["phase"] == "Running":
+                found.append({"targets": [f"{address}:{annotations['prometheus.io/port']}"],
+                              "labels": {"namespace": pod["metadata"]["namespace"], "pod": pod["metadata"]["name"]}})
+    return found
+
+
+def discover(up, file):
+    """Writes the targets for Prometheus, because Debian's build of it has no discovery by the Kubernetes API."""
+    connection = ssl.create_default_context(cafile=up.certificates.ca)
+    folder = up.certificates.folder
+    connection.load_cert_chain(folder / "admin.crt", folder / "admin.key")
+    while True:
+        with contextlib.suppress(OSError):
+            unfinished = file.with_suffix(".unfinished")
+            unfinished.write_text(json.dumps(targets(connection)))
+            unfinished.rename(file)
+        time.sleep(1)
+
+
 def prometheus(up):
-    """Scrapes the pods that the chart's annotations name, with the labels that its query selects by."""
-    file = RUN / "prometheus.json"
-    label = "__meta_kubernetes_pod"
+    file, discovered = RUN / "prometheus.json", RUN / "targets.json"
     file.write_text(json.dumps({
         "global": {"scrape_interval": "2s", "scrape_timeout": "2s"},
-        "scrape_configs": [{
-            "job_name": "pods",
-            "kubernetes_sd_configs": [{"role": "pod", "kubeconfig_file": str(up.admin)}],
-            "relabel_configs": [
-                {"source_labels": [f"{label}_annotation_prometheus_io_scrape"], "regex": "true", "action": "keep"},
-                # Each port is a target: one is enough.
-                {"source_labels": [f"{label}_container_port_name"], "regex": "metrics", "action": "keep"},
-                {"source_labels": [f"{label}_ip", f"{label}_annotation_prometheus_io_port"], "separator": ":",
-                 "target_label": "__address__"},
-                {"source_labels": ["__meta_kubernetes_namespace"], "target_label": "namespace"},
-                {"source_labels": [f"{label}_name"], "target_label": "pod"},
-            ],
-        }],
+        "scrape_configs": [{"job_name": "pods", "file_sd_configs": [{"files": [str(discovered)], "refresh_interval": "2s"}]}],
     }))
+    threading.Thread(target=discover, args=(up, discovered), daemon=True).start()
     up.start("prometheus", [PACKAGES / "usr/bin/prometheus", f"--config.file={file}", f"--storage.tsdb.path={RUN}/prometheus",
                             f"--web.listen-address={CONTROL}:9090"])
     up.wait("Prometheus", lambda: urllib.request.urlopen(f"{PROMETHEUS}/-/ready", timeout=2).status == 200)
