@@ -55,6 +55,12 @@ def check_lifecycle(name: str, pod: dict, routers: list[dict]) -> None:
         assert loads >= 2 and "requests" in container["resources"], name
 
 
+def check_spread(name: str, pod: dict) -> None:
+    """Pods of the revision before do not count in a rolling update of a Deployment: they are about to go."""
+    for constraint in pod.get("topologySpreadConstraints", []):
+        assert constraint["matchLabelKeys"] == ["pod-template-hash"], name
+
+
 def check_scaling(documents: list[dict]) -> None:
     workloads = {(d["kind"], d["metadata"]["name"]): d for d in documents if d["kind"] in ("Deployment", "StatefulSet")}
     for document in documents:
@@ -105,6 +111,7 @@ def check(documents: list[dict]) -> None:
             check_security(document["metadata"]["name"], pod["spec"])
     for document in workloads:
         check_lifecycle(document["metadata"]["name"], document["spec"]["template"]["spec"], routers)
+        check_spread(document["metadata"]["name"], document["spec"]["template"]["spec"])
     check_scaling(documents)
     check_references(documents)
     rules = [d for d in documents if d["kind"] == "Role"]

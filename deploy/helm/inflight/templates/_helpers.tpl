@@ -154,6 +154,8 @@ topologySpreadConstraints:
   - topologyKey: {{ .topologyKey }}
     maxSkew: {{ .maxSkew }}
     whenUnsatisfiable: {{ .whenUnsatisfiable }}
+    # In a rolling update the pods that go would count, too, and all new ones could meet on one node. StatefulSets lack the label.
+    matchLabelKeys: [pod-template-hash]
     labelSelector:
       matchLabels: {{- $selector | nindent 8 }}
   {{- end }}

@@ -1,0 +1,4 @@
+// The container that holds a pod's namespaces.
+module inflight.test/pause
+
+go 1.26
