@@ -333,7 +333,7 @@ class Cluster:
         return command(self.helm_program, *words, env={**self.environment, "HOME": str(RUN)})
 
 
-PAUSE = "docker.io/library/pause:inflight"
+PAUSE = "localhost/pause:inflight"
 
 
 def pause_image():
