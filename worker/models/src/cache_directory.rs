@@ -1,9 +1,10 @@
-//! Directory of files that save time at the next start and that no other user may have written.
+//! Cache directory: files that speed up the next start, which only this user and root can have written.
 
 use std::fs::{self, DirBuilder, File, Metadata, OpenOptions};
 use std::io::{self, Read as _, Write as _};
 use std::os::unix::fs::{DirBuilderExt as _, MetadataExt as _, OpenOptionsExt as _};
 use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU64, Ordering};
 
 /// Directory of cached files, created at the first write.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -52,9 +53,11 @@ impl CacheDirectory {
     pub fn write(&self, name: &str, bytes: &[u8]) -> io::Result<()> {
         DirBuilder::new().recursive(true).mode(0o700).create(&self.path)?;
         self.check_owner(&fs::metadata(&self.path)?, &self.path)?;
-        // Workers of one host may write the same file: each renames one of its own.
+        // Workers of one host, and ranks of one worker, may write the same file: each write renames one of its own.
+        static WRITES: AtomicU64 = AtomicU64::new(0);
+        let number = WRITES.fetch_add(1, Ordering::Relaxed);
         let path = self.path.join(name);
-        let temporary = path.with_extension(format!("{}.new", std::process::id()));
+        let temporary = path.with_extension(format!("{}-{number}.new", std::process::id()));
         let written = || {
             let mut file =
                 OpenOptions::new().write(true).create(true).truncate(true).mode(0o600).open(&temporary)?;
@@ -80,5 +83,34 @@ impl CacheDirectory {
             self.option
         );
         Err(io::Error::new(io::ErrorKind::PermissionDenied, reason))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use inflight_fixtures::TempDir;
+
+    use super::*;
+
+    #[test]
+    fn concurrent_writers_of_one_file_leave_one_of_their_contents_whole() {
+        let folder = TempDir::new("inflight-cache").unwrap();
+        let cache = CacheDirectory::new(folder.path().join("cache"), "--cache");
+        let whole = |bytes: &[u8]| bytes.len() == 100_000 && bytes.iter().all(|byte| *byte == bytes[0]);
+        std::thread::scope(|scope| {
+            for content in 0..4u8 {
+                let cache = &cache;
+                scope.spawn(move || {
+                    for _ in 0..50 {
+                        cache.write("file.json", &vec![content; 100_000]).unwrap();
+                        assert!(whole(&cache.read("file.json", 200_000).unwrap().unwrap()));
+                    }
+                });
+            }
+        });
+        assert_eq!(fs::read_dir(cache.path()).unwrap().count(), 1, "temporary files are left");
+        let error = cache.read("file.json", 99_999).unwrap_err();
+        assert!(error.to_string().contains("more than 99999 bytes"), "{error}");
+        assert!(cache.read("other.json", 1).unwrap().is_none());
     }
 }

@@ -22,7 +22,7 @@ pub(super) struct PathConditions {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct PathOff {
     pub(super) why: &'static str,
-    /// Whether it costs speed without being a choice.
+    /// Whether the path is missing rather than turned off by an option: then its absence costs speed and is warned of.
     pub(super) costs: bool,
 }
 
