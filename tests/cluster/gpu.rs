@@ -48,9 +48,9 @@ async fn gpu_results_are_batch_invariant_with_and_without_launch_overlap_and_dra
     let mut expected = None;
     // Machine code without programmatic dependent launch (sm_80), with it (sm_90a), and PTX with a driver that rejects it.
     for (settings, drafts) in [
-        ("memory=768,compute=8.0", "--drafts=off"),
-        ("memory=768,compute=9.0", "--drafts=prompt-lookup"),
-        ("memory=768,compute=10.0,overlap=false", "--drafts=off"),
+        ("memory=768,compute=8.0,checks=false", "--drafts=off"),
+        ("memory=768,compute=9.0,checks=false", "--drafts=prompt-lookup"),
+        ("memory=768,compute=10.0,overlap=false,checks=false", "--drafts=off"),
     ] {
         let gpu = SimulatedGpu::new(settings)?;
         let flags = ["--workers=1", "--device=cuda", "--deterministic", "--verbose", drafts, &model];
@@ -94,7 +94,7 @@ async fn a_tensor_parallel_gpu_group_is_batch_invariant_and_survives_a_fault() -
     }
     let (_folder, model) = mini()?;
     let requests: Vec<_> = (0..3).map(|seed| sampled("Once upon a time", 12, seed)).collect();
-    let gpu = SimulatedGpu::new("gpus=2,memory=768,ptx=90")?;
+    let gpu = SimulatedGpu::new("gpus=2,memory=768,ptx=90,checks=false")?;
     let group =
         ["--workers=1", "--device=cuda", "--deterministic", "--tensor-parallel=2", "--verbose", &model];
     let flags = [&group, &SMALL[..]].concat();
@@ -135,7 +135,7 @@ async fn a_gpu_failure_ends_its_worker_and_no_stream_loses_a_token() -> Result<(
         return Ok(());
     }
     let (_folder, model) = mini()?;
-    let gpu = SimulatedGpu::new("gpus=2,memory=768")?;
+    let gpu = SimulatedGpu::new("gpus=2,memory=768,checks=false")?;
     let flags = ["--workers=2", "--device=cuda", "--deterministic", "--verbose", &model];
     let flags = [&flags, &SMALL[..]].concat();
     let mut cluster = LocalCluster::start_with_env(program(), &flags, &gpu.environment()).await?;

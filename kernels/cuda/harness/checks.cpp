@@ -5,6 +5,7 @@
 #include <link.h>
 #include <stdio.h>
 
+#include <atomic>
 #include <vector>
 
 namespace harness {
@@ -59,21 +60,29 @@ struct Checks {
     const uint8_t *params = nullptr, *params_end = nullptr;
     const Range *global = nullptr;
     size_t count = 0;
-    // Which of them was touched last.
-    size_t last = 0;
+    // The one of them that was touched last.
+    const Range *last = nullptr;
     bool paused = false;
 };
 static __thread Checks *checks = nullptr;
 static const Image image = own_image();
+static std::atomic<bool> enabled_flag{true};
+static inline bool enabled() { return enabled_flag.load(std::memory_order_relaxed); }
+
+void checks_enable(bool on) { enabled_flag.store(on); }
 
 void checks_launch(const void *params, size_t bytes, const Range *global, size_t count, uint32_t shared_bytes) {
     static thread_local Checks of_thread;
+    if (!enabled()) {
+        checks = nullptr;
+        return;
+    }
     checks = &of_thread;
     checks->params = (const uint8_t *)params;
     checks->params_end = checks->params + bytes;
     checks->global = global;
     checks->count = count;
-    checks->last = 0;
+    checks->last = nullptr;
     checks->paused = false;
     if (checks->cells.size() < shared_bytes) {
         checks->cells.resize(shared_bytes);
@@ -81,16 +90,32 @@ void checks_launch(const void *params, size_t bytes, const Range *global, size_t
 }
 
 void checks_block() {
-    checks->block++;
-    checks->epoch++;
+    if (enabled()) {
+        checks->block++;
+        checks->epoch++;
+    }
 }
-void checks_barrier() { checks->epoch++; }
-void checks_warp_barrier(uint32_t warp) { checks->warp_epochs[warp]++; }
+void checks_barrier() {
+    if (enabled()) {
+        checks->epoch++;
+    }
+}
+void checks_warp_barrier(uint32_t warp) {
+    if (enabled()) {
+        checks->warp_epochs[warp]++;
+    }
+}
 void checks_stack(const void *from, size_t bytes) {
-    checks->stack = (const uint8_t *)from;
-    checks->stack_end = checks->stack + bytes;
+    if (enabled()) {
+        checks->stack = (const uint8_t *)from;
+        checks->stack_end = checks->stack + bytes;
+    }
 }
-void checks_pause(bool paused) { checks->paused = paused; }
+void checks_pause(bool paused) {
+    if (enabled()) {
+        checks->paused = paused;
+    }
+}
 
 static bool within(const uint8_t *p, size_t bytes, const void *from, const void *to) {
     return p >= (const uint8_t *)from && p + bytes <= (const uint8_t *)to;
@@ -151,22 +176,31 @@ static void touched_shared(const void *at, size_t bytes, Touch touch) {
     }
 }
 
+// The range of global memory around these bytes, or null.
+static const Range *global_range(Checks *c, const uint8_t *p, size_t bytes) {
+    if (c->last && within(p, bytes, c->last->from, c->last->to)) {
+        return c->last;
+    }
+    const Range *range = range_of(c->global, c->count, p, bytes);
+    c->last = range ? range : c->last;
+    return range;
+}
+
 // A load or a store of the kernel that runs.
 static void touched(const void *at, size_t bytes, Touch touch, bool aligned) {
     const uint8_t *p = (const uint8_t *)at;
-    if (!checks || checks->paused || within(p, bytes, checks->stack, checks->stack_end)) {
+    Checks *c = checks;
+    if (!c || c->paused || within(p, bytes, c->stack, c->stack_end)) {
+        return;
+    }
+    // Indices of threads and blocks, and parameters: what kernels read most.
+    if (touch == Touch::Read && (within(p, bytes, &place, &place + 1) || within(p, bytes, c->params, c->params_end) ||
+                                  within(p, bytes, &mutant, &mutant + 1))) {
         return;
     }
     static __thread char text[160];
     bool shared = within(p, bytes, place.shared, place.shared + place.shared_bytes);
-    const Range *global = nullptr;
-    for (size_t i = 0; i < checks->count && !shared && !global; i++) {
-        size_t next = (checks->last + i) % checks->count;
-        if (within(p, bytes, checks->global[next].from, checks->global[next].to)) {
-            checks->last = next;
-            global = checks->global + next;
-        }
-    }
+    const Range *global = shared ? nullptr : global_range(c, p, bytes);
     if (global && touch != Touch::Read && global->constant) {
         stop("memory is written to that no kernel writes to");
     }
@@ -178,17 +212,23 @@ static void touched(const void *at, size_t bytes, Touch touch, bool aligned) {
         touched_shared(at, bytes, touch);
         return;
     }
-    bool own = within(p, bytes, checks->params, checks->params_end) || within(p, bytes, &place, &place + 1) ||
-               within(p, bytes, &mutant, &mutant + 1) || within(p, bytes, image.from, image.to);
-    if (!global && (!own || touch != Touch::Read)) {
+    bool constant = within(p, bytes, image.from, image.to);
+    if (!global && (!constant || touch != Touch::Read)) {
         snprintf(text, sizeof text, "it %s %zu bytes outside of shared and global memory", word(touch), bytes);
         stop(text);
     }
 }
 
-void checks_touch(const void *at, size_t bytes, Touch touch) { touched(at, bytes, touch, true); }
+void checks_touch(const void *at, size_t bytes, Touch touch) {
+    if (enabled()) {
+        touched(at, bytes, touch, true);
+    }
+}
 
 void checks_copy(const void *to, bool begins) {
+    if (!enabled()) {
+        return;
+    }
     const size_t first = (size_t)((const uint8_t *)to - place.shared);
     if (begins) {
         touched_shared(to, COPY_BYTES, Touch::Write);
@@ -204,7 +244,13 @@ void checks_copy(const void *to, bool begins) {
 } // namespace harness
 
 using harness::Touch;
-using harness::touched;
+
+// Inlined into each of the functions below, so that an access costs a call and a branch where checks are off.
+static inline void accessed(const void *at, size_t bytes, Touch touch, bool aligned) {
+    if (harness::enabled()) {
+        harness::touched(at, bytes, touch, aligned);
+    }
+}
 
 // What the compiler calls: the interface of its thread sanitizer, whose library is not linked.
 extern "C" {
@@ -213,28 +259,28 @@ void __tsan_func_entry(void *) {}
 void __tsan_func_exit() {}
 void __tsan_vptr_update(void **, void *) {}
 void __tsan_vptr_read(void **) {}
-void __tsan_read_range(void *at, size_t bytes) { touched(at, bytes, Touch::Read, false); }
-void __tsan_write_range(void *at, size_t bytes) { touched(at, bytes, Touch::Write, false); }
+void __tsan_read_range(void *at, size_t bytes) { accessed(at, bytes, Touch::Read, false); }
+void __tsan_write_range(void *at, size_t bytes) { accessed(at, bytes, Touch::Write, false); }
 // Some compilers leave copies of structures to these.
 void *__tsan_memcpy(void *to, const void *from, size_t bytes) {
-    touched(from, bytes, Touch::Read, false);
-    touched(to, bytes, Touch::Write, false);
+    accessed(from, bytes, Touch::Read, false);
+    accessed(to, bytes, Touch::Write, false);
     return memcpy(to, from, bytes);
 }
 void *__tsan_memmove(void *to, const void *from, size_t bytes) {
-    touched(from, bytes, Touch::Read, false);
-    touched(to, bytes, Touch::Write, false);
+    accessed(from, bytes, Touch::Read, false);
+    accessed(to, bytes, Touch::Write, false);
     return memmove(to, from, bytes);
 }
 void *__tsan_memset(void *to, int byte, size_t bytes) {
-    touched(to, bytes, Touch::Write, false);
+    accessed(to, bytes, Touch::Write, false);
     return memset(to, byte, bytes);
 }
 #define OF_SIZE(BYTES)                                                                                               \
-    void __tsan_read##BYTES(void *at) { touched(at, BYTES, Touch::Read, true); }                                     \
-    void __tsan_write##BYTES(void *at) { touched(at, BYTES, Touch::Write, true); }                                   \
-    void __tsan_unaligned_read##BYTES(void *at) { touched(at, BYTES, Touch::Read, false); }                          \
-    void __tsan_unaligned_write##BYTES(void *at) { touched(at, BYTES, Touch::Write, false); }
+    void __tsan_read##BYTES(void *at) { accessed(at, BYTES, Touch::Read, true); }                                     \
+    void __tsan_write##BYTES(void *at) { accessed(at, BYTES, Touch::Write, true); }                                   \
+    void __tsan_unaligned_read##BYTES(void *at) { accessed(at, BYTES, Touch::Read, false); }                          \
+    void __tsan_unaligned_write##BYTES(void *at) { accessed(at, BYTES, Touch::Write, false); }
 OF_SIZE(1)
 OF_SIZE(2)
 OF_SIZE(4)

@@ -19,12 +19,28 @@ struct Range {
     uint64_t constant;
 };
 
+// The one of COUNT ranges, in ascending order, that these bytes are in; null: none.
+inline const Range *range_of(const Range *ranges, size_t count, const uint8_t *p, size_t bytes) {
+    size_t low = 0, high = count;
+    while (low < high) {
+        size_t middle = (low + high) / 2;
+        if (ranges[middle].from <= p) {
+            low = middle + 1;
+        } else {
+            high = middle;
+        }
+    }
+    return low > 0 && p + bytes <= ranges[low - 1].to ? ranges + low - 1 : nullptr;
+}
+
 enum class Touch { Read, Write, Atomic };
 
 // Ends the running fiber's launch with an error.
 [[noreturn]] void stop(const char *what);
 
 #ifdef HARNESS_CHECKED
+// Turns all checks of this process on or off, before its first launch; they are on. Without them kernels run several times as fast.
+void checks_enable(bool on);
 // A launch begins: where its parameters are, and all global memory.
 void checks_launch(const void *params, size_t bytes, const Range *global, size_t count, uint32_t shared_bytes);
 // A block begins.
@@ -42,6 +58,7 @@ void checks_copy(const void *to, bool begins);
 // What is between these two is looked at as a whole.
 void checks_pause(bool paused);
 #else
+inline void checks_enable(bool) {}
 inline void checks_launch(const void *, size_t, const Range *, size_t, uint32_t) {}
 inline void checks_block() {}
 inline void checks_barrier() {}

@@ -4,6 +4,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 
+#include <algorithm>
 #include <deque>
 #include <memory>
 #include <vector>
@@ -218,13 +219,12 @@ static void show() {
     machine->hidden = false;
 }
 
+static bool in_global(const void *at, size_t bytes) {
+    return range_of(machine->global.data(), machine->global.size(), (const uint8_t *)at, bytes) != nullptr;
+}
+
 void check_load(const void *from) {
-    bool known = false;
-    for (const Range &range : machine->global) {
-        const uint8_t *p = (const uint8_t *)from;
-        known = known || (p >= range.from && p + 16 <= range.to);
-    }
-    if (!known || (uintptr_t)from % 16 != 0) {
+    if (!in_global(from, 16) || (uintptr_t)from % 16 != 0) {
         stop("what is loaded is outside of global memory or not aligned");
     }
 }
@@ -233,15 +233,8 @@ void copy_later(void *to, const void *from, bool valid) {
     if (!in_shared(to, 16) || (uintptr_t)to % 16 != 0) {
         stop("a copy's target is outside of shared memory or not aligned");
     }
-    if (valid) {
-        bool known = false;
-        for (const Range &range : machine->global) {
-            const uint8_t *p = (const uint8_t *)from;
-            known = known || (p >= range.from && p + 16 <= range.to);
-        }
-        if (!known || (uintptr_t)from % 16 != 0) {
-            stop("a copy's source is outside of global memory or not aligned");
-        }
+    if (valid && (!in_global(from, 16) || (uintptr_t)from % 16 != 0)) {
+        stop("a copy's source is outside of global memory or not aligned");
     }
     checks_copy(to, true);
     memset(to, 0xff, 16);
@@ -517,6 +510,7 @@ const char *inflight_harness_launch(const char *name, uint32_t blocks_x, uint32_
     machine->kernel = kernel;
     machine->params = params;
     machine->global.assign(global, global + count);
+    std::sort(machine->global.begin(), machine->global.end(), [](const Range &a, const Range &b) { return a.from < b.from; });
     machine->overlapping = overlapping != 0;
     if (machine->fibers.size() < threads) {
         machine->fibers.resize(threads);
@@ -553,6 +547,9 @@ size_t inflight_harness_parameter_bytes(const char *name) {
 
 // Puts a fault into the kernels that this thread runs; 0 takes it out.
 void inflight_harness_mutate(uint32_t which) { mutant = (Mutant)which; }
+
+// Turns the memory and race checks of this process on or off, before its first launch.
+void inflight_harness_check(uint32_t on) { checks_enable(on != 0); }
 
 // What the harness makes of a number, for tests against a library.
 uint32_t inflight_harness_narrow(float x, uint32_t brain) { return brain ? bf16_bits(x) : f16_bits(held(x)); }

@@ -19,8 +19,8 @@ pub use attention_plan::{AttentionPlan, PlanShape, PlannedSequence};
 pub use device::{Device, DeviceError, HalfDtype, KvStore, Launch, Profile};
 #[cfg(feature = "harness")]
 pub use harness::{
-    Harness, HostMemory, Mutant, from_e4m3_on_harness, narrow_on_harness, to_e4m3_on_harness,
-    widen_on_harness,
+    Harness, HostMemory, Mutant, from_e4m3_on_harness, narrow_on_harness, run_harness_unchecked,
+    to_e4m3_on_harness, widen_on_harness,
 };
 pub use image::{Image, Images, KERNELS, Target, family_of};
 pub use launch::{

@@ -32,6 +32,8 @@ pub struct Settings {
     pub ptx: Option<i32>,
     /// `overlap`: whether launches with programmatic serialization are accepted.
     pub overlap: bool,
+    /// `checks`: whether kernels' addresses and shared-memory accesses are checked, which takes most of their time.
+    pub checks: bool,
     /// `late`: maximum random delay, in microseconds, before streams start work that is not waited for.
     pub late: Duration,
     /// File that injects faults.
@@ -50,6 +52,7 @@ impl Settings {
             cublaslt: None,
             ptx: None,
             overlap: true,
+            checks: true,
             late: Duration::from_micros(500),
             fault: None,
         };
@@ -74,6 +77,7 @@ impl Settings {
                 "cublaslt" => settings.cublaslt = Some(version()?),
                 "ptx" => settings.ptx = Some(number()? as i32),
                 "overlap" => settings.overlap = value.parse().map_err(|_| invalid())?,
+                "checks" => settings.checks = value.parse().map_err(|_| invalid())?,
                 "late" => settings.late = Duration::from_micros(number()?.into()),
                 _ => return Err(invalid()),
             }
