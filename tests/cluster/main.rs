@@ -29,6 +29,7 @@ mod structured_failover;
 mod top;
 mod tour;
 mod traces;
+mod upgrade;
 
 use std::path::Path;
 

@@ -11,7 +11,9 @@ use std::time::Duration;
 use anyhow::{Context, Result};
 use inflight_harness::{RecordedMessage, RoleProcess, WireTap};
 use inflight_proto::v1;
+use inflight_proto::v1::admin_client::AdminClient;
 use inflight_proto::v1::generate_request::Input;
+use inflight_proto::v1::generate_response::Event;
 use inflight_proto::v1::inference_client::InferenceClient;
 use inflight_proto::v1::worker_client::WorkerClient;
 use tonic::Request;
@@ -36,11 +38,11 @@ async fn main() -> Result<()> {
     }
     let mut flags: Vec<String> =
         workers.iter().map(|(tap, _)| format!("--workers={}", tap.address)).collect();
-    flags.push("--placement=round-robin".to_owned());
+    flags.extend(["--placement=round-robin", "--admin=on", "--tool-call-format=hermes"].map(str::to_owned));
     let router = RoleProcess::start(program, "router", &flags).await?;
     let tap = WireTap::start(router.address).await?;
     let endpoint = format!("http://{}", tap.address);
-    let channel = Channel::from_shared(endpoint)?.connect().await?;
+    let channel = Channel::from_shared(endpoint.clone())?.connect().await?;
     let mut client = InferenceClient::new(channel);
     while client.list_models(v1::ListModelsRequest {}).await?.into_inner().models.is_empty() {
         tokio::time::sleep(Duration::from_millis(20)).await;
@@ -68,6 +70,13 @@ async fn main() -> Result<()> {
     traced.metadata_mut().insert("traceparent", parent.parse()?);
     traced.metadata_mut().insert("tracestate", "vendor=1".parse()?);
     drain(&mut client, traced).await?;
+
+    for request in [token_limits(), under_a_schema(), with_tools()] {
+        drain(&mut client, Request::new(request.clone())).await?;
+        client.generate_unary(request).await?;
+    }
+    resumed(&mut client).await?;
+    administration(&mut client, AdminClient::connect(endpoint).await?).await?;
 
     // A cancelled call.
     let mut cancelled = client.generate(long_request()).await?.into_inner();
@@ -109,6 +118,51 @@ async fn main() -> Result<()> {
     Ok(())
 }
 
+/// Calls every method of the admin service while a request runs.
+async fn administration(
+    client: &mut InferenceClient<Channel>,
+    mut admin: AdminClient<Channel>,
+) -> Result<()> {
+    let mut running = client.generate(long_request()).await?.into_inner();
+    running.message().await?;
+    let listed = admin.list_requests(v1::ListRequestsRequest::default()).await?.into_inner();
+    let number = listed.requests.first().context("the running request is not listed")?.number;
+    admin.get_request(v1::GetRequestRequest { number, ..Default::default() }).await?;
+    while running.message().await?.is_some() {}
+    admin.diagnose_cluster(v1::DiagnoseClusterRequest::default()).await?;
+    let mut watched = admin.watch(v1::WatchRequest::default()).await?.into_inner();
+    watched.message().await?;
+    drain(client, Request::new(long_request())).await?;
+    for _ in 0..3 {
+        watched.message().await?;
+    }
+    Ok(())
+}
+
+/// Leaves a resumable stream after some tokens and resumes it.
+async fn resumed(client: &mut InferenceClient<Channel>) -> Result<()> {
+    let mut request = v1::GenerateRequest { resumable: true, return_token_ids: true, ..long_request() };
+    let mut stream = client.generate(request.clone()).await?.into_inner();
+    let (mut cursor, mut ids) = (Vec::new(), Vec::new());
+    while ids.len() < 8 {
+        let event = stream.message().await?.context("the stream ended early")?.event;
+        match event.context("an empty event")? {
+            Event::Started(started) => {
+                request.request_id = started.request_id;
+                cursor = started.cursor;
+            }
+            Event::Delta(delta) => {
+                ids.extend(delta.token_ids);
+                cursor = if delta.cursor.is_empty() { cursor } else { delta.cursor };
+            }
+            _ => {}
+        }
+    }
+    drop(stream);
+    request.resume = Some(v1::Resume { cursor, choices: vec![v1::TokenIds { ids }] });
+    drain(client, Request::new(request)).await
+}
+
 async fn drain(client: &mut InferenceClient<Channel>, request: Request<v1::GenerateRequest>) -> Result<()> {
     let mut stream = client.generate(request).await?.into_inner();
     while stream.message().await?.is_some() {}
@@ -123,6 +177,77 @@ fn long_request() -> v1::GenerateRequest {
             ignore_eos: true,
             ..v1::StopConditions::default()
         }),
+        ..v1::GenerateRequest::default()
+    }
+}
+
+/// Returns a request with log probabilities of its prompt and restrictions of its tokens.
+fn token_limits() -> v1::GenerateRequest {
+    v1::GenerateRequest {
+        input: Some(Input::Text("Once upon a time there was".to_owned())),
+        sampling: Some(v1::SamplingParams {
+            allowed_token_ids: (0..400).collect(),
+            bad_words: vec!["dragon".to_owned()],
+            prompt_logprobs: Some(2),
+            ..v1::SamplingParams::default()
+        }),
+        stop: Some(v1::StopConditions { max_tokens: Some(12), ..v1::StopConditions::default() }),
+        truncate_prompt_tokens: Some(4),
+        parse_special: Some(false),
+        ..v1::GenerateRequest::default()
+    }
+}
+
+/// Returns a request whose output is constrained by a JSON schema.
+fn under_a_schema() -> v1::GenerateRequest {
+    let schema = r#"{"type":"object","properties":{"moon":{"type":"boolean"}},"required":["moon"]}"#;
+    v1::GenerateRequest {
+        input: Some(Input::Text("Is there a moon?".to_owned())),
+        sampling: Some(v1::SamplingParams {
+            constraint: Some(v1::Constraint {
+                grammar: Some(v1::constraint::Grammar::JsonSchema(schema.to_owned())),
+                begins_after: None,
+            }),
+            ..v1::SamplingParams::default()
+        }),
+        stop: Some(v1::StopConditions { max_tokens: Some(40), ..v1::StopConditions::default() }),
+        ..v1::GenerateRequest::default()
+    }
+}
+
+/// Returns a conversation with a tool that the model must call.
+fn with_tools() -> v1::GenerateRequest {
+    let message = |role: &str, content: &str| v1::ChatMessage {
+        role: role.to_owned(),
+        content: content.to_owned(),
+        ..Default::default()
+    };
+    let called = v1::ChatMessage {
+        tool_calls: vec![v1::ToolCall {
+            id: "call_1".to_owned(),
+            name: "weather".to_owned(),
+            arguments: r#"{"city":"Paris"}"#.to_owned(),
+        }],
+        ..message("assistant", "")
+    };
+    let answer = v1::ChatMessage { tool_call_id: "call_1".to_owned(), ..message("tool", "Rain.") };
+    let messages =
+        vec![message("user", "The weather in Paris?"), called, answer, message("user", "And in Rome?")];
+    v1::GenerateRequest {
+        input: Some(Input::Chat(v1::Chat { messages })),
+        stop: Some(v1::StopConditions { max_tokens: Some(60), ..v1::StopConditions::default() }),
+        tools: Some(v1::ToolUse {
+            tools: vec![v1::Tool {
+                name: "weather".to_owned(),
+                description: "The weather of a city".to_owned(),
+                parameters: r#"{"type":"object","properties":{"city":{"type":"string"}}}"#.to_owned(),
+                strict: true,
+            }],
+            choice: v1::ToolChoice::Required.into(),
+            name: String::new(),
+            single_call: true,
+        }),
+        parse_output: true,
         ..v1::GenerateRequest::default()
     }
 }

@@ -68,6 +68,23 @@ impl RoleProcess {
         Ok(())
     }
 
+    /// Starts another build, with other flags, on the addresses of this process, which must have exited.
+    ///
+    /// # Errors
+    /// The process does not get ready; the error contains its standard error.
+    pub async fn restart_as(&mut self, program: PathBuf, flags: &[String]) -> Result<()> {
+        self.program = program;
+        self.arguments.truncate(1);
+        self.arguments.extend_from_slice(flags);
+        self.restart().await
+    }
+
+    /// Returns the flags that the process was started with.
+    pub fn flags(&self) -> &[String] {
+        // The first argument is the role.
+        &self.arguments[1..]
+    }
+
     async fn spawn(
         program: PathBuf,
         arguments: Vec<String>,
