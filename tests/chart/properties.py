@@ -119,7 +119,7 @@ def check_network(documents: list[dict]) -> None:
         own = [d["spec"] for d in policies if matches(d["spec"]["podSelector"]["matchLabels"], pod["metadata"]["labels"])]
         incoming = [rule for spec in own for rule in spec.get("ingress", [])]
         assert all("Ingress" in spec["policyTypes"] or "ingress" not in spec for spec in own), name
-        assert reached(incoming) == {port["name"] for port in container["ports"]}, f"{name}: a port that nobody may connect to, or none that it has"
+        assert reached(incoming) == {port["name"] for port in container["ports"]}, f"{name}: policies open {reached(incoming)}, which are not its ports"
         if container["name"] == "worker":
             assert all("from" in rule for rule in incoming), f"{name}: everyone may connect to a worker"
         if not any("Egress" in spec["policyTypes"] for spec in own):
