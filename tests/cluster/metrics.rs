@@ -123,6 +123,13 @@ async fn both_roles_export_the_names_that_autoscalers_and_gateways_of_vllm_read(
         Ok(())
     })
     .await?;
+    // A worker reports its pool after each iteration and with each heartbeat; cached blocks are not in use.
+    eventually("the router knows that the pool is idle", || async {
+        let used = series(&scrape(router).await?, "vllm:kv_cache_usage_perc");
+        ensure!(used.get(&label) == Some(&0.0), "{used:?}");
+        Ok(())
+    })
+    .await?;
     let (at_router, at_worker) = (scrape(router).await?, scrape(worker).await?);
     let gaps = at_router.total("inflight_router_inter_token_seconds_count")?;
     ensure!((3.0..=57.0).contains(&gaps), "{gaps} gaps");
@@ -134,6 +141,7 @@ async fn both_roles_export_the_names_that_autoscalers_and_gateways_of_vllm_read(
         (&at_router, "vllm:time_per_output_token_seconds_count", gaps),
         (&at_router, "vllm:request_time_per_output_token_seconds_count", 3.0),
         (&at_router, "vllm:e2e_request_latency_seconds_count", 3.0),
+        (&at_router, "vllm:num_requests_running", 0.0),
         (&at_worker, "vllm:num_requests_running", 0.0),
         (&at_worker, "vllm:num_requests_waiting", 0.0),
         (&at_worker, "vllm:kv_cache_usage_perc", 0.0),
