@@ -168,7 +168,7 @@ async fn both_roles_export_the_names_that_autoscalers_and_gateways_of_vllm_read(
     let blocks = at_worker.total("inflight_worker_kv_blocks")?;
     let expected = format!("block_size=\"16\",num_gpu_blocks=\"{blocks}\"}}");
     ensure!(config.keys().all(|labels| labels.ends_with(&expected)) && config.len() == 1, "{config:?}");
-    // A sum over all processes counts nothing twice: one role has each, but for parts of a queue.
+    // A sum over one role counts nothing twice; both have a part of the queue, and what gateways read of routers alone.
     let names = |samples: &Samples| -> Vec<String> {
         let names =
             samples.series().map(|(series, _)| series.split('{').next().unwrap_or_default().to_owned());
@@ -176,7 +176,10 @@ async fn both_roles_export_the_names_that_autoscalers_and_gateways_of_vllm_read(
     };
     let of_worker = names(&at_worker);
     let both: Vec<_> = names(&at_router).into_iter().filter(|name| of_worker.contains(name)).collect();
-    ensure!(both.iter().all(|name| name == "vllm:num_requests_waiting"), "{both:?}");
+    let parts =
+        ["num_requests_waiting", "num_requests_running", "kv_cache_usage_perc", "gpu_cache_usage_perc"];
+    let expected = parts.map(|part| format!("vllm:{part}"));
+    ensure!(both.len() == expected.len() && both.iter().all(|name| expected.contains(name)), "{both:?}");
     ensure!(!scrape_has(&LocalCluster::start(program(), &["--workers=1"]).await?, "vllm:").await?);
     Ok(())
 }
