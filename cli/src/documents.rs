@@ -1,4 +1,4 @@
-//! The documents name only options that exist.
+//! The documents name only options that exist, their links lead somewhere, and what the program names has its place in them.
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -139,4 +139,88 @@ fn the_comparison_lists_every_name_of_vllm_that_is_exported() {
     for name in exported {
         assert!(text.contains(&format!("| `{name}`")) || text.contains(&format!(", `{name}`")), "{name}");
     }
+}
+
+/// Returns the anchors of a document's headings, as GitHub makes them.
+fn anchors(text: &str) -> BTreeSet<String> {
+    let mut in_block = false;
+    let headings = text.lines().filter(|line| {
+        in_block ^= line.trim_start().starts_with("```");
+        !in_block && line.starts_with('#')
+    });
+    let anchor = |heading: &str| {
+        let title = heading.trim_start_matches('#').trim().to_lowercase();
+        let kept = title.chars().filter(|c| c.is_alphanumeric() || matches!(c, ' ' | '-' | '_'));
+        kept.map(|c| if c == ' ' { '-' } else { c }).collect()
+    };
+    headings.map(anchor).collect()
+}
+
+#[test]
+fn links_between_documents_lead_to_a_file_and_a_heading() {
+    let (mut checked, mut broken) = (0, Vec::new());
+    for path in documents() {
+        let text = fs::read_to_string(&path).unwrap();
+        for (at, _) in text.match_indices("](") {
+            let link = text[at + 2..].split([')', ' ', '\n']).next().unwrap_or_default();
+            if link.starts_with("http") || link.is_empty() {
+                continue;
+            }
+            checked += 1;
+            let (file, anchor) = link.split_once('#').unwrap_or((link, ""));
+            let target = if file.is_empty() { path.clone() } else { path.with_file_name(file) };
+            let found = fs::metadata(&target).is_ok()
+                && (anchor.is_empty()
+                    || anchors(&fs::read_to_string(&target).unwrap_or_default()).contains(anchor));
+            if !found {
+                broken.push(format!("{}: {link}", path.display()));
+            }
+        }
+    }
+    assert!(broken.is_empty(), "links that lead nowhere:\n{}", broken.join("\n"));
+    assert!(checked > 100, "only {checked} links were found");
+}
+
+#[test]
+fn every_finding_of_diagnose_is_explained() {
+    let guide = fs::read_to_string(root().join("docs/troubleshooting.md")).unwrap();
+    let labels = |source: &str, mark: &str| -> Vec<String> {
+        let text = fs::read_to_string(root().join(source)).unwrap();
+        let lines = text.lines().filter(|line| line.contains(mark));
+        lines.filter_map(|line| Some(line.split('"').nth(1)?.to_owned())).collect()
+    };
+    let of_workers = labels("worker/core/src/diagnosis/bottleneck.rs", " => \"");
+    let of_routers = labels("router/src/live/findings.rs", " bottleneck: \"");
+    assert!(of_workers.len() > 10 && of_routers.len() > 1, "{of_workers:?}, {of_routers:?}");
+    for label in of_workers.iter().chain(&of_routers) {
+        assert!(guide.contains(&format!("\n| `{label}`")), "docs/troubleshooting.md has no row of {label}");
+    }
+}
+
+#[test]
+fn the_documents_name_only_metrics_that_exist() {
+    // It is written from the inventory of the code.
+    let inventory = fs::read_to_string(root().join("docs/metrics.md")).unwrap();
+    let known: BTreeSet<&str> =
+        inventory.lines().filter_map(|line| line.strip_prefix("| `")?.split('`').next()).collect();
+    assert!(known.len() > 100, "only {} metrics are documented", known.len());
+    let (mut checked, mut unknown) = (0, Vec::new());
+    // The rules of CONTRIBUTING.md have examples of bad names.
+    for path in documents().into_iter().filter(|path| !path.ends_with("CONTRIBUTING.md")) {
+        let text = fs::read_to_string(&path).unwrap();
+        let words = text.split(|c: char| !(c.is_ascii_alphanumeric() || c == '_'));
+        let ours = ["inflight_router_", "inflight_worker_", "gen_ai_server_"];
+        // `gen_ai_server_*` names several.
+        let named = words
+            .filter(|word| ours.iter().any(|prefix| word.starts_with(prefix) && word.len() > prefix.len()));
+        for name in named {
+            checked += 1;
+            let series = ["_bucket", "_sum", "_count"].iter().find_map(|suffix| name.strip_suffix(suffix));
+            if !known.contains(name) && !series.is_some_and(|base| known.contains(base)) {
+                unknown.push(format!("{}: {name}", path.display()));
+            }
+        }
+    }
+    assert!(unknown.is_empty(), "metrics that do not exist:\n{}", unknown.join("\n"));
+    assert!(checked > 200, "only {checked} names were found");
 }

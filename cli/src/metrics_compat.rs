@@ -1,13 +1,14 @@
 //! `--metrics-compat vllm`: metrics under the names of vLLM, for autoscalers, gateways, dashboards and load
 //! generators that read those. Each is computed at the scrape from metrics of ours.
 //!
-//! No name has values at both roles that count the same thing, so a sum over all processes is right: routers
-//! export what clients see, workers what their devices do, and `num_requests_waiting` is a part at each.
+//! Routers export what clients see, workers what their devices do, and `num_requests_waiting` is a part at each, so
+//! that a sum over all processes is right. For gateways, which see routers alone, routers export their part of
+//! `num_requests_running`, too, and the use of all KV pools behind them: these are to be summed over one role.
 
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
 
-use crate::exposition::{self, Family, FamilyKind, HistogramSample, escape};
+use crate::exposition::{self, Family, FamilyKind, HistogramSample, Sample, escape};
 
 /// Names under which metrics are exported beside ours.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
@@ -29,6 +30,11 @@ const RULES: &[Rule] = &[
         "inflight_worker_running_sequences",
         "vllm:num_requests_running",
         "Sequences in the running batch of this worker",
+    ),
+    rule(
+        "inflight_router_model_sequences",
+        "vllm:num_requests_running",
+        "Sequences in flight at workers from this router",
     ),
     rule(
         "inflight_worker_waiting_sequences",
@@ -130,15 +136,26 @@ fn vllm(families: &[Family]) -> String {
         (value("inflight_worker_kv_blocks_used"), value("inflight_worker_kv_blocks"))
     {
         let share = if blocks > 0.0 { used / blocks } else { 0.0 };
-        for name in ["vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc"] {
-            let help = "Share of the KV blocks in use, from 0 to 1";
-            write_values(&mut text, name, help, FamilyKind::Gauge, [(labels(&model, &[]), share)]);
-        }
+        write_usage(&mut text, &[(labels(&model, &[]), share)]);
         let tokens = value("inflight_worker_kv_block_tokens").unwrap_or_default();
         let (tokens, blocks) = (tokens.to_string(), blocks.to_string());
         let info = labels(&model, &[("block_size", &tokens), ("num_gpu_blocks", &blocks)]);
         let help = "Size and number of the KV blocks, as labels";
         write_values(&mut text, "vllm:cache_config_info", help, FamilyKind::Gauge, [(info, 1.0)]);
+    }
+    if let (Some(used), Some(blocks)) =
+        (family("inflight_router_model_kv_blocks_used"), family("inflight_router_model_kv_blocks"))
+    {
+        let blocks: BTreeMap<String, f64> =
+            blocks.samples.iter().map(|sample| (model_of(&sample.labels, &model), sample.value)).collect();
+        let share = |sample: &Sample| {
+            let name = model_of(&sample.labels, &model);
+            // A model without workers has no blocks.
+            let blocks = blocks.get(&name).copied().filter(|blocks| *blocks > 0.0)?;
+            Some((labels(&name, &[]), sample.value / blocks))
+        };
+        let shares: Vec<_> = used.samples.iter().filter_map(share).collect();
+        write_usage(&mut text, &shares);
     }
     if let Some(finished) = family("inflight_router_finished_choices_total") {
         let mut sums: BTreeMap<String, f64> = BTreeMap::new();
@@ -178,6 +195,14 @@ fn labels(model: &str, more: &[(&str, &str)]) -> String {
     let label = |(name, value): &(&str, &str)| format!(",{name}=\"{}\"", escape(value));
     let more: String = more.iter().map(label).collect();
     format!("model_name=\"{}\"{more}", escape(model))
+}
+
+/// Writes the use of KV pools by their labels, under both names that it has had.
+fn write_usage(text: &mut String, shares: &[(String, f64)]) {
+    for name in ["vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc"] {
+        let help = "Share of the KV blocks in use, from 0 to 1";
+        write_values(text, name, help, FamilyKind::Gauge, shares.iter().cloned());
+    }
 }
 
 /// Writes the values of a counter or gauge by their labels.
@@ -237,6 +262,15 @@ mod tests {
 inflight_router_model_workers{model="a"} 2
 # TYPE inflight_router_model_queue_requests gauge
 inflight_router_model_queue_requests{model="a"} 3
+# TYPE inflight_router_model_sequences gauge
+inflight_router_model_sequences{model="a"} 7
+inflight_router_model_sequences{model="b"} 1
+# TYPE inflight_router_model_kv_blocks gauge
+inflight_router_model_kv_blocks{model="a"} 400
+inflight_router_model_kv_blocks{model="b"} 0
+# TYPE inflight_router_model_kv_blocks_used gauge
+inflight_router_model_kv_blocks_used{model="a"} 100
+inflight_router_model_kv_blocks_used{model="b"} 0
 # TYPE inflight_router_finished_choices_total counter
 inflight_router_finished_choices_total{model="a",reason="stop"} 5
 inflight_router_finished_choices_total{model="a",reason="cancelled"} 1
@@ -277,6 +311,10 @@ inflight_worker_preemptions_total{kind="recompute"} 3
         let text = render(MetricsCompat::Vllm, ROUTER);
         for line in [
             "vllm:num_requests_waiting{model_name=\"a\"} 3",
+            "vllm:num_requests_running{model_name=\"a\"} 7",
+            "vllm:num_requests_running{model_name=\"b\"} 1",
+            "vllm:kv_cache_usage_perc{model_name=\"a\"} 0.25",
+            "vllm:gpu_cache_usage_perc{model_name=\"a\"} 0.25",
             "vllm:request_success_total{model_name=\"a\",finished_reason=\"abort\"} 3",
             "vllm:request_success_total{model_name=\"a\",finished_reason=\"stop\"} 5",
             "# TYPE vllm:e2e_request_latency_seconds histogram",
@@ -287,6 +325,10 @@ inflight_worker_preemptions_total{kind="recompute"} 3
         ] {
             assert!(text.lines().any(|written| written == line), "{line} is missing:\n{text}");
         }
+        assert!(
+            !text.contains("usage_perc{model_name=\"b\"}"),
+            "a model without workers has no pool:\n{text}"
+        );
         exposition::parse(&text).unwrap();
     }
 

@@ -110,6 +110,12 @@ metrics_table! {
         "Workers that serve a model and do not drain";
     MODEL_QUEUE_REQUESTS = "inflight_router_model_queue_requests", MetricKind::Gauge, Unit::Count, ["model"],
         "Requests in the queue, by model";
+    MODEL_SEQUENCES = "inflight_router_model_sequences", MetricKind::Gauge, Unit::Count, ["model"],
+        "Sequences in flight at workers from this router, by model";
+    MODEL_KV_BLOCKS = "inflight_router_model_kv_blocks", MetricKind::Gauge, Unit::Count, ["model"],
+        "KV blocks in the pools of the connected workers, by model";
+    MODEL_KV_BLOCKS_USED = "inflight_router_model_kv_blocks_used", MetricKind::Gauge, Unit::Count, ["model"],
+        "KV blocks in use in the pools of the connected workers, by requests of all routers, by model";
     COLD_START_REQUESTS = "inflight_router_cold_start_requests", MetricKind::Gauge, Unit::Count, ["model"],
         "Requests held until a worker serves their model, one of --expect-models";
     FINISHED_CHOICES = "inflight_router_finished_choices_total", MetricKind::Counter, Unit::Count, ["model", "reason"],

@@ -103,6 +103,44 @@ def check_references(documents: list[dict]) -> None:
         assert pod["spec"]["automountServiceAccountToken"] is watches, f"{name}: a token is for watching EndpointSlices alone"
 
 
+def reached(rules: list[dict]) -> set[object]:
+    """Ports that rules for outgoing connections let through, to anyone."""
+    return {port["port"] for rule in rules for port in rule["ports"]}
+
+
+def check_network(documents: list[dict]) -> None:
+    """What a pod connects to by its arguments is let through, what only others need is not; peers can reach what they must."""
+    policies = [d for d in documents if d["kind"] == "NetworkPolicy"]
+    for document in documents if policies else []:
+        if document["kind"] not in ("Deployment", "StatefulSet"):
+            continue
+        name, pod = document["metadata"]["name"], document["spec"]["template"]
+        container = pod["spec"]["containers"][0]
+        own = [d["spec"] for d in policies if matches(d["spec"]["podSelector"]["matchLabels"], pod["metadata"]["labels"])]
+        incoming = [rule for spec in own for rule in spec.get("ingress", [])]
+        assert all("Ingress" in spec["policyTypes"] or "ingress" not in spec for spec in own), name
+        assert reached(incoming) == {port["name"] for port in container["ports"]}, f"{name}: policies open {reached(incoming)}, which are not its ports"
+        if container["name"] == "worker":
+            assert all("from" in rule for rule in incoming), f"{name}: everyone may connect to a worker"
+        if not any("Egress" in spec["policyTypes"] for spec in own):
+            continue
+        ports = reached([rule for spec in own for rule in spec.get("egress", [])])
+        endpoint = next((a.partition("=")[2] for a in container["args"] if a.startswith("--otlp-endpoint=")), None)
+        host = endpoint and endpoint.removeprefix("http://").partition("/")[0]
+        wanted = {int(host.partition(":")[2] or 80)} if host else set()
+        if container["name"] == "router":
+            wanted |= {"grpc"}
+        if container["name"] == "router" or host or "initContainers" in pod["spec"]:
+            wanted |= {53, 5353}
+        assert wanted <= ports, f"{name}: policies keep it from {wanted - ports}"
+        watches, downloads = pod["spec"]["automountServiceAccountToken"], "initContainers" in pod["spec"]
+        # Ports of the examples: 443 of both, others of tests/chart/values.
+        further = ({443, 6443, 8443} if watches else set()) | ({80, 443, 9000} if downloads else set()) | {9001, 9002}
+        assert ports <= wanted | further, f"{name}: policies let it connect to {ports - wanted - further}"
+        assert not watches or ports & {443, 8443}, f"{name}: policies keep it from the API server"
+        assert not downloads or ports & {443, 9000}, f"{name}: policies keep it from its download"
+
+
 def check(documents: list[dict]) -> None:
     workloads = [d for d in documents if d["kind"] in ("Deployment", "StatefulSet")]
     routers = [d["spec"]["template"]["spec"]["containers"][0] for d in workloads if d["kind"] == "Deployment"]
@@ -114,6 +152,7 @@ def check(documents: list[dict]) -> None:
         check_spread(document["metadata"]["name"], document["spec"]["template"]["spec"])
     check_scaling(documents)
     check_references(documents)
+    check_network(documents)
     rules = [d for d in documents if d["kind"] == "Role"]
     assert all(rule["resources"] == ["endpointslices"] for role in rules for rule in role["rules"])
 

@@ -123,6 +123,13 @@ async fn both_roles_export_the_names_that_autoscalers_and_gateways_of_vllm_read(
         Ok(())
     })
     .await?;
+    // A worker reports its pool after each iteration and with each heartbeat; cached blocks are not in use.
+    eventually("the router knows that the pool is idle", || async {
+        let used = series(&scrape(router).await?, "vllm:kv_cache_usage_perc");
+        ensure!(used.get(&label) == Some(&0.0), "{used:?}");
+        Ok(())
+    })
+    .await?;
     let (at_router, at_worker) = (scrape(router).await?, scrape(worker).await?);
     let gaps = at_router.total("inflight_router_inter_token_seconds_count")?;
     ensure!((3.0..=57.0).contains(&gaps), "{gaps} gaps");
@@ -134,6 +141,7 @@ async fn both_roles_export_the_names_that_autoscalers_and_gateways_of_vllm_read(
         (&at_router, "vllm:time_per_output_token_seconds_count", gaps),
         (&at_router, "vllm:request_time_per_output_token_seconds_count", 3.0),
         (&at_router, "vllm:e2e_request_latency_seconds_count", 3.0),
+        (&at_router, "vllm:num_requests_running", 0.0),
         (&at_worker, "vllm:num_requests_running", 0.0),
         (&at_worker, "vllm:num_requests_waiting", 0.0),
         (&at_worker, "vllm:kv_cache_usage_perc", 0.0),
@@ -160,7 +168,7 @@ async fn both_roles_export_the_names_that_autoscalers_and_gateways_of_vllm_read(
     let blocks = at_worker.total("inflight_worker_kv_blocks")?;
     let expected = format!("block_size=\"16\",num_gpu_blocks=\"{blocks}\"}}");
     ensure!(config.keys().all(|labels| labels.ends_with(&expected)) && config.len() == 1, "{config:?}");
-    // A sum over all processes counts nothing twice: one role has each, but for parts of a queue.
+    // A sum over one role counts nothing twice; both have a part of the queue, and what gateways read of routers alone.
     let names = |samples: &Samples| -> Vec<String> {
         let names =
             samples.series().map(|(series, _)| series.split('{').next().unwrap_or_default().to_owned());
@@ -168,7 +176,10 @@ async fn both_roles_export_the_names_that_autoscalers_and_gateways_of_vllm_read(
     };
     let of_worker = names(&at_worker);
     let both: Vec<_> = names(&at_router).into_iter().filter(|name| of_worker.contains(name)).collect();
-    ensure!(both.iter().all(|name| name == "vllm:num_requests_waiting"), "{both:?}");
+    let parts =
+        ["num_requests_waiting", "num_requests_running", "kv_cache_usage_perc", "gpu_cache_usage_perc"];
+    let expected = parts.map(|part| format!("vllm:{part}"));
+    ensure!(both.len() == expected.len() && both.iter().all(|name| expected.contains(name)), "{both:?}");
     ensure!(!scrape_has(&LocalCluster::start(program(), &["--workers=1"]).await?, "vllm:").await?);
     Ok(())
 }

@@ -27,7 +27,7 @@ use crate::cluster::bundle::{BundleError, BundleFiles, Model};
 use crate::cluster::connector::Connector;
 use crate::cluster::observer::Observer;
 use crate::cluster::wire;
-use crate::dispatcher::{SharedDispatcher, WorkerConnection};
+use crate::dispatcher::{ReportedPool, SharedDispatcher, WorkerConnection};
 use crate::metrics as names;
 use crate::options::{Options, OptionsError, secure_endpoint};
 
@@ -293,7 +293,9 @@ impl SessionTask {
             heartbeat,
         };
         let overflowed = overflow.clone();
-        let connection = WorkerConnection { address: self.address.clone(), model, commands, overflow };
+        let pool = Arc::new(ReportedPool::new(capacity.blocks));
+        let address = self.address.clone();
+        let connection = WorkerConnection { address, model, commands, overflow, pool: pool.clone() };
         let session = self.dispatch.open(info, connection);
         let mut guard = OpenSession { task: self, session, reason: ResubmissionReason::SessionLost };
         *opened = Some(clock::now());
@@ -309,7 +311,7 @@ impl SessionTask {
                 metrics::counter!(names::COMMAND_OVERFLOWS, "worker" => self.address.clone()).increment(1);
                 Err(SessionError::Overflow(self.options.worker_commands_max))
             }
-            ended = self.process_updates(&mut updates, &mut guard, silence) => ended,
+            ended = self.process_updates(&mut updates, &mut guard, &pool, silence) => ended,
             never = observed => match never {},
         }
     }
@@ -353,6 +355,7 @@ impl SessionTask {
         &self,
         updates: &mut Streaming<v1::SessionResponse>,
         guard: &mut OpenSession<'_>,
+        pool: &ReportedPool,
         silence: Duration,
     ) -> Result<std::convert::Infallible, SessionError> {
         let session = guard.session;
@@ -376,6 +379,9 @@ impl SessionTask {
             match message.map(|response| response.message) {
                 Some(Some(Response::Update(update))) => {
                     draining |= update.draining;
+                    if let Some(load) = &update.load {
+                        pool.set_used(load.kv_blocks_used);
+                    }
                     if let Some(observer) = &self.observer {
                         observer.load(&update);
                     }

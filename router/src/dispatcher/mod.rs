@@ -36,7 +36,7 @@ use crate::stats::RouterStats;
 use recorder::Recorder;
 use request::{ActiveRequest, AdmittedCall};
 use state::DispatcherState;
-pub(crate) use state::{ServedModel, WorkerConnection, WorkerMessage};
+pub(crate) use state::{ReportedPool, ServedModel, WorkerConnection, WorkerMessage};
 
 /// The router's dispatcher, shared by the tasks of clients and workers. Driven by events (arrival, update,
 /// lost session, tick); nothing polls.

@@ -3,6 +3,7 @@
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
 use inflight_contract::ModelLimits;
@@ -49,6 +50,25 @@ pub(crate) struct WorkerConnection {
     pub(crate) commands: mpsc::Sender<WorkerMessage>,
     /// Cancelled when `commands` is full: the session must then be closed, as it has missed a message.
     pub(crate) overflow: CancellationToken,
+    pub(crate) pool: Arc<ReportedPool>,
+}
+
+/// KV pool of a worker, as it reports it; for metrics alone.
+#[derive(Debug)]
+pub(crate) struct ReportedPool {
+    blocks: u32,
+    used: AtomicU32,
+}
+
+impl ReportedPool {
+    pub(crate) fn new(blocks: u32) -> Self {
+        Self { blocks, used: AtomicU32::new(0) }
+    }
+
+    /// Sets the number of blocks in use, at most all.
+    pub(crate) fn set_used(&self, used: u32) {
+        self.used.store(used.min(self.blocks), Ordering::Relaxed);
+    }
 }
 
 /// Connected worker.
@@ -58,6 +78,7 @@ pub(super) struct ConnectedWorker {
     pub(super) address: String,
     commands: mpsc::Sender<WorkerMessage>,
     overflow: CancellationToken,
+    pool: Arc<ReportedPool>,
     gauges: WorkerGauges,
 }
 
@@ -65,6 +86,21 @@ pub(super) struct ConnectedWorker {
 struct ModelGauges {
     workers: Gauge,
     queued: Gauge,
+    sequences: Gauge,
+    blocks: Gauge,
+    blocks_used: Gauge,
+}
+
+/// Load of a model over all of its lanes.
+#[derive(Debug, Clone, Copy, Default)]
+struct ModelLoad {
+    workers: usize,
+    queued: usize,
+    /// In flight from this router.
+    sequences: u64,
+    /// In the pools of all workers.
+    blocks: u64,
+    blocks_used: u64,
 }
 
 struct WorkerGauges {
@@ -147,9 +183,9 @@ impl DispatcherState {
     }
 
     pub(super) fn connect(&mut self, worker: WorkerId, session: SessionId, connection: WorkerConnection) {
-        let WorkerConnection { address, commands, overflow, model: _ } = connection;
+        let WorkerConnection { address, commands, overflow, pool, model: _ } = connection;
         let gauges = WorkerGauges::new(&address);
-        self.workers.insert(worker, ConnectedWorker { session, address, commands, overflow, gauges });
+        self.workers.insert(worker, ConnectedWorker { session, address, commands, overflow, pool, gauges });
     }
 
     pub(super) fn disconnect(&mut self, worker: WorkerId, session: SessionId) {
@@ -244,16 +280,22 @@ impl DispatcherState {
     /// Sets the gauges that cost more to compute, at ticks.
     pub(super) fn set_slow_gauges(&mut self) {
         self.gauges.ejected.set(self.core.ejected() as f64);
-        let mut loads: BTreeMap<&str, (usize, usize)> = BTreeMap::new();
+        let mut loads: BTreeMap<&str, ModelLoad> = BTreeMap::new();
         for (model, workers, queued) in self.core.lane_loads() {
             let load = loads.entry(model).or_default();
-            *load = (load.0 + workers, load.1 + queued);
+            (load.workers, load.queued) = (load.workers + workers, load.queued + queued);
+        }
+        for (id, worker) in &self.workers {
+            let lane = self.core.lane_of(*id).and_then(|lane| self.core.lane(lane));
+            let (Some(lane), Some(usage)) = (lane, self.core.worker_usage(*id)) else { continue };
+            let load = loads.entry(lane.name.as_str()).or_default();
+            load.sequences += u64::from(usage.used.sequences);
+            load.blocks += u64::from(worker.pool.blocks);
+            load.blocks_used += u64::from(worker.pool.used.load(Ordering::Relaxed));
         }
         // A model that was forgotten has neither workers nor requests.
         for (model, gauges) in &self.model_gauges {
-            let (workers, queued) = loads.remove(model.as_str()).unwrap_or_default();
-            gauges.workers.set(workers as f64);
-            gauges.queued.set(queued as f64);
+            gauges.set(loads.remove(model.as_str()).unwrap_or_default());
         }
         let unknown: Vec<String> = loads.into_keys().map(str::to_owned).collect();
         for model in unknown {
@@ -282,7 +324,21 @@ impl ConnectedWorker {
 impl ModelGauges {
     fn new(model: &str) -> Self {
         let gauge = |name: &'static str| metrics::gauge!(name, "model" => model.to_owned());
-        Self { workers: gauge(names::MODEL_WORKERS), queued: gauge(names::MODEL_QUEUE_REQUESTS) }
+        Self {
+            workers: gauge(names::MODEL_WORKERS),
+            queued: gauge(names::MODEL_QUEUE_REQUESTS),
+            sequences: gauge(names::MODEL_SEQUENCES),
+            blocks: gauge(names::MODEL_KV_BLOCKS),
+            blocks_used: gauge(names::MODEL_KV_BLOCKS_USED),
+        }
+    }
+
+    fn set(&self, load: ModelLoad) {
+        self.workers.set(load.workers as f64);
+        self.queued.set(load.queued as f64);
+        self.sequences.set(load.sequences as f64);
+        self.blocks.set(load.blocks as f64);
+        self.blocks_used.set(load.blocks_used as f64);
     }
 }
 

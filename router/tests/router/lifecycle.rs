@@ -360,3 +360,45 @@ async fn requests_for_an_expected_model_are_held_until_a_worker_serves_it() {
     })
     .await;
 }
+
+/// Waits until a gauge of the model `summed` has a value.
+async fn gauge_is(name: &str, value: f64) {
+    while count(&format!("{name}{{"), "model=\"summed\"") != value {
+        tokio::time::sleep(Duration::from_millis(10)).await;
+    }
+}
+
+#[tokio::test]
+async fn the_load_of_a_model_is_summed_over_its_workers_and_ends_with_their_sessions() {
+    const KV_BLOCKS: f64 = 65_536.0;
+    bounded(async {
+        let profile = WorkerProfile { model: "summed", ..WorkerProfile::default() };
+        let mut workers =
+            [ScriptedWorker::start(profile.clone()).await, ScriptedWorker::start(profile).await];
+        let mut cluster = Cluster::start(&[&workers[0], &workers[1]], Options::default()).await;
+        let (mut first, mut second) = (workers[0].granted().await, workers[1].granted().await);
+        cluster.handle.ready().await;
+        for (session, kv_blocks_used) in [(&first, 7), (&second, u32::MAX)] {
+            let load = Some(v1::Load { kv_blocks_used, ..Default::default() });
+            session.update(v1::Update { load, ..Default::default() });
+        }
+        gauge_is("inflight_router_model_kv_blocks", 2.0 * KV_BLOCKS).await;
+        // No more than there are, whatever a worker says.
+        gauge_is("inflight_router_model_kv_blocks_used", 7.0 + KV_BLOCKS).await;
+        let request = v1::GenerateRequest { model: "summed".to_owned(), ..text("a") };
+        let mut stream = cluster.generate(request).await.unwrap();
+        let (to_first, submit) = tokio::select! {
+            submit = first.submit() => (true, submit),
+            submit = second.submit() => (false, submit),
+        };
+        gauge_is("inflight_router_model_sequences", 1.0).await;
+        let session = if to_first { &first } else { &second };
+        session.finish(&submit, 0, &tokens("x"), LENGTH);
+        stream.read_to_end().await.unwrap();
+        gauge_is("inflight_router_model_sequences", 0.0).await;
+        first.break_stream();
+        second.break_stream();
+        gauge_is("inflight_router_model_kv_blocks_used", 0.0).await;
+    })
+    .await;
+}

@@ -192,6 +192,9 @@
 {{- $least := ternary $scaling.minReplicas (ternary 1 $router.replicas (kindIs "invalid" $router.replicas)) $scaling.enabled -}}
 {{- include "inflight.checkBudget" (list "router" $router.podDisruptionBudget $least) -}}
 {{- include "inflight.checkGrace" (list "router" $router.terminationGracePeriodSeconds (add $router.preStopSeconds $router.drainSeconds) "preStopSeconds and drainSeconds together") -}}
+{{- if and $router.usageLog.claimName (not $router.usageLog.enabled) -}}
+{{- fail "router.usageLog has a claimName, but is off: set router.usageLog.enabled to true, or remove it" -}}
+{{- end -}}
 {{- if and $router.http.metrics (not $router.http.enabled) -}}
 {{- fail "router.http.metrics needs the HTTP port: set router.http.enabled to true, or http.metrics to false" -}}
 {{- end -}}

@@ -35,6 +35,12 @@
 - --tenants-file=/etc/inflight/tenants/{{ $router.tenants.key }}
 {{- end }}
 - --admin={{ $router.admin }}
+{{- if $router.usageLog.enabled }}
+- --usage-log=/var/lib/inflight/usage/$(POD_NAME)
+- --usage-log-bytes={{ int $router.usageLog.fileMiB }}MiB
+- --usage-log-files={{ int $router.usageLog.files }}
+- --usage-log-on-error={{ $router.usageLog.onError }}
+{{- end }}
 - --worker-secret-file=/etc/inflight/worker-secret/{{ .Values.workerSecret.key }}
 - --resume-key-file=/etc/inflight/resume-key/{{ $router.resumeKey.key }}
 {{- if $router.tls.enabled }}
