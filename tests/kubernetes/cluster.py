@@ -215,7 +215,7 @@ class Cluster:
         self.pause = PAUSE
         self.runc = None
         self.helm_program = BIN / "helm"
-        self.processes = {}
+        self.processes, self.commands = {}, {}
         self.nodes = [Node(self, number) for number in range(1, nodes + 1)]
         self.certificates = self.admin = self.proxy_config = None
         self.environment = {**os.environ, "PATH": f"{BIN}:{PACKAGES}/usr/sbin:{os.environ['PATH']}"}
@@ -226,7 +226,18 @@ class Cluster:
             process = subprocess.Popen([str(word) for word in words], stdin=subprocess.DEVNULL, stdout=log, stderr=log,
                                        env={**self.environment, **environment})
         self.processes[name] = process
+        self.commands[name] = words
         return process
+
+    def without(self, name, function):
+        """Calls the function while a process of the control plane is gone, which then starts anew."""
+        process = self.processes.pop(name)
+        process.kill()
+        process.wait()
+        try:
+            function()
+        finally:
+            self.start(name, self.commands[name])
 
     def check(self):
         for name, process in self.processes.items():

@@ -131,13 +131,15 @@ impl Mapping {
             Pages::Small => Some(bytes),
         };
         let size = size.filter(|size| isize::try_from(*size).is_ok()).ok_or_else(refused)?;
+        // Miri's emulation of `mmap` supports no other flags.
+        let reserve = if cfg!(miri) { 0 } else { libc::MAP_NORESERVE };
         // SAFETY: a fresh anonymous private mapping aliases no existing memory.
         let mapping = unsafe {
             libc::mmap(
                 std::ptr::null_mut(),
                 size,
                 libc::PROT_READ | libc::PROT_WRITE,
-                libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE,
+                libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | reserve,
                 -1,
                 0,
             )
@@ -150,7 +152,7 @@ impl Mapping {
             Pages::Huge => start.wrapping_add(start.align_offset(HUGE_PAGE)),
             Pages::Small => start,
         };
-        #[cfg(target_os = "linux")]
+        #[cfg(all(target_os = "linux", not(miri)))]
         {
             let (bytes, advice) = match pages {
                 Pages::Huge => (bytes.next_multiple_of(HUGE_PAGE), libc::MADV_HUGEPAGE),
