@@ -47,6 +47,10 @@ bench:
     cargo bench --package inflight-worker --bench shares
     cargo bench --package inflight-router --bench overhead
 
+# Everything that a release consists of, in target/release-VERSION; arguments go to deploy/release/build (see its --help).
+release *arguments:
+    deploy/release/build {{ arguments }}
+
 # Dependencies: licences, bans, sources, unused ones (needs cargo-deny and cargo-machete).
 dependencies:
     cargo deny --all-features check bans licenses sources
