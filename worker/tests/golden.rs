@@ -222,7 +222,10 @@ fn no_bit_changes_without_a_new_version() {
     for name in ISAS {
         let Some(isa) = Isa::by_name(name) else {
             let kept = golden.keys().filter(|key| key.starts_with(&format!("{name} "))).count();
-            skipped("golden bits", &format!("this build on this machine has no {name} ({kept} hashes not compared)"));
+            skipped(
+                "golden bits",
+                &format!("this build on this machine has no {name} ({kept} hashes not compared)"),
+            );
             continue;
         };
         for (key, hashes) in compute(isa, wide.path()) {
