@@ -39,13 +39,17 @@ gpu:
 
 # A container image without Docker, in target/image/out: `just image`, or `just image gpu` with the libraries for GPUs.
 image variant="cpu":
-    cargo build --release --locked --features kubernetes
-    deploy/image/build --variant {{ variant }} --features kubernetes --output target/image/out --packages target/ci/image/packages
+    cargo build --release --locked
+    deploy/image/build --variant {{ variant }} --output target/image/out --packages target/ci/image/packages
 
 # The CPU runtime against the limits of the machine, measured beside it; the router's own cost per token.
 bench:
     cargo bench --package inflight-worker --bench shares
     cargo bench --package inflight-router --bench overhead
+
+# Everything that a release consists of, in target/release-VERSION; arguments go to deploy/release/build (see its --help).
+release *arguments:
+    deploy/release/build {{ arguments }}
 
 # Dependencies: licences, bans, sources, unused ones (needs cargo-deny and cargo-machete).
 dependencies:

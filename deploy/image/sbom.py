@@ -1,4 +1,4 @@
-"""What is in an image: crates that are linked into the binary, packages of Debian, wheels; as SPDX 2.3, and their licences."""
+"""What is in an image or archive: crates that are linked into the binary, packages of Debian, wheels; as SPDX 2.3, and their licences."""
 
 import hashlib
 import json
@@ -14,7 +14,7 @@ NONE_GIVEN = "NOASSERTION"
 
 @dataclass(frozen=True)
 class Component:
-    """Something that the image has from elsewhere."""
+    """Something that an image has from elsewhere."""
 
     kind: str  # as in a package URL: cargo, deb, pypi
     name: str
@@ -53,14 +53,12 @@ class Component:
 class Crates:
     """The crates that are linked into the binary: no tests, no build scripts, no procedural macros."""
 
-    def __init__(self, root, target, features):
+    def __init__(self, root, target):
         selection = ["--locked", "--filter-platform", target]
-        selected = ["--features", ",".join(f"inflight/{feature}" for feature in features)] if features else []
-        metadata = json.loads(cargo(root, ["metadata", "--format-version", "1", *selection, *selected]))
+        metadata = json.loads(cargo(root, ["metadata", "--format-version", "1", *selection]))
         # Metadata has what any package of the workspace enables, the tree only what this one does.
         tree = cargo(root, ["tree", "--locked", "--package", "inflight", "--edges", "normal,no-proc-macro", "--target", target,
-                            "--prefix", "none", "--format", "{p}",
-                            *(["--features", ",".join(features)] if features else [])])
+                            "--prefix", "none", "--format", "{p}"])
         linked = {tuple(line.split()[:2]) for line in tree.splitlines() if line.strip()}
         self.packages = {package["id"]: package for package in metadata["packages"]
                          if (package["name"], f"v{package['version']}") in linked}
@@ -112,16 +110,33 @@ def expression(licence):
     return licence.replace("/", " OR ") if licence else NONE_GIVEN
 
 
-def document(variant, created, binary, crates, others):
-    """The SPDX document of an image with this binary and, beside the crates, the components `others`."""
+@dataclass(frozen=True)
+class Subject:
+    """What an SPDX document describes."""
+
+    kind: str  # image, archive
+    variant: str
+    purpose: str  # of SPDX
+
+
+def image(variant):
+    return Subject("image", variant, "CONTAINER")
+
+
+def archive(variant):
+    return Subject("archive", variant, "ARCHIVE")
+
+
+def document(subject, created, binary, crates, others):
+    """The SPDX document of a subject with this binary and, beside the crates, the components `others`."""
     version = crates.version()
-    image = {
-        "SPDXID": "SPDXRef-image",
-        "name": f"inflight-image-{variant}",
+    described = {
+        "SPDXID": f"SPDXRef-{subject.kind}",
+        "name": f"inflight-{subject.kind}-{subject.variant}",
         "versionInfo": version,
         "downloadLocation": NONE_GIVEN,
         "filesAnalyzed": False,
-        "primaryPackagePurpose": "CONTAINER",
+        "primaryPackagePurpose": subject.purpose,
         "licenseConcluded": NONE_GIVEN,
         "licenseDeclared": NONE_GIVEN,
         "copyrightText": NONE_GIVEN,
@@ -132,21 +147,22 @@ def document(variant, created, binary, crates, others):
     components = sorted([*linked, *others], key=Component.spdx_id)
     program_package = {**program.package(), "primaryPackagePurpose": "APPLICATION",
                        "checksums": [{"algorithm": "SHA256", "checksumValue": digest}]}
-    contents = {"image": variant, "binary": digest, "others": sorted(component.url() for component in others)}
-    relations = [("SPDXRef-DOCUMENT", "DESCRIBES", "SPDXRef-image"),
-                 ("SPDXRef-image", "CONTAINS", program.spdx_id()),
-                 *(("SPDXRef-image", "CONTAINS", component.spdx_id()) for component in sorted(others, key=Component.spdx_id)),
+    contents = {subject.kind: subject.variant, "binary": digest, "others": sorted(component.url() for component in others)}
+    whole = described["SPDXID"]
+    relations = [("SPDXRef-DOCUMENT", "DESCRIBES", whole),
+                 (whole, "CONTAINS", program.spdx_id()),
+                 *((whole, "CONTAINS", component.spdx_id()) for component in sorted(others, key=Component.spdx_id)),
                  *((crates.components[user].spdx_id(), "DEPENDS_ON", crates.components[used].spdx_id())
                    for user, used in crates.edges)]
     return {
         "spdxVersion": "SPDX-2.3",
         "dataLicense": "CC0-1.0",
         "SPDXID": "SPDXRef-DOCUMENT",
-        "name": f"inflight-{version}-{variant}",
-        # Unique for what is in the image, and equal for the same.
-        "documentNamespace": f"https://spdx.org/spdxdocs/inflight-{version}-{variant}-"
+        "name": f"inflight-{version}-{subject.variant}",
+        # Unique for what is in the subject, and equal for the same.
+        "documentNamespace": f"https://spdx.org/spdxdocs/inflight-{version}-{subject.variant}-"
                              + hashlib.sha256(json.dumps(contents, sort_keys=True).encode()).hexdigest()[:32],
         "creationInfo": {"created": created, "creators": ["Tool: inflight-image-build"]},
-        "packages": [image, program_package, *(component.package() for component in components)],
+        "packages": [described, program_package, *(component.package() for component in components)],
         "relationships": [{"spdxElementId": of, "relationshipType": kind, "relatedSpdxElement": to} for of, kind, to in relations],
     }

@@ -466,7 +466,7 @@ fn on(name: &str, cases: u32) {
 
 #[test]
 fn the_schedule_never_changes_the_answer_on_portable() {
-    on("portable", 10);
+    on(Isa::PORTABLE.name(), 10);
 }
 
 #[test]

@@ -1,5 +1,7 @@
 //! Detection and selection of instruction sets.
 
+use super::simd::FUSED;
+
 /// Instruction set that kernels use. A value exists only if this machine supports it.
 ///
 /// It determines the order of reductions, hence bits: it is part of the numerics fingerprint.
@@ -29,7 +31,7 @@ impl IsaKind {
 }
 
 impl Isa {
-    /// Plain Rust, available everywhere.
+    /// Plain Rust, available everywhere; on aarch64 compiled to NEON.
     pub const PORTABLE: Isa = Isa(IsaKind::Portable);
 
     /// Returns the instruction sets that this machine supports, slowest first.
@@ -66,9 +68,13 @@ impl Isa {
         Self::available().into_iter().find(|isa| isa.name() == name)
     }
 
-    /// Returns `portable`, `avx2`, `avx512`, `avx512-vnni` or `avx512-bf16`.
+    /// Returns `portable`, `portable-fma`, `avx2`, `avx512`, `avx512-vnni` or `avx512-bf16`.
+    ///
+    /// `portable-fma` is [`Isa::PORTABLE`] in a build for aarch64, or for x86-64 with the target feature `fma`: its
+    /// multiply-adds are rounded once, which gives other bits than `portable`, hence another numerics fingerprint.
     pub fn name(self) -> &'static str {
         match self.0 {
+            IsaKind::Portable if FUSED => "portable-fma",
             IsaKind::Portable => "portable",
             #[cfg(target_arch = "x86_64")]
             IsaKind::Avx2 => "avx2",

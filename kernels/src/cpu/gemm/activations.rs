@@ -37,6 +37,10 @@ pub(super) enum Layout {
     /// Two bf16 values widened to f32.
     WidenedPair,
     /// Two bf16 values in one word, the first in the lower half.
+    #[cfg_attr(
+        not(target_arch = "x86_64"),
+        expect(dead_code, reason = "only AVX-512 with BF16 has dot products of pairs")
+    )]
     Bf16Pair,
     /// A group of signed bytes, four in a word. `offset` is what makes the weights unsigned.
     Int8 { group: usize, offset: i32 },

@@ -2,7 +2,9 @@
 
 use std::marker::PhantomData;
 
-use super::super::simd::{self, Simd, opaque};
+#[cfg(target_arch = "x86_64")]
+use super::super::simd;
+use super::super::simd::{Simd, opaque};
 use super::{GemmTask, LINE, MicroKernel, TilePosition};
 
 /// Element type of float weights: its storage per step and its multiply-add.

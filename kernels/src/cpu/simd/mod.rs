@@ -15,7 +15,7 @@ pub(crate) use avx512::{
     Avx512, add_sixteenth, bf16_pairs, dot_bf16, dot_bf16_where, dot_int8, high_nibbles, largest_of,
     transpose,
 };
-pub(crate) use portable::Portable;
+pub(crate) use portable::{FUSED, Portable};
 
 /// Maximum lanes of any instruction set.
 pub(crate) const LANES_MAX: usize = 16;

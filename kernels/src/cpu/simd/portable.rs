@@ -9,6 +9,10 @@ pub(crate) struct Portable;
 
 const N: usize = 8;
 
+/// Whether [`Portable`] rounds `a * b + c` once. It decides bits: a fused [`Portable`] has a name of its own, see
+/// [`Isa::name`](crate::cpu::Isa::name).
+pub(crate) const FUSED: bool = cfg!(any(target_arch = "aarch64", target_feature = "fma"));
+
 #[inline(always)]
 fn zip(a: [f32; N], b: [f32; N], f: impl Fn(f32, f32) -> f32) -> [f32; N] {
     let mut out = [0.0; N];
@@ -109,14 +113,10 @@ impl Simd for Portable {
 
     #[inline(always)]
     unsafe fn fma(a: [f32; N], b: [f32; N], c: [f32; N]) -> [f32; N] {
-        // Rounded twice: without the instruction, a fused multiply-add would be a call per lane.
+        // Without the instruction, a fused multiply-add would be a call per lane.
         let mut out = c;
         for i in 0..N {
-            out[i] = if cfg!(any(target_arch = "aarch64", target_feature = "fma")) {
-                a[i].mul_add(b[i], c[i])
-            } else {
-                a[i] * b[i] + c[i]
-            };
+            out[i] = if FUSED { a[i].mul_add(b[i], c[i]) } else { a[i] * b[i] + c[i] };
         }
         out
     }
