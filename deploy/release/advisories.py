@@ -1,5 +1,6 @@
 """The check of the dependencies against the RustSec database of advisories, by cargo-deny and what deny.toml ignores."""
 
+import datetime
 import os
 import subprocess
 
@@ -14,7 +15,7 @@ SECTION = "[advisories]\n"
 def check(root, deny, folder, days_max, work):
     """Checks Cargo.lock against the database, fetched anew or from a git repository at `folder`, and returns its commit and date."""
     environment = dict(os.environ)
-    settings = [f'db-path = "{work}/databases"', f'maximum-db-staleness = "P{days_max}D"']
+    settings = [f'db-path = "{work}/databases"']
     if folder is not None:
         source = work / "advisory-db"
         # cargo-deny fetches the branch main.
@@ -33,10 +34,15 @@ def check(root, deny, folder, days_max, work):
     if fetched.returncode != 0:
         raise Failed(f"cannot fetch the database of advisories: name a git repository of it by --advisories FOLDER, or release without "
                      f"the check by --without-advisories\n{fetched.stderr.strip()}")
+    [database] = (work / "databases").glob("*/.git")
+    commit, date = checks.output_of(["git", "-C", database.parent, "log", "-1", "--format=%H %cs"]).split()
+    # cargo-deny counts the days since it fetched the database, which may have been old then.
+    days = (datetime.date.today() - datetime.date.fromisoformat(date)).days
+    if days > days_max:
+        raise Failed(f"the database of advisories is of {date}, {days} days old, and {days_max} are the limit: fetch a newer one, or raise "
+                     "--advisories-days-max")
     checked = run("check", "--hide-inclusion-graph", "advisories")
     if checked.returncode != 0:
         raise Failed(f"advisories apply to Cargo.lock: update the crates, or ignore an advisory with a reason in deny.toml\n"
                      f"{(checked.stderr + checked.stdout).strip()}")
-    [database] = (work / "databases").glob("*/.git")
-    commit, date = checks.output_of(["git", "-C", database.parent, "log", "-1", "--format=%H %cs"]).split()
     return {"checked": True, "database_commit": commit, "database_date": date}
