@@ -8,8 +8,20 @@ use clap::CommandFactory as _;
 
 use crate::Cli;
 
-/// Options of other programs that documents name by themselves, as `--option`: of Valgrind, Docker and `deploy/image/build`.
-const FOREIGN: &[&str] = &["toggle-collect", "build-arg", "name", "target", "base", "packages", "variant"];
+/// Options of other programs that documents name by themselves, as `--option`: of Valgrind, Docker, `deploy/image/build` and
+/// `deploy/release/build`.
+const FOREIGN: &[&str] = &[
+    "toggle-collect",
+    "build-arg",
+    "name",
+    "target",
+    "base",
+    "packages",
+    "variant",
+    "gpu-image",
+    "advisories",
+    "without-advisories",
+];
 /// Document whose tables have options of other engines in their first column.
 const COMPARISON: &str = "coming-from.md";
 

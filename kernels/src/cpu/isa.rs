@@ -1,6 +1,8 @@
 //! Detection and selection of instruction sets.
 
-use super::simd::FUSED;
+/// Whether the portable kernels round `a * b + c` once. It decides bits: fused ones have a name of their own, see
+/// [`Isa::name`].
+pub(crate) const FUSED: bool = cfg!(any(target_arch = "aarch64", target_feature = "fma"));
 
 /// Instruction set that kernels use. A value exists only if this machine supports it.
 ///

@@ -15,7 +15,7 @@ pub(crate) use avx512::{
     Avx512, add_sixteenth, bf16_pairs, dot_bf16, dot_bf16_where, dot_int8, high_nibbles, largest_of,
     transpose,
 };
-pub(crate) use portable::{FUSED, Portable};
+pub(crate) use portable::Portable;
 
 /// Maximum lanes of any instruction set.
 pub(crate) const LANES_MAX: usize = 16;
@@ -202,7 +202,8 @@ pub(crate) fn lanes(isa: Isa) -> usize {
     reason = "the block has no instruction, so nothing reads through the pointer"
 )]
 pub(crate) fn opaque<T>(at: *const T) -> *const T {
-    #[cfg(target_arch = "x86_64")]
+    // Miri interprets no assembly.
+    #[cfg(all(target_arch = "x86_64", not(miri)))]
     {
         let mut same = at;
         // SAFETY: the block contains no instruction.
@@ -211,7 +212,7 @@ pub(crate) fn opaque<T>(at: *const T) -> *const T {
         };
         same
     }
-    #[cfg(not(target_arch = "x86_64"))]
+    #[cfg(any(not(target_arch = "x86_64"), miri))]
     at
 }
 

@@ -1,5 +1,6 @@
 //! Vector operations in plain Rust.
 
+use super::super::isa::FUSED;
 use super::{Simd, SubKernel};
 use crate::dtype::{bf16_value, f16_value};
 
@@ -8,10 +9,6 @@ use crate::dtype::{bf16_value, f16_value};
 pub(crate) struct Portable;
 
 const N: usize = 8;
-
-/// Whether [`Portable`] rounds `a * b + c` once. It decides bits: a fused [`Portable`] has a name of its own, see
-/// [`Isa::name`](crate::cpu::Isa::name).
-pub(crate) const FUSED: bool = cfg!(any(target_arch = "aarch64", target_feature = "fma"));
 
 #[inline(always)]
 fn zip(a: [f32; N], b: [f32; N], f: impl Fn(f32, f32) -> f32) -> [f32; N] {
