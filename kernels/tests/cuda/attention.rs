@@ -4,6 +4,7 @@ use inflight_kernels::cuda::{
 use proptest::prelude::*;
 
 use crate::device::{Buffer, TestDevice};
+use crate::tensor_cores::sum_error;
 use crate::{SeededRng, e4m3, half, on_harness, store, unit};
 
 /// Shape of a model's attention and of its KV pool, and of the attention plan.
@@ -225,26 +226,43 @@ impl Pool {
         bits_of(&out, rows as usize, heads * head_dim)
     }
 
-    /// Returns the f64 reference of one query.
-    fn exact(&self, shape: &Shape, sequence: usize, position: u32, head: usize, query: &[u16]) -> Vec<f64> {
+    /// Returns the f64 reference of one query, and the error that tensor cores add to rounding.
+    fn exact(
+        &self,
+        shape: &Shape,
+        sequence: usize,
+        position: u32,
+        head: usize,
+        query: &[u16],
+    ) -> (Vec<f64>, f64) {
         let kv_head = head / shape.group;
         let low = shape.window.map_or(0, |window| (position + 1).saturating_sub(window));
         let query: Vec<f64> = query.iter().map(|bits| f64::from(shape.half.widen(*bits))).collect();
+        let scale = f64::from(scale(shape.head_dim));
+        let mut largest_dot = 0.0f64;
         let scores: Vec<f64> = (low..=position)
             .map(|key| {
-                let dot: f64 = self.row(sequence, key, kv_head).zip(&query).map(|(k, q)| k * q).sum();
-                dot * f64::from(scale(shape.head_dim))
+                let products: Vec<f64> =
+                    self.row(sequence, key, kv_head).zip(&query).map(|(k, q)| k * q).collect();
+                largest_dot = largest_dot.max(products.iter().map(|product| product.abs()).sum());
+                products.iter().sum::<f64>() * scale
             })
             .collect();
         let top = scores.iter().copied().fold(f64::NEG_INFINITY, f64::max);
         let total: f64 = scores.iter().map(|score| (score - top).exp()).sum();
         let mut out = vec![0.0; shape.head_dim];
+        let mut largest_value = 0.0f64;
         for (key, score) in (low..=position).zip(&scores) {
             let weight = (score - top).exp() / total;
             let values = self.row(sequence, key, shape.kv_heads + kv_head);
-            out.iter_mut().zip(values).for_each(|(out, value)| *out += weight * value);
+            out.iter_mut().zip(values).for_each(|(out, value)| {
+                *out += weight * value;
+                largest_value = largest_value.max(value.abs());
+            });
         }
-        out
+        // An error of a score changes its weight, and the sum of all weights, by as much relatively.
+        let of_scores = 2.0 * scale * sum_error(shape.head_dim, largest_dot) * largest_value;
+        (out, of_scores + sum_error(scores.len(), largest_value))
     }
 }
 
@@ -278,13 +296,14 @@ pub(crate) fn attention_over_a_ragged_batch_is_exact_to_rounding() {
                 for head in 0..shape.kv_heads * shape.group {
                     if edge || head == picked {
                         let query = &queries[s][i * width + head * shape.head_dim..][..shape.head_dim];
-                        let exact = pool.exact(&shape, s, length.position + i as u32, head, query);
+                        let position = length.position + i as u32;
+                        let (exact, tensor_cores) = pool.exact(&shape, s, position, head, query);
                         let got = &rows[row][head * shape.head_dim..][..shape.head_dim];
                         for (bits, exact) in got.iter().zip(&exact) {
                             let value = f64::from(shape.half.widen(*bits));
                             let error = (value - exact).abs();
                             prop_assert!(
-                                error <= 2.0 * unit(shape.half),
+                                error <= 2.0 * unit(shape.half) + tensor_cores,
                                 "sequence {s}, row {i}, head {head}: {value} is not {exact}"
                             );
                         }

@@ -16,6 +16,7 @@ mod product;
 mod rows;
 mod sampling;
 mod sources;
+mod tensor_cores;
 mod timing;
 
 use std::cell::Cell;
