@@ -197,7 +197,7 @@ fn labels(model: &str, more: &[(&str, &str)]) -> String {
     format!("model_name=\"{}\"{more}", escape(model))
 }
 
-/// Writes the use of KV pools by their labels, under both names that it has had.
+/// Writes KV pool utilization by label set, under both metric names that vLLM has used for it.
 fn write_usage(text: &mut String, shares: &[(String, f64)]) {
     for name in ["vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc"] {
         let help = "Share of the KV blocks in use, from 0 to 1";

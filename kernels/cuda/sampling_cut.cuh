@@ -1,5 +1,5 @@
-// Tokens of a row of logits in the order of their logits: sweeps over the row by one block, sums that do not depend on the order
-// of threads, and the cut behind which tokens are not kept.
+// Top-k and top-p selection over a row of logits by one thread block: sweeps over the row, sums that do not depend on the order of
+// threads, and the cut, the last token in descending order of logits that the sampler may draw.
 #pragma once
 
 #include "params.h"
@@ -80,7 +80,7 @@ DEVICE float exponential(float x) {
 }
 
 DEVICE float weight_of(float logit, float best, float temperature) {
-    // Infinity minus infinity is no number, so what equals the best is not subtracted.
+    // Infinity minus infinity is NaN, so a logit that equals the largest one is not subtracted from it.
     return exponential(logit < best ? divide_exact(logit - best, temperature) : 0.0f);
 }
 DEVICE uint64_t mass_of(float weight) { return (uint64_t)multiply_exact(weight, UNIT); }
@@ -237,8 +237,8 @@ DEVICE uint32_t distance_bin(float logit, float best) {
     return distance < (float)(BINS - 1) ? (uint32_t)distance : BINS - 1;
 }
 
-// The bin of distances from the best at which the measures of the tokens within INSIDE add up to TARGET, which is at least 1
-// and at most their sum.
+// Histogram search: the bin, by distance from the largest logit, in which the running sum of the measures of the tokens within
+// INSIDE reaches TARGET. TARGET is at least 1 and at most the sum of all.
 SUBROUTINE Crossing first_cut(SamplingShared &shared, const float *logits, uint32_t vocabulary, const Cut &inside,
                               const Measure &measure, uint64_t target) {
     float best = measure.best;
@@ -253,8 +253,8 @@ SUBROUTINE Crossing first_cut(SamplingShared &shared, const float *logits, uint3
     return cross(shared, target);
 }
 
-// The shortest beginning of the order, within INSIDE, whose measures add up to TARGET; CROSSING is that of first_cut for all
-// of this, so few tokens are left for the exact cuts.
+// The exact cut: the shortest prefix of the descending order, within INSIDE, whose measures add up to TARGET. CROSSING is the bin
+// that first_cut found for the same arguments; only its tokens are compared exactly.
 SUBROUTINE Cut cut_at(SamplingShared &shared, const float *logits, uint32_t vocabulary, const Cut &inside,
                       const Measure &measure, uint64_t target, const Crossing &crossing) {
     float best = measure.best;
@@ -329,7 +329,7 @@ template <bool MASSES> DEVICE uint64_t preceding(const Candidates &candidates, u
     return sum;
 }
 
-// The mass that top-p keeps of SUM.
+// Probability mass that top-p keeps, of a total mass SUM.
 DEVICE uint64_t top_p_target(float top_p, uint64_t sum) {
     double goal = (double)top_p * (double)sum;
     uint64_t target = (uint64_t)goal;

@@ -31,7 +31,7 @@ const REQUESTS: u32 = 12;
 #[derive(Debug, Default, Clone, PartialEq)]
 struct Outcome {
     tokens: Vec<u32>,
-    /// Numerics fingerprint of the first worker.
+    /// Numerics fingerprint of the worker that the stream started on.
     fingerprint: String,
     /// Announced changes: number of tokens before it, and the fingerprint from there on.
     changes: Vec<(usize, String)>,
@@ -59,7 +59,7 @@ async fn outcome(client: &mut InferenceClient<Channel>, request: &GenerateReques
     Ok(outcome)
 }
 
-/// Results of the requests by numerics fingerprint, from undisturbed clusters.
+/// Reference outputs of the requests, generated without disturbance, by numerics fingerprint.
 type Baselines = BTreeMap<String, Vec<Outcome>>;
 
 /// Checks tokens up to the first change against the undisturbed result; those after one depend on where it was.

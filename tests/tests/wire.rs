@@ -14,13 +14,17 @@ use prost::Message;
 struct Release {
     version: &'static str,
     recording: &'static str,
-    /// Kinds of messages and parts of messages; of unary and streamed answers the methods.
-    kinds: &'static [&'static str],
+    /// What it must contain, by the release that introduced it: message types, message fields, and RPCs with a response.
+    kinds: &'static [&'static [&'static str]],
 }
 
 const RELEASES: [Release; 2] = [
-    Release { version: "0.1.0", recording: include_str!("../wire/0.1.0.txt"), kinds: &SINCE_0_1 },
-    Release { version: "0.2.0", recording: include_str!("../wire/0.2.0.txt"), kinds: &SINCE_0_2 },
+    Release { version: "0.1.0", recording: include_str!("../wire/0.1.0.txt"), kinds: &[&SINCE_0_1] },
+    Release {
+        version: "0.2.0",
+        recording: include_str!("../wire/0.2.0.txt"),
+        kinds: &[&SINCE_0_1, &SINCE_0_2],
+    },
 ];
 const SINCE_0_1: [&str; 14] = [
     "open",
@@ -38,21 +42,7 @@ const SINCE_0_1: [&str; 14] = [
     "cost",
     "charges",
 ];
-const SINCE_0_2: [&str; 24] = [
-    "open",
-    "submit",
-    "resumed",
-    "cancel",
-    "hello",
-    "tokens",
-    "logprobs",
-    "ends",
-    "load",
-    "grant",
-    "kv events",
-    "kv snapshot",
-    "cost",
-    "charges",
+const SINCE_0_2: [&str; 10] = [
     "prompt logprobs",
     "constraint",
     "tools",
@@ -158,6 +148,7 @@ fn reencoded_of_session(
 #[test]
 fn messages_of_earlier_releases_decode_without_loss() -> Result<()> {
     for Release { version, recording, kinds } in RELEASES {
+        let kinds = kinds.concat();
         let (mut requests, mut seen) = (Vec::new(), BTreeSet::new());
         for (number, line) in recording.lines().enumerate().filter(|(_, line)| !line.starts_with('#')) {
             let at = || format!("{version}, line {}", number + 1);
@@ -166,7 +157,7 @@ fn messages_of_earlier_releases_decode_without_loss() -> Result<()> {
             let encoded = if method == "Session" {
                 reencoded_of_session(request, &bytes, &mut seen).with_context(at)?
             } else {
-                seen.extend(kinds.iter().filter(|kind| !request && **kind == method));
+                seen.extend(kinds.iter().copied().filter(|kind| !request && *kind == method));
                 reencoded_by_method(method, request, &bytes, &mut requests).with_context(at)?
             };
             ensure!(encoded == bytes, "{}: {method} changed in the round trip", at());

@@ -68,7 +68,7 @@ impl RoleProcess {
         Ok(())
     }
 
-    /// Starts another build, with other flags, on the addresses of this process, which must have exited.
+    /// Replaces this process, which must have exited, by one of another binary with other flags on the same addresses.
     ///
     /// # Errors
     /// The process does not get ready; the error contains its standard error.
