@@ -37,6 +37,16 @@ pub struct PlanShape {
     pub partials: u32,
 }
 
+impl PlanShape {
+    /// Returns the maximum number of items of a plan for `rows` rows: one for each tile, of which there are no more than rows, and
+    /// the further pieces of tiles with many keys.
+    pub fn items_max(&self, rows: u32) -> u32 {
+        // A piece has at least 1 / (2 * slots) of the splits of all key heads, but for the last of each tile.
+        let pieces = 2 * self.slots.max(1) / self.kv_heads;
+        rows.saturating_add(pieces.min(self.partials))
+    }
+}
+
 /// Decomposition of a batch's attention into items, made once a step for all layers with one window.
 ///
 /// Key splits start at absolute positions and are merged in order, so results depend on nothing but the length of
@@ -189,6 +199,7 @@ mod tests {
             }
             let mut plan = AttentionPlan::default();
             plan.make(&sequences, &shape);
+            prop_assert!(plan.items().len() <= shape.items_max(row) as usize);
             let mut covered = vec![Vec::new(); row as usize];
             let mut counts = vec![(0u32, 0u32); plan.counters() as usize];
             for item in plan.items() {

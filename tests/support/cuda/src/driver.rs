@@ -395,6 +395,12 @@ calls! {
         stream.device.check()
     }
 
+    fn cuStreamWaitEvent(handle: CUstream, awaited: CUevent, flags: c_uint) {
+        check_value(flags == 0)?;
+        let work = event(awaited)?.wait_work();
+        stream(handle)?.enqueue(work).map(drop)
+    }
+
     fn cuStreamBeginCapture_v2(handle: CUstream, mode: c_uint) {
         use cudarc::driver::sys::CUstreamCaptureMode as Mode;
         if handle.is_null() || mode != Mode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL as c_uint {
@@ -432,6 +438,11 @@ calls! {
     fn cuGraphExecDestroy(executable: CUgraphExec) {
         check_initialized()?;
         EXECUTABLES.remove(executable).map(drop).ok_or(Error::CUDA_ERROR_INVALID_VALUE)
+    }
+
+    fn cuGraphUpload(executable: CUgraphExec, handle: CUstream) {
+        let stream = stream(handle)?;
+        check_value(EXECUTABLES.get(executable).is_some() && !stream.is_capturing())
     }
 
     fn cuGraphLaunch(executable: CUgraphExec, handle: CUstream) {

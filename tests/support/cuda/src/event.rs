@@ -59,15 +59,28 @@ impl SimulatedEvent {
     }
 
     pub(crate) fn synchronize(&self) {
-        let (stream, number) = {
-            let state = lock(&self.state);
-            (state.stream.upgrade(), state.number)
-        };
-        if let Some(stream) = stream {
+        let (stream, number, record) = self.last_record();
+        self.wait(stream, number, record);
+    }
+
+    /// Returns work of another stream that waits for the event's last record so far.
+    pub(crate) fn wait_work(self: &Arc<Self>) -> StreamWork {
+        let (event, (stream, number, record)) = (Arc::clone(self), self.last_record());
+        StreamWork::Event(Arc::new(move || event.wait(stream.clone(), number, record)))
+    }
+
+    /// Returns the stream of the last record, the record's position in it, and the record.
+    fn last_record(&self) -> (Weak<SimulatedStream>, u64, u64) {
+        let state = lock(&self.state);
+        (Weak::clone(&state.stream), state.number, state.recorded)
+    }
+
+    fn wait(&self, stream: Weak<SimulatedStream>, number: u64, record: u64) {
+        if let Some(stream) = stream.upgrade() {
             stream.require(number);
         }
         let mut state = lock(&self.state);
-        while state.passed < state.recorded {
+        while state.passed < record {
             state = self.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
         }
     }

@@ -17,7 +17,7 @@ use crate::{DriverResult, lock};
 pub(crate) enum StreamWork {
     /// Operation whose error fails the device.
     Operation(Arc<dyn Fn(&SimulatedDevice) -> DriverResult + Send + Sync>),
-    /// Record of an event, which is marked as passed even if the device has failed.
+    /// Record of an event, which is marked as passed even if the device has failed, or wait for one.
     Event(Arc<dyn Fn() + Send + Sync>),
 }
 

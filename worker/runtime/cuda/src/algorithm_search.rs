@@ -3,6 +3,8 @@
 
 use std::time::Duration;
 
+use super::step_graph::StepGraph;
+
 /// Maximum timings per algorithm; the minimum counts.
 const ROUNDS_MAX: u32 = 4;
 /// An algorithm is eliminated when it is slower than the fastest by this factor.
@@ -132,12 +134,15 @@ pub(super) fn tune_all<T: GemmTimer>(timer: &mut T, shapes: usize, budget: Durat
     Ok(())
 }
 
-/// Returns the row counts to tune, most important first: the graph buckets of decode batches, then batches
-/// with prompts, of which the largest are the most common.
-pub(super) fn row_counts(buckets: impl Iterator<Item = u32>, rows: u32) -> Vec<u32> {
-    let mut counts: Vec<u32> = buckets.filter(|bucket| *bucket <= rows).collect();
+/// Returns the row counts to tune, most important first: the graphs of decode batches, then batches with prompts, of which the
+/// largest are the most common, then the graphs of small ones.
+pub(super) fn row_counts(graphs: impl Iterator<Item = StepGraph>, rows: u32) -> Vec<u32> {
+    let (decodes, layers): (Vec<StepGraph>, Vec<StepGraph>) =
+        graphs.partition(|graph| graph.logits_rows().is_some());
+    let mut counts: Vec<u32> = decodes.into_iter().map(StepGraph::rows).filter(|m| *m <= rows).collect();
     counts.sort_unstable();
-    for prompts in [rows, 2048, 1024, 512, 4096, 256] {
+    let prompts = [rows, 2048, 1024, 512, 4096, 256];
+    for prompts in prompts.into_iter().chain(layers.into_iter().map(StepGraph::rows)) {
         if prompts <= rows && !counts.contains(&prompts) {
             counts.push(prompts);
         }
@@ -271,13 +276,14 @@ mod tests {
         }
 
         #[test]
-        fn row_counts_have_every_bucket_and_the_largest_batch_once(slots in 1u32..4096, rows in 256u32..65_536) {
-            let buckets = || super::super::memory_plan::buckets(slots);
-            let counts = row_counts(buckets(), rows);
-            prop_assert!(buckets().all(|bucket| counts.contains(&bucket)) && counts.contains(&rows));
+        fn row_counts_have_every_graph_and_the_largest_batch_once(slots in 1u32..4096, rows in 256u32..65_536) {
+            let graphs = super::super::step_graph::StepGraphs { sample_rows: slots, batch_tokens: rows };
+            let counts = row_counts(graphs.all(), graphs.rows_max());
+            prop_assert!(graphs.all().all(|graph| counts.contains(&graph.rows())));
+            prop_assert!(counts.contains(&graphs.rows_max()));
             let once: std::collections::BTreeSet<u32> = counts.iter().copied().collect();
-            prop_assert!(once.len() == counts.len() && once.iter().all(|m| (1..=rows).contains(m)));
-            prop_assert!(counts.len() <= 20);
+            prop_assert!(once.len() == counts.len() && once.iter().all(|m| (1..=graphs.rows_max()).contains(m)));
+            prop_assert!(counts.len() <= 23);
         }
     }
 

@@ -1,9 +1,10 @@
 //! State of a device thread: the GPU with a loaded model, its captured graphs, and the enqueueing of steps.
 
+use std::collections::BTreeMap;
 use std::rc::Rc;
 use std::sync::Arc;
 
-use inflight_kernels::cuda::{DeviceError, HalfDtype, KvStore, SamplingResult};
+use inflight_kernels::cuda::{DeviceError, HalfDtype, KvStore};
 use inflight_runtime::{self as runtime, Batch, TokenMasks};
 
 use super::autotune::{GemmBench, GemmTuning};
@@ -15,13 +16,13 @@ use super::gpu::{Gpu, GpuMemory};
 use super::gpu_paths::{self, PathConditions};
 use super::load_job::LoadJob;
 use super::load_plan::LoadPlan;
-use super::memory_plan::buckets;
-use super::metadata::{StepShape, bucket_layout};
+use super::metadata::StepShape;
 use super::model_gemms::{ModelGemm, model_gemms};
 use super::model_runner::{ModelRunner, RunnerModes};
 use super::nccl::NcclRank;
-use super::result_slot::{DEPTH, ResultSlot};
 use super::slots::device_error;
+use super::step_graph::{StepGraph, StepGraphs};
+use super::step_slot::{CopyStreams, DEPTH, StepSlot};
 use super::weights::UploadError;
 use super::{CudaOptions, Error as LoadError, algorithm_search, cublaslt};
 
@@ -29,13 +30,13 @@ use super::{CudaOptions, Error as LoadError, algorithm_search, cublaslt};
 pub(super) struct DeviceState {
     // Fields drop in this order: allocations and graphs before the device.
     pub(super) runner: ModelRunner<CudaDevice>,
-    /// Captured graphs with their buckets.
-    graphs: Vec<(u32, CudaGraph)>,
-    metadata: DeviceMemory,
-    pub(super) result_slots: Arc<Vec<ResultSlot>>,
+    /// Captured graphs, one for the metadata of each step slot.
+    graphs: BTreeMap<StepGraph, Vec<CudaGraph>>,
+    pub(super) step_slots: Arc<Vec<StepSlot>>,
     packed: Vec<u8>,
     /// Samples of the last step.
     samples: usize,
+    copies: CopyStreams,
     pub(super) device: CudaDevice,
 }
 
@@ -77,41 +78,40 @@ impl DeviceState {
         let modes = RunnerModes {
             store: options.kv_store,
             deterministic: options.deterministic,
-            buckets: options.graphs,
+            graphs: options.graphs,
         };
         let runner =
             ModelRunner::new(&device, config, shard_plan.clone(), half, weights, capabilities.clone(), modes)
                 .map_err(load_error)?;
-        let metadata = device.alloc(plan.metadata_bytes).map_err(load_error)?;
-        let result_slots =
-            (0..=DEPTH).map(|_| ResultSlot::new(&device, plan.samples)).collect::<Result<_, _>>();
-        let result_slots = Arc::new(result_slots.map_err(load_error)?);
+        let copies = CopyStreams::new(&device).map_err(load_error)?;
+        let step_slots = (0..DEPTH)
+            .map(|_| StepSlot::new(&device, plan.metadata_bytes, plan.samples))
+            .collect::<Result<_, _>>();
+        let step_slots = Arc::new(step_slots.map_err(load_error)?);
         let mut state = Self {
             runner,
-            graphs: Vec::new(),
-            metadata,
-            result_slots,
+            graphs: BTreeMap::new(),
+            step_slots,
             packed: Vec::new(),
             samples: 0,
+            copies,
             device,
         };
         // Allocations may synchronize all devices of the process, which would deadlock with ranks that wait
         // in a collective.
         job.barrier_min(0)?;
-        if options.graphs {
-            state.capture(options.sample_rows()).map_err(load_error)?;
-        }
+        state.capture().map_err(load_error)?;
         let (left, _) = state.device.memory().map_err(load_error)?;
         plan.log_allocated(rank, taken, blocks, left);
         gpu_paths::report(rank, &state.path_conditions(job)?.paths());
         let loaded = LoadedRank {
             capabilities,
-            result_slots: Arc::clone(&state.result_slots),
+            step_slots: Arc::clone(&state.step_slots),
             context: Arc::clone(&state.device.context),
             pool: (state.runner.forward.kv().address(), plan.block_bytes as usize),
             gemm_backend: state.device.gemm_backend(),
             weight_bytes: tensors.bytes(shard),
-            graphs: state.graphs.len(),
+            graphs: state.graphs.values().map(Vec::len).sum(),
             tuned,
         };
         Ok((state, loaded))
@@ -134,97 +134,87 @@ impl DeviceState {
         })
     }
 
-    /// Captures a graph per bucket, from a step in which every row is padding.
-    fn capture(&mut self, sample_rows: u32) -> Result<(), DeviceError> {
-        let plans = self.runner.plans();
-        for bucket in buckets(sample_rows) {
-            let layout = bucket_layout(bucket, plans);
-            let bytes = layout.bytes(0);
-            let mut padding = vec![0u8; bytes];
-            let kv_indices = layout.kv_indices..layout.kv_indices + bucket as usize * 4;
-            padding[kv_indices].fill(0xff);
-            self.device.upload(&self.metadata, 0, &padding)?;
-            let step = StepShape {
-                layout,
-                rows: bucket,
-                samples: bucket,
-                scores: 0,
-                copies: Vec::new(),
-                mixed: false,
-                // So that the kernel is loaded; padding has no drafts.
-                drafted: true,
-                bucket: Some(bucket),
-                bytes,
-            };
-            let at = self.metadata.address();
+    /// Captures all graphs, for each step slot, from steps in which every row is padding.
+    fn capture(&mut self) -> Result<(), DeviceError> {
+        let (device, forward) = (&self.device, &self.runner.forward);
+        for graph in self.runner.graphs() {
+            let (step, packed) = self.runner.padding_step(graph);
+            for slot in self.step_slots.iter() {
+                device.upload(&slot.buffers.metadata, 0, &packed)?;
+            }
             // Runs once outside capture, so that nothing is loaded or planned while capturing.
-            self.runner.forward.run(&self.device, &step, at)?;
-            self.runner.forward.sample(&self.device, &step, at)?;
-            self.device.stream.synchronize()?;
-            let work = || self.runner.forward.run(&self.device, &step, at);
-            let graph = self.device.capture(work)?;
-            self.device.replay(&graph)?;
-            self.device.stream.synchronize()?;
-            self.graphs.push((bucket, graph));
+            let at = self.step_slots[0].buffers.addresses();
+            forward.captured(device, &step, at.metadata)?;
+            forward.sample(device, &step, at)?;
+            device.stream.synchronize()?;
+            let captured = self.step_slots.iter().map(|slot| {
+                let metadata = slot.buffers.addresses().metadata;
+                device.capture(|| forward.captured(device, &step, metadata))
+            });
+            let captured = captured.collect::<Result<Vec<_>, _>>()?;
+            captured.iter().try_for_each(|graph| device.upload_graph(graph))?;
+            self.graphs.insert(graph, captured);
         }
-        Ok(())
+        // One of each kind, with the fewest rows: what a driver refuses only when a graph is launched fails the load.
+        let smallest = |decode: bool| {
+            let mut graphs = self.graphs.iter();
+            graphs.find(|(graph, _)| graph.logits_rows().is_some() == decode).map(|(_, captured)| captured)
+        };
+        for graph in [true, false].into_iter().filter_map(smallest).flatten() {
+            device.replay(graph)?;
+        }
+        device.stream.synchronize()
     }
 
-    /// Enqueues a step that writes its results to the given result slot. `masks` waits for the token masks of a batch with
-    /// masked rows, while the forward pass runs.
+    /// Enqueues a step in the given step slot. `masks` waits for the token masks of a batch with masked rows, while the
+    /// forward pass runs.
     pub(super) fn step(
         &mut self,
         batch: &Batch,
-        result_slot: usize,
+        step_slot: usize,
         logprobs: &mut Vec<bool>,
         masks: &mut dyn FnMut() -> Result<Arc<TokenMasks>, runtime::Error>,
     ) -> Result<(), runtime::Error> {
         let step = self.runner.prepare(batch, &mut self.packed)?;
         self.runner.logprobs_requested(logprobs);
-        let ResultSlot { results, scores, begin, done } = &self.result_slots[result_slot];
-        if step.bytes > self.metadata.bytes() {
-            return Err(runtime::Error::Malformed(format!(
-                "it needs {} bytes of metadata; there is room for {}",
-                step.bytes,
-                self.metadata.bytes()
-            )));
+        let slots = Arc::clone(&self.step_slots);
+        let slot = &slots[step_slot];
+        let (bytes, room) = (self.packed.len(), slot.metadata_bytes());
+        if bytes > room {
+            let reason = format!("it needs {bytes} bytes of metadata; there is room for {room}");
+            return Err(runtime::Error::Malformed(reason));
         }
-        let stream = &self.device.stream;
-        let at = self.metadata.address();
-        let forward = || {
-            begin.record(stream)?;
-            self.device.upload(&self.metadata, 0, &self.packed)?;
-            let graph = step.bucket.and_then(|b| self.graphs.iter().find(|(bucket, _)| *bucket == b));
-            match graph {
-                Some((_, graph)) => self.device.replay(graph)?,
-                None => self.runner.forward.run(&self.device, &step, at)?,
-            }
-            Ok(())
+        self.copies.upload(&self.device, slot, &self.packed).map_err(device_error)?;
+        let enqueued = self.enqueue(batch, &step, step_slot, masks);
+        let (samples, scores) = match enqueued {
+            Ok(()) => (batch.samples.len(), batch.scores.len()),
+            Err(_) => (0, 0),
         };
-        forward().map_err(device_error)?;
-        if batch.masked_rows() > 0 {
-            self.runner.upload_masks(&self.device, batch, &*masks()?)?;
-        }
-        let sample = || {
-            let forward = &self.runner.forward;
-            forward.sample(&self.device, &step, at)?;
-            for (host, device, count) in [
-                (results, forward.results(), batch.samples.len()),
-                (scores, forward.scores(), batch.scores.len()),
-            ] {
-                let bytes = count * size_of::<SamplingResult>();
-                if bytes > 0 {
-                    // SAFETY: the range is within both allocations. The host reads it after `done`; the slot's
-                    // previous results were read before this launch, since fewer steps are in flight than there
-                    // are slots.
-                    unsafe { stream.copy_to_host(host.as_ptr(), device.address(), bytes) }?;
-                }
-            }
-            done.record(stream)
-        };
-        sample().map_err(device_error)?;
+        let downloaded = self.copies.download(&self.device, slot, samples, scores).map_err(device_error);
+        enqueued.and(downloaded)?;
         self.samples = batch.samples.len();
         Ok(())
+    }
+
+    /// Enqueues the forward pass and sampling of a step, once its metadata is on the device.
+    fn enqueue(
+        &mut self,
+        batch: &Batch,
+        step: &StepShape,
+        step_slot: usize,
+        masks: &mut dyn FnMut() -> Result<Arc<TokenMasks>, runtime::Error>,
+    ) -> Result<(), runtime::Error> {
+        let Self { device, runner, graphs, .. } = self;
+        let at = self.step_slots[step_slot].buffers.addresses();
+        let replay = |graph: StepGraph| match graphs.get(&graph) {
+            Some(captured) => device.replay(&captured[step_slot]),
+            None => runner.forward.captured(device, step, at.metadata),
+        };
+        runner.forward.run(device, step, at, replay).map_err(device_error)?;
+        if batch.masked_rows() > 0 {
+            runner.upload_masks(device, batch, &*masks()?)?;
+        }
+        runner.forward.sample(device, step, at).map_err(device_error)
     }
 
     pub(super) fn logits(&self) -> Result<Vec<f32>, runtime::Error> {
@@ -249,6 +239,7 @@ impl Drop for DeviceState {
     fn drop(&mut self) {
         // Enqueued work may still use the fields that drop next.
         let _ = self.device.stream.synchronize();
+        let _ = self.copies.synchronize();
     }
 }
 
@@ -305,7 +296,9 @@ fn warm_up_gemms(
     let Some(bench) = GemmBench::new(device, half, gemms, rows, samples)? else { return Ok(Vec::new()) };
     let tuned = match options.autotune {
         true => {
-            let row_counts = algorithm_search::row_counts(buckets(options.sample_rows()), rows);
+            let graphs =
+                StepGraphs { sample_rows: options.sample_rows(), batch_tokens: options.batch_tokens };
+            let row_counts = algorithm_search::row_counts(graphs.all(), rows);
             let context = TuningContext {
                 gpu: gpu.to_owned(),
                 library: cublaslt::version(),

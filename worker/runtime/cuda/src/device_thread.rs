@@ -15,7 +15,7 @@ use super::Error as LoadError;
 use super::autotune::GemmTuning;
 use super::device_state::DeviceState;
 use super::load_job::LoadJob;
-use super::result_slot::{DEPTH, ResultSlot};
+use super::step_slot::{DEPTH, StepSlot};
 
 /// Bound of the command queue: two steps, each attaching and detaching every slot at most.
 const COMMANDS_MAX: usize = 1 << 14;
@@ -33,8 +33,8 @@ pub(super) enum DeviceCommand {
 /// Enqueued step, or the reason why it was not enqueued.
 pub(super) struct LaunchedStep {
     pub(super) outcome: Result<(), runtime::Error>,
-    /// Index of the result slot that this step writes to.
-    pub(super) result_slot: usize,
+    /// Index of the step slot that this step writes to.
+    pub(super) step_slot: usize,
     /// Whether log probabilities are requested, by sample.
     pub(super) logprobs: Vec<bool>,
     /// Number of scored rows.
@@ -46,7 +46,7 @@ pub(super) struct LaunchedStep {
 /// Result of loading a rank's shard.
 pub(super) struct LoadedRank {
     pub(super) capabilities: Capabilities,
-    pub(super) result_slots: Arc<Vec<ResultSlot>>,
+    pub(super) step_slots: Arc<Vec<StepSlot>>,
     pub(super) context: Arc<cudarc::driver::CudaContext>,
     /// Address of the KV pool, and bytes per block.
     pub(super) pool: (u64, usize),
@@ -141,7 +141,7 @@ fn serve(
     outbox: &SyncSender<LaunchedStep>,
     supplied: &Receiver<Arc<TokenMasks>>,
 ) {
-    let mut result_slot = 0;
+    let mut step_slot = 0;
     for command in inbox {
         match command {
             DeviceCommand::Attach(slot, setup) => {
@@ -162,7 +162,7 @@ fn serve(
                 };
                 let outcome = match job.failure() {
                     Some(failure) => Err(failure),
-                    None => state.step(&batch, result_slot, &mut logprobs, &mut receive),
+                    None => state.step(&batch, step_slot, &mut logprobs, &mut receive),
                 };
                 // After an error, too: the masks of this step are not those of the next.
                 if lacks_masks && supplied.recv().is_err() {
@@ -172,10 +172,10 @@ fn serve(
                     job.fail(&error.to_string());
                 }
                 let scores = batch.scores.len();
-                if outbox.send(LaunchedStep { outcome, result_slot, logprobs, scores, batch }).is_err() {
+                if outbox.send(LaunchedStep { outcome, step_slot, logprobs, scores, batch }).is_err() {
                     return; // the runtime is gone
                 }
-                result_slot = (result_slot + 1) % state.result_slots.len();
+                step_slot = (step_slot + 1) % state.step_slots.len();
             }
             DeviceCommand::Logits(reply) => {
                 let _ = reply.send(state.logits());

@@ -241,6 +241,12 @@ impl CudaDevice {
         false
     }
 
+    /// Makes the work that follows wait for an event of another stream.
+    pub(super) fn wait_for(&self, event: &CudaEvent) -> Result<(), DeviceError> {
+        self.end_kernel_chain();
+        self.stream.wait_for(event)
+    }
+
     /// Returns free and total bytes of device memory.
     pub(super) fn memory(&self) -> Result<(u64, u64), DeviceError> {
         let (free, total) = result::mem_get_info().map_err(failed("querying free memory"))?;
@@ -288,6 +294,15 @@ impl CudaDevice {
             let _ = unsafe { result::graph::destroy(graph) };
         }
         Ok(CudaGraph { executable: executable? })
+    }
+
+    /// Uploads a captured graph to the GPU, so that its first launch does not have to.
+    pub(super) fn upload_graph(&self, graph: &CudaGraph) -> Result<(), DeviceError> {
+        self.end_kernel_chain();
+        // SAFETY: `graph` owns the executable and `self` the stream; both are of this context.
+        unsafe { sys::cuGraphUpload(graph.executable, self.stream.stream) }
+            .result()
+            .map_err(failed("uploading a captured step"))
     }
 
     /// Launches a captured graph.

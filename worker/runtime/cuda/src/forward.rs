@@ -7,12 +7,13 @@ use inflight_kernels::cuda::{
     copy_blocks, embedding, finish_qkv, norm, sample, score,
 };
 use inflight_models::ModelConfig;
-use inflight_runtime::SCORES_MAX;
 
 use super::gpu::{ColumnCopy, Gpu, GpuMemory, Matmul, bytes_of};
 use super::memory_plan::{ModelShapes, PARTIALS};
 use super::metadata::StepShape;
 use super::shard_plan::ShardPlan;
+use super::step_graph::StepGraph;
+use super::step_slot::StepAddresses;
 use super::weights::{DeviceLinear, DeviceWeights, WeightLayer};
 
 /// Weights, KV pool and activation buffers of a rank. Addresses never change, so steps can be captured as
@@ -41,9 +42,6 @@ pub(super) struct CudaForward<G: Gpu> {
     logits: G::Memory,
     /// Each rank's logits, [ranks, samples, stride], before they are merged.
     gathered: Option<G::Memory>,
-    results: G::Memory,
-    /// Results of the scored rows, [SCORES_MAX].
-    scores: G::Memory,
     /// Rows of logits that are held at once.
     logits_rows: u32,
     sampled: G::Memory,
@@ -141,8 +139,6 @@ impl<G: Gpu> CudaForward<G> {
                 0 => None,
                 stride => Some(zeroed(samples as u64 * stride * 4)?),
             },
-            results: gpu.alloc(samples * size_of::<SamplingResult>())?,
-            scores: gpu.alloc(SCORES_MAX as usize * size_of::<SamplingResult>())?,
             logits_rows: capacity.samples,
             sampled: zeroed(samples as u64 * 4)?,
             partial_sums: gpu.alloc(partial.0 as usize)?,
@@ -156,16 +152,6 @@ impl<G: Gpu> CudaForward<G> {
     /// KV pool, [blocks, layers, ...].
     pub(super) fn kv(&self) -> &G::Memory {
         &self.kv
-    }
-
-    /// Sampling results of the last step, one per sample.
-    pub(super) fn results(&self) -> &G::Memory {
-        &self.results
-    }
-
-    /// Results of the last step's scored rows.
-    pub(super) fn scores(&self) -> &G::Memory {
-        &self.scores
     }
 
     /// Logits of the last step, [samples, stride], and the stride in elements.
@@ -268,9 +254,41 @@ impl<G: Gpu> CudaForward<G> {
         unsafe { norm(gpu, self.half, &p) }
     }
 
-    /// Enqueues the kernels of one step up to the logits; the step's metadata lies at device address `metadata`.
-    pub(super) fn run(&self, gpu: &G, step: &StepShape, metadata: u64) -> Result<(), DeviceError> {
-        self.copy_blocks(gpu, step, metadata)?;
+    /// Enqueues the kernels of one step up to the logits; `replay` enqueues the step's graph in place of the part that it was
+    /// captured from, if it has one.
+    pub(super) fn run(
+        &self,
+        gpu: &G,
+        step: &StepShape,
+        at: StepAddresses,
+        replay: impl FnOnce(StepGraph) -> Result<(), DeviceError>,
+    ) -> Result<(), DeviceError> {
+        self.copy_blocks(gpu, step, at.metadata)?;
+        match step.graph {
+            Some(graph) => replay(graph)?,
+            None => self.layers(gpu, step, at.metadata)?,
+        }
+        // Only scored and sampled rows go through the LM head.
+        for first in (0..step.scores).step_by(self.logits_rows as usize) {
+            self.score(gpu, step, at, first, self.logits_rows.min(step.scores - first))?;
+        }
+        match step.graph {
+            Some(StepGraph::Decode(_)) => Ok(()),
+            Some(StepGraph::Layers(_)) | None => self.sampled_logits(gpu, step, at.metadata),
+        }
+    }
+
+    /// Enqueues the kernels that the step's graph is captured from.
+    pub(super) fn captured(&self, gpu: &G, step: &StepShape, metadata: u64) -> Result<(), DeviceError> {
+        self.layers(gpu, step, metadata)?;
+        match step.graph {
+            Some(StepGraph::Decode(_)) | None => self.sampled_logits(gpu, step, metadata),
+            Some(StepGraph::Layers(_)) => Ok(()),
+        }
+    }
+
+    /// Enqueues embedding and layers.
+    fn layers(&self, gpu: &G, step: &StepShape, metadata: u64) -> Result<(), DeviceError> {
         self.embed(gpu, step, metadata)?;
         let head_dim = self.config.head_dim;
         let blocks = attention_blocks(&gpu.profile(), head_dim as u32, self.store, step.mixed);
@@ -282,10 +300,11 @@ impl<G: Gpu> CudaForward<G> {
             self.mlp(gpu, layer, step.rows)?;
             self.sum_delta(gpu, step.rows)?;
         }
-        // Only scored and sampled rows go through the LM head.
-        for first in (0..step.scores).step_by(self.logits_rows as usize) {
-            self.score(gpu, step, metadata, first, self.logits_rows.min(step.scores - first))?;
-        }
+        Ok(())
+    }
+
+    /// Enqueues the last norm and the LM head of the sampled rows.
+    fn sampled_logits(&self, gpu: &G, step: &StepShape, metadata: u64) -> Result<(), DeviceError> {
         if step.samples == 0 {
             return Ok(());
         }
@@ -402,17 +421,18 @@ impl<G: Gpu> CudaForward<G> {
         &self,
         gpu: &G,
         step: &StepShape,
-        metadata: u64,
+        addresses: StepAddresses,
         first: u32,
         count: u32,
     ) -> Result<(), DeviceError> {
+        let StepAddresses { metadata, scores, .. } = addresses;
         let at = |section: usize, size: usize| metadata + section as u64 + u64::from(first) * size as u64;
         self.norm(gpu, &self.weights.norm, count, true, Some(at(step.layout.scored_rows, size_of::<u32>())))?;
         self.head(gpu, count)?;
         let p = ScoreParams {
             logits: self.logits.address(),
             rows: at(step.layout.scores, size_of::<ScoreRow>()),
-            results: self.scores.address() + u64::from(first) * size_of::<SamplingResult>() as u64,
+            results: scores + u64::from(first) * size_of::<SamplingResult>() as u64,
             vocabulary: self.config.vocab_size as u32,
             stride: self.shapes.logits as u32,
         };
@@ -423,16 +443,16 @@ impl<G: Gpu> CudaForward<G> {
 
     /// Samples a token from the logits of each sampled row, once the step's token masks are on the device, and counts
     /// those that count.
-    pub(super) fn sample(&self, gpu: &G, step: &StepShape, metadata: u64) -> Result<(), DeviceError> {
+    pub(super) fn sample(&self, gpu: &G, step: &StepShape, at: StepAddresses) -> Result<(), DeviceError> {
         if step.samples == 0 {
             return Ok(());
         }
         let p = SamplingParams {
             logits: self.logits.address(),
-            rows: metadata + step.layout.sampling as u64,
-            results: self.results.address(),
+            rows: at.metadata + step.layout.sampling as u64,
+            results: at.results,
             sampled: self.sampled.address(),
-            tokens: metadata + step.layout.tokens as u64,
+            tokens: at.metadata + step.layout.tokens as u64,
             vocabulary: self.config.vocab_size as u32,
             stride: self.shapes.logits as u32,
         };

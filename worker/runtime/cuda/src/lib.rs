@@ -2,8 +2,8 @@
 //!
 //! A device thread ([`device_thread`]) owns each GPU and enqueues steps; the engine's thread waits for their
 //! results ([`ranks`]). A step is one upload of packed metadata ([`metadata`]), the forward pass
-//! ([`forward`]) — for decode batches a captured CUDA graph of the next larger bucket — and one copy of
-//! results to the host. Tokens that the next step needs stay on the device. GEMMs run on cuBLASLt
+//! ([`forward`]), of which all or the layers are a captured CUDA graph ([`step_graph`]), and one copy of
+//! results to the host; the copies run beside the steps before and after ([`step_slot`]). Tokens that the next step needs stay on the device. GEMMs run on cuBLASLt
 //! ([`cublaslt`]) or on built-in kernels ([`gemm`]), whichever autotuning measured as faster ([`autotune`]);
 //! in the deterministic mode on one built-in kernel, whose bits do not depend on the batch. KV blocks are
 //! swapped by the copy engines ([`copy_engine`]).
@@ -43,10 +43,11 @@ mod model_runner;
 mod nccl;
 mod options;
 mod ranks;
-mod result_slot;
 mod shard_plan;
 mod slots;
 mod staging;
+mod step_graph;
+mod step_slot;
 mod stream;
 #[cfg(test)]
 mod tests;
@@ -75,8 +76,8 @@ use load_job::LoadJob;
 use model_runner::check_model;
 pub use options::CudaOptions;
 use ranks::{CompletedStep, Ranks};
-use result_slot::DEPTH;
 use shard_plan::ShardPlan;
+use step_slot::DEPTH;
 
 /// Returns the number of GPUs that the driver reports; 0 without a driver.
 pub fn count() -> u32 {
@@ -332,12 +333,12 @@ impl Runtime for CudaRuntime {
         }
         self.in_flight -= 1;
         sampled.clear();
-        let CompletedStep { result_slot, logprobs, scores } = self.ranks.complete()?;
-        let result_slot = self.ranks.result_slot(result_slot);
+        let CompletedStep { step_slot, logprobs, scores } = self.ranks.complete()?;
+        let step_slot = self.ranks.step_slot(step_slot);
         let size = size_of::<SamplingResult>();
-        // SAFETY: the copies into this result slot have completed, and the next ones into it are enqueued by a
+        // SAFETY: the copies into this step slot have completed, and the next ones into it are enqueued by a
         // later launch.
-        let (samples, scored) = unsafe { (result_slot.results.as_slice(), result_slot.scores.as_slice()) };
+        let (samples, scored) = unsafe { (step_slot.results.as_slice(), step_slot.scores.as_slice()) };
         // SAFETY: `SamplingResult` is plain data valid for any bytes, and the chunk has its size.
         let read = |chunk: &[u8]| unsafe { chunk.as_ptr().cast::<SamplingResult>().read_unaligned() };
         let samples = samples.chunks_exact(size).zip(logprobs);
@@ -345,8 +346,7 @@ impl Runtime for CudaRuntime {
         let scored = scored.chunks_exact(size).take(scores).map(|chunk| model_runner::scored(&read(chunk)));
         self.scores.clear();
         self.scores.extend(scored);
-        let milliseconds = result_slot.done.milliseconds_since(&result_slot.begin);
-        Ok(Duration::from_secs_f64(f64::from(milliseconds.max(0.0)) / 1e3))
+        Ok(Duration::from_secs_f64(f64::from(step_slot.milliseconds().max(0.0)) / 1e3))
     }
 
     fn take_scores(&mut self, scores: &mut Vec<PromptLogprobs>) {

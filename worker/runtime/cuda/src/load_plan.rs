@@ -8,11 +8,11 @@ use super::forward::windows;
 use super::load_job::LoadJob;
 use super::memory_plan::{
     BufferLimits, MemoryBudget, MemoryComponent, ModelShapes, PARTIALS, PoolSize, RESERVE_BYTES,
-    WORKSPACE_BYTES, allocated_bytes, component_table, largest_bucket, mebibytes, options_to_lower,
-    pool_blocks, total_bytes,
+    WORKSPACE_BYTES, allocated_bytes, component_table, mebibytes, options_to_lower, pool_blocks, total_bytes,
 };
 use super::metadata::{MetadataCapacity, MetadataLayout};
-use super::result_slot::DEPTH;
+use super::step_graph::StepGraphs;
+use super::step_slot::DEPTH;
 
 /// Sizes of what a rank allocates.
 pub(super) struct LoadPlan {
@@ -37,19 +37,21 @@ impl LoadPlan {
     pub(super) fn new(job: &LoadJob, memory: (u64, u64)) -> Self {
         let LoadJob { config, shard_plan, options, context_tokens, .. } = job;
         let shapes = shard_plan.shapes(config);
-        let samples = options.sample_rows().max(largest_bucket(options.sample_rows()));
-        let rows = options.batch_tokens.max(samples);
+        let graphs = StepGraphs { sample_rows: options.sample_rows(), batch_tokens: options.batch_tokens };
+        let (samples, rows) = (graphs.logits_rows_max(), graphs.rows_max());
         let table_entries =
             options.slots as usize * (*context_tokens as usize).div_ceil(options.block_tokens as usize);
         let capacity = MetadataCapacity {
             rows: rows as usize,
+            sampled_rows: rows as usize,
             samples: samples as usize,
             scores: SCORES_MAX as usize,
             items: (rows + PARTIALS) as usize,
             copies: options.slots as usize,
             plans: windows(config).0.len(),
+            table_entries: table_entries.min(1 << 24),
         };
-        let metadata_bytes = MetadataLayout::new(&capacity).bytes(table_entries.min(1 << 24));
+        let metadata_bytes = MetadataLayout::new(&capacity).bytes;
         let limits = BufferLimits {
             rows: rows.into(),
             samples: samples.into(),

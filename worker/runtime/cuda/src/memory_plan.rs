@@ -6,9 +6,8 @@ use inflight_runtime::SCORES_MAX;
 use inflight_runtime::sharding::Shard;
 
 use super::slots::{adjustment_bytes, allowed_bytes, history_bytes, output_bytes, words_bytes};
+use super::step_slot::DEPTH;
 
-/// Row counts for which decode steps are captured as CUDA graphs.
-const BUCKETS: [u32; 13] = [1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256];
 /// Maximum number of split-attention partial results.
 pub(super) const PARTIALS: u32 = 1024;
 /// Bytes of the maximum and the sum of a partial result row, beside its elements.
@@ -23,21 +22,6 @@ pub(super) const RESERVE_BYTES: u64 = 512 << 20;
 const MAPPING_BYTES: u64 = 2 << 20;
 /// Alignment of smaller allocations in bytes.
 const SMALL_ALIGN: u64 = 512;
-
-/// Returns the smallest bucket that holds `rows`; `None` if no graph is that large.
-pub(super) fn bucket(rows: u32, sample_rows: u32) -> Option<u32> {
-    BUCKETS.into_iter().find(|bucket| *bucket >= rows).filter(|bucket| *bucket <= largest_bucket(sample_rows))
-}
-
-/// Returns the largest bucket used with at most `sample_rows` sample rows in a step.
-pub(super) fn largest_bucket(sample_rows: u32) -> u32 {
-    BUCKETS.into_iter().find(|bucket| *bucket >= sample_rows).unwrap_or(BUCKETS[BUCKETS.len() - 1])
-}
-
-/// Returns all buckets used with at most `sample_rows` sample rows in a step, largest first.
-pub(super) fn buckets(sample_rows: u32) -> impl Iterator<Item = u32> {
-    BUCKETS.into_iter().rev().filter(move |bucket| *bucket <= largest_bucket(sample_rows))
-}
 
 /// Model shapes of a rank's shard, as far as memory depends on them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -115,14 +99,10 @@ impl ModelShapes {
             half(2 * self.inner),
             half(self.inner),
         ];
-        let logits = [
-            samples * self.logits * 4,
-            samples * self.gathered * 4,
-            samples * self.hidden * 2,
-            samples * size_of::<SamplingResult>() as u64,
-            u64::from(SCORES_MAX) * size_of::<SamplingResult>() as u64,
-            samples * 4,
-        ];
+        let logits =
+            [samples * self.logits * 4, samples * self.gathered * 4, samples * self.hidden * 2, samples * 4];
+        let results =
+            [samples, u64::from(SCORES_MAX)].map(|count| count * size_of::<SamplingResult>() as u64);
         // Of the padded vocabulary, slightly more than needed.
         let sampling = [
             adjustment_bytes(slots),
@@ -141,10 +121,11 @@ impl ModelShapes {
         vec![
             component("activations", "--max-batch-tokens", &activations),
             component("logits", "--max-sequences", &logits),
+            component("results", "--max-sequences", &results.repeat(DEPTH as usize)),
             component("biases", "--max-sequences", &sampling),
             // Computed for the padded vocabulary, slightly more than needed.
             component("penalties", "--max-sequences", &[history_bytes(slots, self.logits)]),
-            component("metadata", "--max-sequences", &[metadata]),
+            component("metadata", "--max-sequences", &[metadata; DEPTH as usize]),
             component("angles", "--max-context-tokens", &[context * self.head_dim * 4]),
             component("attention", "", &attention),
             component("workspace", "", &[WORKSPACE_BYTES]),
@@ -281,6 +262,7 @@ pub(super) fn pool_blocks(
 
 #[cfg(test)]
 mod tests {
+    use super::super::step_graph::StepGraphs;
     use super::*;
     use proptest::prelude::*;
 
@@ -354,7 +336,8 @@ mod tests {
             block_tokens in 0u32..9, fp8 in any::<bool>(), limit in prop::option::of(1u64 << 30..1 << 37),
         ) {
             let (rows, slots, context, metadata) = sizes;
-            let samples = slots.max(u64::from(largest_bucket(slots as u32)));
+            let graphs = StepGraphs { sample_rows: slots as u32, batch_tokens: rows as u32 };
+            let samples = u64::from(graphs.logits_rows_max());
             let limits = BufferLimits { rows: rows.max(samples), samples, slots, context, metadata };
             let components = shapes.components(&limits);
             let store = if fp8 { KvStore::Fp8 } else { KvStore::Half };
@@ -386,18 +369,6 @@ mod tests {
                     }
                 }
                 PoolSize::Missing(bytes) => prop_assert!(bytes > 0),
-            }
-        }
-
-        #[test]
-        fn a_bucket_is_the_smallest_that_holds_the_rows(rows in 1u32..400, slots in 1u32..4096) {
-            match bucket(rows, slots) {
-                Some(bucket) => {
-                    prop_assert!(bucket >= rows);
-                    prop_assert!(BUCKETS.iter().all(|other| *other < rows || *other >= bucket));
-                    prop_assert!(buckets(slots).any(|b| b == bucket));
-                }
-                None => prop_assert!(rows > 256 || rows > largest_bucket(slots)),
             }
         }
     }

@@ -6,7 +6,7 @@ use inflight_kernels::cuda::{
 };
 use inflight_runtime::{Batch, Error};
 
-use super::memory_plan::PARTIALS;
+use super::step_graph::StepGraph;
 
 /// Flag of a token id that stands for a sample index of the previous step.
 const FEEDBACK: u32 = 1 << 31;
@@ -19,6 +19,8 @@ const ALIGN: usize = 256;
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(super) struct MetadataCapacity {
     pub(super) rows: usize,
+    /// Row indices of the samples.
+    pub(super) sampled_rows: usize,
     pub(super) samples: usize,
     pub(super) scores: usize,
     /// Attention items per plan.
@@ -26,23 +28,28 @@ pub(super) struct MetadataCapacity {
     pub(super) copies: usize,
     /// Attention plans: one per distinct sliding window.
     pub(super) plans: usize,
+    /// Entries of all block tables.
+    pub(super) table_entries: usize,
 }
 
-/// Byte offset of each section. The block tables come last because their length varies.
+/// Byte offset of each section. Those that graphs read come first, so that their offsets depend on the graph alone; the last
+/// of them are the block tables, whose length varies.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct MetadataLayout {
     pub(super) tokens: usize,
     pub(super) positions: usize,
     pub(super) kv_indices: usize,
     pub(super) sampled_rows: usize,
-    pub(super) sampling: usize,
-    pub(super) scored_rows: usize,
-    pub(super) scores: usize,
-    pub(super) copies: usize,
     item_counts: usize,
     items: usize,
     item_bytes: usize,
     pub(super) tables: usize,
+    pub(super) sampling: usize,
+    pub(super) scored_rows: usize,
+    pub(super) scores: usize,
+    pub(super) copies: usize,
+    /// Bytes of all sections.
+    pub(super) bytes: usize,
 }
 
 impl MetadataLayout {
@@ -58,15 +65,16 @@ impl MetadataLayout {
             tokens: section(capacity.rows * 4),
             positions: section(capacity.rows * 4),
             kv_indices: section(capacity.rows * 4),
-            sampled_rows: section(capacity.samples * 4),
+            sampled_rows: section(capacity.sampled_rows * 4),
+            item_counts: section(capacity.plans * 4),
+            items: section(capacity.plans * item_bytes),
+            item_bytes,
+            tables: section(capacity.table_entries * 4),
             sampling: section(capacity.samples * size_of::<SamplingRow>()),
             scored_rows: section(capacity.scores * 4),
             scores: section(capacity.scores * size_of::<ScoreRow>()),
             copies: section(capacity.copies * 8),
-            item_counts: section(capacity.plans * 4),
-            items: section(capacity.plans * item_bytes),
-            item_bytes,
-            tables: section(0),
+            bytes: at,
         }
     }
 
@@ -76,11 +84,6 @@ impl MetadataLayout {
 
     pub(super) fn items(&self, plan: usize) -> usize {
         self.items + plan * self.item_bytes
-    }
-
-    /// Returns the bytes of all sections, with this many block table entries.
-    pub(super) fn bytes(&self, table_entries: usize) -> usize {
-        self.tables + table_entries * 4
     }
 }
 
@@ -96,13 +99,12 @@ pub(super) struct StepShape {
     pub(super) scores: u32,
     /// Ranges (first, end) of block copies that are independent of each other.
     pub(super) copies: Vec<(u32, u32)>,
-    /// Whether some attention plan has prefill items, of many rows.
+    /// Whether the attention kernel for prefill items, of many rows, runs.
     pub(super) mixed: bool,
     /// Whether some slots have drafts.
     pub(super) drafted: bool,
-    /// CUDA graph bucket of a batch of decodes, with and without drafts.
-    pub(super) bucket: Option<u32>,
-    pub(super) bytes: usize,
+    /// Graph to whose rows the batch is padded.
+    pub(super) graph: Option<StepGraph>,
 }
 
 /// Packs batches into metadata; reuses its buffers.
@@ -125,6 +127,53 @@ pub(super) struct PackerConfig {
     pub(super) windows: Vec<Option<u32>>,
     /// Plan parameters; `window` is replaced per plan.
     pub(super) plan: PlanShape,
+}
+
+impl PackerConfig {
+    /// Returns the capacity of the sections that a graph reads, and of no other.
+    fn graph_capacity(&self, graph: StepGraph) -> MetadataCapacity {
+        MetadataCapacity {
+            rows: graph.rows() as usize,
+            // Every row may be sampled from.
+            sampled_rows: graph.rows() as usize,
+            samples: 0,
+            scores: 0,
+            items: self.plan.items_max(graph.rows()) as usize,
+            copies: 0,
+            plans: self.windows.len(),
+            table_entries: 0,
+        }
+    }
+
+    /// Returns a step whose rows are all padding, and its metadata, to capture a graph from.
+    pub(super) fn padding_step(&self, graph: StepGraph) -> (StepShape, Vec<u8>) {
+        let samples = graph.logits_rows().unwrap_or(0);
+        let capacity = MetadataCapacity { samples: samples as usize, ..self.graph_capacity(graph) };
+        let layout = MetadataLayout::new(&capacity);
+        let mut packed = vec![0u8; layout.bytes];
+        packed[layout.kv_indices..][..graph.rows() as usize * 4].fill(0xff);
+        let step = StepShape {
+            layout,
+            rows: graph.rows(),
+            samples,
+            scores: 0,
+            copies: Vec::new(),
+            mixed: self.mixed(graph),
+            // So that the kernel is loaded; padding has no drafts.
+            drafted: true,
+            graph: Some(graph),
+        };
+        (step, packed)
+    }
+
+    /// Returns whether a graph has the attention kernel that takes prefill items.
+    fn mixed(&self, graph: StepGraph) -> bool {
+        match graph {
+            StepGraph::Decode(_) => false,
+            // All rows take split items in the deterministic mode.
+            StepGraph::Layers(_) => !self.plan.deterministic,
+        }
+    }
 }
 
 impl MetadataPacker {
@@ -174,8 +223,8 @@ impl MetadataPacker {
         }
     }
 
-    /// Packs a validated batch into `out`. `sampling` has a row per sample; `bucket_for` returns the bucket,
-    /// if any, for this many decode rows.
+    /// Packs a validated batch into `out`. `sampling` has a row per sample; `graph_for` returns the graph, if any, for this
+    /// many rows, and whether they are decodes.
     ///
     /// # Errors
     /// [`Error::Malformed`] if two sequences write to one block or feedback is out of range.
@@ -185,41 +234,40 @@ impl MetadataPacker {
         config: &PackerConfig,
         sampling: &[SamplingRow],
         previous_samples: usize,
-        bucket_for: impl Fn(u32) -> Option<u32>,
+        graph_for: impl Fn(u32, bool) -> Option<StepGraph>,
         out: &mut Vec<u8>,
     ) -> Result<StepShape, Error> {
         self.assign_kv_indices(batch, config)?;
         let rows = batch.rows();
         self.plan_attention(batch, config);
-        // Every row is sampled from. Graphs have no prefill items.
+        // Every row is sampled from.
         let mixed = self.plans.iter().any(AttentionPlan::is_mixed);
         let decodes = batch.samples.len() == rows
             && !mixed
             && batch.copies.is_empty()
             && batch.scores.is_empty()
             && batch.samples.iter().enumerate().all(|(i, sample)| sample.row as usize == i);
-        let bucket = if decodes { bucket_for(rows as u32) } else { None };
-        let (padded_rows, samples) = match bucket {
-            Some(bucket) => (bucket as usize, bucket as usize),
-            None => (rows, batch.samples.len()),
-        };
-        let items = match bucket {
-            // A captured graph reads from fixed offsets.
-            Some(bucket) => bucket_items(bucket),
-            None => self.plans.iter().map(|plan| plan.items().len()).max().unwrap_or(0),
-        };
-        let capacity = MetadataCapacity {
-            rows: padded_rows,
-            samples,
+        let graph = graph_for(rows as u32, decodes);
+        let counted = MetadataCapacity {
+            rows,
+            sampled_rows: batch.samples.len(),
+            samples: batch.samples.len(),
             scores: batch.scores.len(),
-            items,
+            items: self.plans.iter().map(|plan| plan.items().len()).max().unwrap_or(0),
             copies: batch.copies.len(),
             plans: config.windows.len(),
+            table_entries: batch.blocks.len(),
         };
+        // A captured graph reads from fixed offsets.
+        let capacity = graph.map_or(counted, |graph| {
+            let MetadataCapacity { rows, sampled_rows, items, .. } = config.graph_capacity(graph);
+            let samples = graph.logits_rows().map_or(counted.samples, |rows| rows as usize);
+            MetadataCapacity { rows, sampled_rows, items, samples, ..counted }
+        });
         let layout = MetadataLayout::new(&capacity);
-        let bytes = layout.bytes(batch.blocks.len());
+        let (padded_rows, samples) = (capacity.rows, capacity.samples);
         out.clear();
-        out.resize(bytes, 0);
+        out.resize(layout.bytes, 0);
         let mut put = |at: usize, bytes: &[u8]| out[at..at + bytes.len()].copy_from_slice(bytes);
         for (i, token) in batch.tokens.iter().enumerate() {
             put(layout.tokens + i * 4, &token.to_ne_bytes());
@@ -262,10 +310,9 @@ impl MetadataPacker {
             samples: samples as u32,
             scores: batch.scores.len() as u32,
             copies: copy_groups(batch),
-            mixed,
+            mixed: graph.map_or(mixed, |graph| config.mixed(graph)),
             drafted: batch.samples.iter().any(|sample| sample.drafted),
-            bucket,
-            bytes,
+            graph,
         })
     }
 }
@@ -281,25 +328,6 @@ fn put_scores_and_copies(batch: &Batch, layout: &MetadataLayout, put: &mut impl 
         put(layout.copies + i * 8, &copy.from.to_ne_bytes());
         put(layout.copies + i * 8 + 4, &copy.to.to_ne_bytes());
     }
-}
-
-/// Returns the layout that a bucket's graph reads.
-pub(super) fn bucket_layout(bucket: u32, plans: usize) -> MetadataLayout {
-    let rows = bucket as usize;
-    MetadataLayout::new(&MetadataCapacity {
-        rows,
-        samples: rows,
-        scores: 0,
-        items: bucket_items(bucket),
-        copies: 0,
-        plans,
-    })
-}
-
-/// Returns the maximum number of attention items in a bucket: one per row, and the splits of rows with many
-/// keys.
-fn bucket_items(bucket: u32) -> usize {
-    (bucket + PARTIALS) as usize
 }
 
 /// Groups block copies into ranges in which no copy reads or writes a block that another one writes.
@@ -322,8 +350,11 @@ fn copy_groups(batch: &Batch) -> Vec<(u32, u32)> {
 
 #[cfg(test)]
 mod tests {
-    use inflight_runtime::{BlockCopy, Feedback};
+    use inflight_runtime::{BlockCopy, Feedback, ScoreRow};
+    use proptest::prelude::*;
 
+    use super::super::memory_plan::PARTIALS;
+    use super::super::step_graph::StepGraphs;
     use super::*;
 
     fn config(windows: Vec<Option<u32>>) -> PackerConfig {
@@ -343,8 +374,85 @@ mod tests {
         u32::from_ne_bytes(bytes[at..at + 4].try_into().unwrap())
     }
 
+    /// Returns the offsets of the sections that a graph reads.
+    fn captured_offsets(layout: &MetadataLayout, plans: usize) -> Vec<usize> {
+        let mut offsets =
+            vec![layout.tokens, layout.positions, layout.kv_indices, layout.sampled_rows, layout.tables];
+        offsets.extend((0..plans).flat_map(|plan| [layout.item_count(plan), layout.items(plan)]));
+        offsets
+    }
+
+    proptest! {
+        #[test]
+        fn a_batch_lies_where_its_graph_reads_it_with_each_section_in_its_own_place(
+            lengths in prop::collection::vec((1u32..40, 0u32..100, any::<bool>()), 1..12),
+            deterministic in any::<bool>(), scores in any::<bool>(), copies in 0u32..3, windows in 1usize..3,
+        ) {
+            let mut config = config([None, Some(24)][..windows].to_vec());
+            config.plan.deterministic = deterministic;
+            config.blocks = 12 * 10;
+            let mut batch = Batch::default();
+            batch.clear();
+            for (slot, (tokens, position, decode)) in (0u32..).zip(lengths) {
+                let tokens: Vec<u32> = (0..if decode { 1 } else { tokens }).map(|i| 1000 * slot + i).collect();
+                let blocks: Vec<u32> = (0..10).map(|block| 10 * slot + block).collect();
+                let row = batch.rows() as u32;
+                batch.push_sequence(&tokens, position, &blocks);
+                if scores {
+                    batch.scores.push(ScoreRow { row, token: slot, top: 1 });
+                }
+                if decode || slot % 2 == 0 {
+                    batch.sample_last_row(slot);
+                }
+            }
+            batch.copies = (0..copies).map(|i| BlockCopy { from: i, to: i + 50 }).collect();
+            let sampling = vec![SamplingRow { rows: 7, ..SamplingRow::default() }; batch.samples.len()];
+            let graphs = StepGraphs { sample_rows: 16, batch_tokens: 512 };
+            let (mut packer, mut out) = (MetadataPacker::default(), Vec::new());
+            let graph_for = |rows, decodes| graphs.for_batch(rows, decodes);
+            let step = packer.pack(&batch, &config, &sampling, 0, graph_for, &mut out).unwrap();
+            let (rows, samples) = (batch.rows(), batch.samples.len());
+            let graph = step.graph.expect("a graph for at most 480 rows");
+            let (padding, packed) = config.padding_step(graph);
+            prop_assert_eq!(
+                captured_offsets(&step.layout, windows), captured_offsets(&padding.layout, windows)
+            );
+            prop_assert!(packed.len() <= out.len());
+            prop_assert_eq!((step.rows, step.mixed), (padding.rows, padding.mixed));
+            prop_assert_eq!(step.samples as usize, graph.logits_rows().map_or(samples, |rows| rows as usize));
+            for row in 0..step.rows as usize {
+                let index = word(&out, step.layout.kv_indices + 4 * row);
+                prop_assert_eq!(row < rows, index != u32::MAX, "row {}", row);
+                let token = batch.tokens.get(row).copied().unwrap_or(0);
+                prop_assert_eq!(word(&out, step.layout.tokens + 4 * row), token);
+            }
+            for (i, sample) in batch.samples.iter().enumerate() {
+                prop_assert_eq!(word(&out, step.layout.sampled_rows + 4 * i), sample.row);
+                let row = &out[step.layout.sampling + i * size_of::<SamplingRow>()..];
+                prop_assert_eq!(&row[..size_of::<SamplingRow>()], as_bytes(&sampling[i]));
+            }
+            for (i, score) in batch.scores.iter().enumerate() {
+                prop_assert_eq!(word(&out, step.layout.scored_rows + 4 * i), score.row);
+                prop_assert_eq!(word(&out, step.layout.scores + i * size_of::<super::ScoreRow>()), score.token);
+            }
+            for (i, copy) in batch.copies.iter().enumerate() {
+                prop_assert_eq!(word(&out, step.layout.copies + 8 * i + 4), copy.to);
+            }
+            for (i, block) in batch.blocks.iter().enumerate() {
+                prop_assert_eq!(word(&out, step.layout.tables + 4 * i), *block);
+            }
+            for (i, plan) in packer.plans.iter().enumerate() {
+                prop_assert_eq!(word(&out, step.layout.item_count(i)) as usize, plan.items().len());
+                for (j, item) in plan.items().iter().enumerate() {
+                    let at = step.layout.items(i) + j * size_of::<AttentionItem>();
+                    prop_assert_eq!(&out[at..at + size_of::<AttentionItem>()], as_bytes(item));
+                }
+            }
+        }
+    }
+
     #[test]
-    fn decode_batches_are_padded_to_their_bucket_and_mixed_ones_are_not() {
+    fn decode_batches_run_a_graph_with_logits_and_others_one_of_their_layers() {
         let mut batch = Batch::default();
         batch.clear();
         for s in 0..3 {
@@ -355,24 +463,28 @@ mod tests {
         let (mut packer, mut out) = (MetadataPacker::default(), Vec::new());
         let config = config(vec![None, Some(8)]);
         let rows = vec![SamplingRow { rows: 1, ..SamplingRow::default() }; 3];
-        let step = packer.pack(&batch, &config, &rows, 3, |_| Some(8), &mut out).unwrap();
-        assert_eq!((step.rows, step.samples, step.bucket), (8, 8, Some(8)));
-        assert_eq!(step.layout, bucket_layout(8, 2));
+        let graph_for =
+            |rows, decodes| StepGraphs { sample_rows: 8, batch_tokens: 64 }.for_batch(rows, decodes);
+        let step = packer.pack(&batch, &config, &rows, 3, graph_for, &mut out).unwrap();
+        assert_eq!((step.rows, step.samples, step.graph), (4, 4, Some(StepGraph::Decode(4))));
         assert_eq!(word(&out, step.layout.tokens), 7);
         assert_eq!(word(&out, step.layout.tokens + 4), 1 << 31 | 2);
         assert_eq!(word(&out, step.layout.kv_indices + 8), 5 * 16 + 6);
         assert_eq!(word(&out, step.layout.kv_indices + 12), u32::MAX);
         assert_eq!(word(&out, step.layout.item_count(1)), 3);
         assert_eq!(word(&out, step.layout.tables + 20), 5);
-        assert_eq!(out.len(), step.layout.bytes(6));
+        // No more than the batch needs: the items are bounded by rows and device.
+        assert!(out.len() < 8 << 10, "{} bytes", out.len());
 
         batch.push_sequence(&[1, 2, 3], 0, &[9]);
-        let step = packer.pack(&batch, &config, &rows, 3, |_| Some(8), &mut out).unwrap();
-        assert_eq!((step.rows, step.samples, step.bucket), (6, 3, None));
+        let step = packer.pack(&batch, &config, &rows, 3, graph_for, &mut out).unwrap();
+        assert_eq!((step.rows, step.samples, step.graph), (8, 3, Some(StepGraph::Layers(8))));
+        let step = packer.pack(&batch, &config, &rows, 3, |_, _| None, &mut out).unwrap();
+        assert_eq!((step.rows, step.samples, step.graph), (6, 3, None));
     }
 
     #[test]
-    fn decodes_with_drafts_take_the_decode_kernel_and_a_bucket() {
+    fn decodes_with_drafts_take_the_decode_kernel_and_graph() {
         let (mut packer, mut out, mut batch) = (MetadataPacker::default(), Vec::new(), Batch::default());
         let config = config(vec![None]);
         batch.clear();
@@ -382,8 +494,10 @@ mod tests {
         batch.push_sequence(&[5], 40, &[2, 3, 4]);
         batch.sample_last_row(1);
         let rows = vec![SamplingRow::default(); 8];
-        let step = packer.pack(&batch, &config, &rows, 0, |_| Some(16), &mut out).unwrap();
-        assert_eq!((step.rows, step.samples, step.bucket), (16, 16, Some(16)));
+        let graph_for =
+            |rows, decodes| StepGraphs { sample_rows: 16, batch_tokens: 8 }.for_batch(rows, decodes);
+        let step = packer.pack(&batch, &config, &rows, 0, graph_for, &mut out).unwrap();
+        assert_eq!((step.rows, step.samples, step.graph), (8, 8, Some(StepGraph::Decode(8))));
         assert!(step.drafted && !step.mixed);
         assert_eq!(word(&out, step.layout.item_count(0)), 3);
 
@@ -391,8 +505,8 @@ mod tests {
         batch.clear();
         batch.push_sequence(&[7, 8, 9, 10, 11, 12, 13], 20, &[0, 1]);
         batch.sample_last_row(0);
-        let step = packer.pack(&batch, &config, &rows[..1], 0, |_| Some(16), &mut out).unwrap();
-        assert_eq!((step.rows, step.samples, step.bucket), (7, 1, None));
+        let step = packer.pack(&batch, &config, &rows[..1], 0, graph_for, &mut out).unwrap();
+        assert_eq!((step.rows, step.samples, step.graph), (8, 1, Some(StepGraph::Layers(8))));
         assert!(step.mixed && !step.drafted);
     }
 
@@ -403,11 +517,11 @@ mod tests {
         batch.clear();
         batch.push_sequence(&[1], 3, &[5]);
         batch.feedback.push(Feedback { row: 0, sample: 1 });
-        let refused = packer.pack(&batch, &config(vec![None]), &[], 1, |_| None, &mut out).unwrap_err();
+        let refused = packer.pack(&batch, &config(vec![None]), &[], 1, |_, _| None, &mut out).unwrap_err();
         assert!(refused.to_string().contains("waits for sample 1"), "{refused}");
         batch.feedback.clear();
         batch.push_sequence(&[1], 4, &[5]);
-        let refused = packer.pack(&batch, &config(vec![None]), &[], 1, |_| None, &mut out).unwrap_err();
+        let refused = packer.pack(&batch, &config(vec![None]), &[], 1, |_, _| None, &mut out).unwrap_err();
         assert!(refused.to_string().contains("block 5"), "{refused}");
     }
 

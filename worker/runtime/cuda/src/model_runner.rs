@@ -11,10 +11,11 @@ use inflight_runtime::{
 
 use super::forward::{CudaForward, ForwardCapacity, windows};
 use super::gpu::Gpu;
-use super::memory_plan::{PARTIALS, bucket, largest_bucket};
+use super::memory_plan::PARTIALS;
 use super::metadata::{MetadataPacker, PackerConfig, StepShape};
 use super::shard_plan::ShardPlan;
 use super::slots::GpuSlots;
+use super::step_graph::{StepGraph, StepGraphs};
 use super::weights::DeviceWeights;
 
 /// Maximum number of query heads per key head (grouped-query attention).
@@ -29,8 +30,8 @@ pub(super) struct ModelRunner<G: Gpu> {
     packer_config: PackerConfig,
     rows: Vec<SamplingRow>,
     previous_samples: usize,
-    /// Whether decode batches are padded to CUDA graph buckets.
-    buckets: bool,
+    /// Graphs to whose rows batches are padded.
+    graphs: Option<StepGraphs>,
 }
 
 /// Execution modes of a model runner.
@@ -39,8 +40,8 @@ pub(super) struct RunnerModes {
     pub(super) store: KvStore,
     /// Batch-invariant kernels only.
     pub(super) deterministic: bool,
-    /// Decode batches are padded to CUDA graph buckets.
-    pub(super) buckets: bool,
+    /// Batches are padded to the rows of CUDA graphs.
+    pub(super) graphs: bool,
 }
 
 /// Checks that kernels exist for the shapes of a model, or of one rank's shard where `ranks` is above 1.
@@ -94,11 +95,12 @@ impl<G: Gpu> ModelRunner<G> {
         capabilities: Capabilities,
         modes: RunnerModes,
     ) -> Result<Self, DeviceError> {
-        let RunnerModes { store, deterministic, buckets } = modes;
+        let RunnerModes { store, deterministic, graphs } = modes;
+        let (sample_rows, batch_tokens) = (capabilities.sample_rows, capabilities.batch_tokens);
+        let step_graphs = StepGraphs { sample_rows, batch_tokens };
         let capacity = ForwardCapacity {
-            // Graphs run padded to a whole bucket.
-            rows: capabilities.batch_tokens.max(largest_bucket(capabilities.sample_rows)),
-            samples: capabilities.sample_rows.max(largest_bucket(capabilities.sample_rows)),
+            rows: step_graphs.rows_max(),
+            samples: step_graphs.logits_rows_max(),
             context: capabilities.context_tokens,
             block_tokens: capabilities.block_tokens,
             blocks: capabilities.blocks,
@@ -135,7 +137,7 @@ impl<G: Gpu> ModelRunner<G> {
             packer_config,
             rows: Vec::new(),
             previous_samples: 0,
-            buckets,
+            graphs: graphs.then_some(step_graphs),
         })
     }
 
@@ -153,25 +155,29 @@ impl<G: Gpu> ModelRunner<G> {
         self.slots.upload_masks(gpu, batch, masks)
     }
 
-    /// Number of attention plans: one per distinct sliding window.
-    pub(super) fn plans(&self) -> usize {
-        self.packer_config.windows.len()
+    /// Graphs to capture.
+    pub(super) fn graphs(&self) -> impl Iterator<Item = StepGraph> + use<G> {
+        self.graphs.into_iter().flat_map(StepGraphs::all)
+    }
+
+    /// Returns a step whose rows are all padding, and its metadata, to capture a graph from.
+    pub(super) fn padding_step(&self, graph: StepGraph) -> (StepShape, Vec<u8>) {
+        self.packer_config.padding_step(graph)
     }
 
     /// Validates a batch and packs its metadata into `out`.
     pub(super) fn prepare(&mut self, batch: &Batch, out: &mut Vec<u8>) -> Result<StepShape, Error> {
         batch.check(&self.capabilities)?;
         self.slots.check(batch)?;
-        let sample_rows = self.capabilities.sample_rows;
-        let buckets = self.buckets;
-        let bucket_for = |rows| if buckets { bucket(rows, sample_rows) } else { None };
+        let graphs = self.graphs;
+        let graph_for = |rows, decodes| graphs.and_then(|graphs| graphs.for_batch(rows, decodes));
         self.slots.sampling_rows(batch, &mut self.rows);
         let step = self.packer.pack(
             batch,
             &self.packer_config,
             &self.rows,
             self.previous_samples,
-            bucket_for,
+            graph_for,
             out,
         )?;
         self.previous_samples = batch.samples.len();

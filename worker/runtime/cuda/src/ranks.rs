@@ -14,8 +14,8 @@ use super::device_thread::{
 };
 use super::load_job::LoadJob;
 use super::nccl::NcclGroup;
-use super::result_slot::{DEPTH, ResultSlot};
 use super::slots::device_error;
+use super::step_slot::{DEPTH, StepSlot};
 
 /// Interval of polling communicators for asynchronous errors.
 const CHECK_INTERVAL: Duration = Duration::from_millis(50);
@@ -24,8 +24,8 @@ const SPINS: u32 = 64;
 
 /// Completed step.
 pub(super) struct CompletedStep {
-    /// Index of the result slot with its results.
-    pub(super) result_slot: usize,
+    /// Index of the step slot with its results.
+    pub(super) step_slot: usize,
     /// Whether log probabilities are requested, by sample.
     pub(super) logprobs: Vec<bool>,
     /// Number of scored rows.
@@ -39,8 +39,8 @@ pub(super) struct Ranks {
     masks: Vec<MaskSender>,
     /// Number of masked rows of each step in flight that lacks its masks, oldest step first; else `None`.
     unmasked: VecDeque<Option<usize>>,
-    /// Result slots, by rank.
-    result_slots: Vec<Arc<Vec<ResultSlot>>>,
+    /// Step slots, by rank.
+    step_slots: Vec<Arc<Vec<StepSlot>>>,
     group: Option<Arc<NcclGroup>>,
     /// Batch buffers that no rank uses any more, for reuse.
     spare_batches: Vec<Arc<Batch>>,
@@ -92,12 +92,12 @@ impl Ranks {
         }
         drop(sender);
         let loaded = wait_for_load(&events, threads.len(), progress)?;
-        let result_slots = loaded.iter().map(|loaded| Arc::clone(&loaded.result_slots)).collect();
+        let step_slots = loaded.iter().map(|loaded| Arc::clone(&loaded.step_slots)).collect();
         let ranks = Self {
             threads,
             masks,
             unmasked: VecDeque::new(),
-            result_slots,
+            step_slots,
             group,
             spare_batches: Vec::new(),
             outcomes: Vec::new(),
@@ -155,20 +155,20 @@ impl Ranks {
         self.outcomes.clear();
         for thread in &self.threads {
             let launched = self.receive_launched(thread)?;
-            let LaunchedStep { outcome, result_slot, logprobs, scores, batch } = launched;
+            let LaunchedStep { outcome, step_slot, logprobs, scores, batch } = launched;
             self.outcomes.push(outcome);
-            first.get_or_insert((result_slot, logprobs, scores));
+            first.get_or_insert((step_slot, logprobs, scores));
             last = Some(batch);
         }
         // The references of the other ranks are dropped.
         self.spare_batches.extend(last.filter(|_| self.spare_batches.len() < DEPTH as usize));
         combine_outcomes(&mut self.outcomes, self.group.as_ref())?;
-        let (result_slot, logprobs, scores) = first.ok_or_else(thread_ended)?;
+        let (step_slot, logprobs, scores) = first.ok_or_else(thread_ended)?;
         match &self.group {
-            Some(group) => wait_for_step(&self.result_slots, result_slot, group)?,
-            None => self.result_slots[0][result_slot].done.synchronize().map_err(device_error)?,
+            Some(group) => wait_for_step(&self.step_slots, step_slot, group)?,
+            None => self.step_slots[0][step_slot].done.synchronize().map_err(device_error)?,
         }
-        Ok(CompletedStep { result_slot, logprobs, scores })
+        Ok(CompletedStep { step_slot, logprobs, scores })
     }
 
     /// Receives a rank's next launched step. It arrives even if other ranks fail, once the collectives it
@@ -179,7 +179,7 @@ impl Ranks {
             match thread.results().recv_timeout(CHECK_INTERVAL) {
                 Ok(launched) => return Ok(launched),
                 Err(RecvTimeoutError::Timeout) => {
-                    is_step_done(&self.result_slots, 0, group);
+                    is_step_done(&self.step_slots, 0, group);
                     group.check();
                 }
                 Err(RecvTimeoutError::Disconnected) => return Err(failure(group)),
@@ -187,9 +187,9 @@ impl Ranks {
         }
     }
 
-    /// Returns a result slot of rank 0.
-    pub(super) fn result_slot(&self, index: usize) -> &ResultSlot {
-        &self.result_slots[0][index]
+    /// Returns a step slot of rank 0.
+    pub(super) fn step_slot(&self, index: usize) -> &StepSlot {
+        &self.step_slots[0][index]
     }
 }
 
@@ -248,13 +248,13 @@ fn wait_for_load(
 
 /// Waits until a step has completed on every rank or the group has failed.
 fn wait_for_step(
-    result_slots: &[Arc<Vec<ResultSlot>>],
+    step_slots: &[Arc<Vec<StepSlot>>],
     index: usize,
     group: &Arc<NcclGroup>,
 ) -> Result<(), runtime::Error> {
     let (mut checked, mut spins) = (Instant::now(), 0u32);
     loop {
-        let done = is_step_done(result_slots, index, group);
+        let done = is_step_done(step_slots, index, group);
         if checked.elapsed() > CHECK_INTERVAL {
             group.check();
             checked = Instant::now();
@@ -273,11 +273,11 @@ fn wait_for_step(
     }
 }
 
-/// Returns whether the step in this result slot has completed on every rank. Device errors fail the group.
-fn is_step_done(result_slots: &[Arc<Vec<ResultSlot>>], index: usize, group: &Arc<NcclGroup>) -> bool {
+/// Returns whether the step in this step slot has completed on every rank. Device errors fail the group.
+fn is_step_done(step_slots: &[Arc<Vec<StepSlot>>], index: usize, group: &Arc<NcclGroup>) -> bool {
     let mut done = true;
     // Queries all ranks each time: an error on the last one would otherwise block the first forever.
-    for (rank, slots) in result_slots.iter().enumerate() {
+    for (rank, slots) in step_slots.iter().enumerate() {
         match slots[index].done.is_done() {
             Ok(is_done) => done &= is_done,
             Err(error) => group.fail(rank, &error.to_string()),

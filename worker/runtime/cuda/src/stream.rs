@@ -115,6 +115,14 @@ impl CudaStream {
         Ok(Self { stream, context: Arc::clone(context) })
     }
 
+    /// Makes work enqueued from now on wait for the event's last record.
+    pub(super) fn wait_for(&self, event: &CudaEvent) -> Result<(), DeviceError> {
+        let flags = sys::CUevent_wait_flags::CU_EVENT_WAIT_DEFAULT;
+        // SAFETY: `self` and `event` own their live handles, of one context.
+        unsafe { result::stream::wait_event(self.stream, event.event, flags) }
+            .map_err(failed("waiting for another stream"))
+    }
+
     /// Blocks until all enqueued work has completed; returns its errors.
     pub(super) fn synchronize(&self) -> Result<(), DeviceError> {
         // SAFETY: `self` owns the live stream.

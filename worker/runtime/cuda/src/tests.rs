@@ -18,6 +18,7 @@ use super::gpu::{ColumnCopy, DeviceCollective, Gpu, GpuMemory, Matmul, bytes_of}
 use super::model_runner::{ModelRunner, RunnerModes, check_model, sampled};
 use super::shard_model;
 use super::shard_plan::ShardPlan;
+use super::step_slot::StepBuffers;
 use super::weights::find;
 
 mod drafts;
@@ -191,13 +192,13 @@ const DRAFT_ROWS: u32 = 20;
 struct HarnessRunner<G: Gpu<Memory = HostMemory> = Harness> {
     harness: G,
     runner: ModelRunner<G>,
-    metadata: HostMemory,
+    buffers: StepBuffers<HostMemory>,
     packed: Vec<u8>,
 }
 
 impl HarnessRunner {
-    fn new(model: &ModelDir, block_tokens: u32, deterministic: bool, buckets: bool) -> Self {
-        Self::with_store(KvStore::Half, model, block_tokens, deterministic, buckets)
+    fn new(model: &ModelDir, block_tokens: u32, deterministic: bool, graphs: bool) -> Self {
+        Self::with_store(KvStore::Half, model, block_tokens, deterministic, graphs)
     }
 
     fn with_store(
@@ -205,9 +206,9 @@ impl HarnessRunner {
         model: &ModelDir,
         block_tokens: u32,
         deterministic: bool,
-        buckets: bool,
+        graphs: bool,
     ) -> Self {
-        let modes = RunnerModes { store, deterministic, buckets };
+        let modes = RunnerModes { store, deterministic, graphs };
         HarnessRunner::load(Harness::new(), unsharded(model), model, block_tokens, modes)
     }
 }
@@ -253,8 +254,8 @@ impl<G: Gpu<Memory = HostMemory>> HarnessRunner<G> {
         let runner =
             ModelRunner::new(&harness, model.config(), shard_plan, half, weights, capabilities, modes)
                 .unwrap();
-        let metadata = harness.alloc(1 << 20).unwrap();
-        Self { harness, runner, metadata, packed: Vec::new() }
+        let buffers = StepBuffers::new(&harness, 1 << 20, 256).unwrap();
+        Self { harness, runner, buffers, packed: Vec::new() }
     }
 
     fn attach(&mut self, slot: u32, sampling: &SamplingParams, prompt: &[u32]) {
@@ -283,16 +284,16 @@ impl<G: Gpu<Memory = HostMemory>> HarnessRunner<G> {
         masks: &TokenMasks,
     ) -> Result<(Vec<Sampled>, Vec<f32>), DeviceError> {
         let step = self.runner.prepare(batch, &mut self.packed).unwrap();
-        self.harness.upload(&self.metadata, 0, &self.packed)?;
-        let metadata = GpuMemory::address(&self.metadata);
-        self.runner.forward.run(&self.harness, &step, metadata)?;
+        self.harness.upload(&self.buffers.metadata, 0, &self.packed)?;
+        let (forward, at) = (&self.runner.forward, self.buffers.addresses());
+        forward.run(&self.harness, &step, at, |_| forward.captured(&self.harness, &step, at.metadata))?;
         if batch.masked_rows() > 0 {
             self.runner.upload_masks(&self.harness, batch, masks).unwrap();
         }
-        self.runner.forward.sample(&self.harness, &step, metadata)?;
+        self.runner.forward.sample(&self.harness, &step, at)?;
         let mut logprobs = Vec::new();
         self.runner.logprobs_requested(&mut logprobs);
-        let results = self.runner.forward.results().read::<SamplingResult>(batch.samples.len());
+        let results = self.buffers.results.read::<SamplingResult>(batch.samples.len());
         let tokens = results.iter().zip(&logprobs).map(|(result, wanted)| sampled(result, *wanted)).collect();
         let (logits, stride) = self.runner.forward.logits();
         let all = logits.read::<f32>(batch.samples.len() * stride);
@@ -457,8 +458,8 @@ fn in_the_deterministic_mode_no_bit_depends_on_chunks_or_batch() {
 fn no_bit_depends_on_chunks_or_batch(store: KvStore) {
     let model = model(Arch::Qwen3, Dtype::Bf16, 11);
     let vocabulary = model.config().vocab_size as u32;
-    let logits_of = |chunks: &[[usize; 2]], buckets: bool| {
-        let mut gpu = HarnessRunner::with_store(store, &model, 16, true, buckets);
+    let logits_of = |chunks: &[[usize; 2]], graphs: bool| {
+        let mut gpu = HarnessRunner::with_store(store, &model, 16, true, graphs);
         let mut sequences = TestSequences::new(&[290, 40], vocabulary, 16, 8);
         for (slot, tokens) in sequences.tokens.iter().enumerate() {
             gpu.attach(slot as u32, &SamplingParams::greedy(), tokens);

@@ -279,13 +279,13 @@ fn drafts_change_no_bit_of_tokens_log_probabilities_and_logits() {
     }
     let model = model(Arch::Qwen3, Dtype::Bf16, 91);
     let vocabulary = model.config().vocab_size as u32;
-    for (seed, store, buckets) in
+    for (seed, store, graphs) in
         [(0, KvStore::Half, true), (1, KvStore::Fp8, true), (2, KvStore::Half, false)]
     {
         let requests = requests(vocabulary, seed);
-        let mut gpu = HarnessRunner::with_store(store, &model, 16, true, buckets);
+        let mut gpu = HarnessRunner::with_store(store, &model, 16, true, graphs);
         let expected: Vec<_> = requests.iter().map(|request| alone(&mut gpu, request)).collect();
-        let modes = RunnerModes { store, deterministic: true, buckets };
+        let modes = RunnerModes { store, deterministic: true, graphs };
         let device = RecordingDevice::new(Harness::new());
         let mut gpu = HarnessRunner::load(device, unsharded(&model), &model, 16, modes);
         gpu.harness.allocated.take();
@@ -304,7 +304,7 @@ fn ranks_of_a_group_accept_the_same_drafts() {
     }
     let model = model(Arch::Llama31, Dtype::Bf16, 93);
     let requests = requests(model.config().vocab_size as u32, 5);
-    let modes = RunnerModes { store: KvStore::Half, deterministic: true, buckets: true };
+    let modes = RunnerModes { store: KvStore::Half, deterministic: true, graphs: true };
     let expected = on_ranks(&model, 2, 16, modes, |mut rank| {
         requests.iter().map(|request| alone(&mut rank, request)).collect::<Vec<_>>()
     });

@@ -11,7 +11,7 @@ fn steps_with_skinny_gemms_yield_the_logits_of_the_cpu_runtime() {
     // With and without biases, in both types.
     for (arch, dtype) in [(Arch::Qwen2, Dtype::Bf16), (Arch::Llama31, Dtype::F16)] {
         let model = model(arch, dtype, 81);
-        let modes = RunnerModes { store: KvStore::Half, deterministic: false, buckets: true };
+        let modes = RunnerModes { store: KvStore::Half, deterministic: false, graphs: true };
         let device = RecordingDevice::new(Harness::new()).preferring(GemmKernel::Skinny);
         let gpu = HarnessRunner::load(device, unsharded(&model), &model, 16, modes);
         let gpu = yields_the_logits_of_the_cpu_runtime(gpu, &model, 16, modes.store);
@@ -34,7 +34,7 @@ fn overlapping_kernels_of_a_step_have_no_data_races() {
     let model = model(Arch::Qwen3, Dtype::Bf16, 4);
     let cases = [(KvStore::Half, GemmKernel::Tiled), (KvStore::Fp8, GemmKernel::Skinny)];
     for (store, preferred) in cases {
-        let modes = RunnerModes { store, deterministic: false, buckets: true };
+        let modes = RunnerModes { store, deterministic: false, graphs: true };
         let load = |device, on_weights_loaded: fn(&RecordingDevice)| {
             let device = RecordingDevice::new(device).preferring(preferred);
             HarnessRunner::load_with(device, unsharded(&model), &model, 16, modes, on_weights_loaded)
@@ -42,7 +42,7 @@ fn overlapping_kernels_of_a_step_have_no_data_races() {
         let mut plain = load(Harness::new(), |_| {});
         let mut overlapping = load(Harness::overlapping(), |recording| recording.device.freeze());
         // Metadata is uploaded before the first kernel starts.
-        overlapping.harness.device.keep(&overlapping.metadata);
+        overlapping.harness.device.keep(&overlapping.buffers.metadata);
         let mut steps = Vec::new();
         for gpu in [&mut plain, &mut overlapping] {
             let mut sequences = TestSequences::new(&[40, 3], model.config().vocab_size as u32, 16, 4);

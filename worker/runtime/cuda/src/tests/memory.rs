@@ -1,7 +1,9 @@
 //! Actual allocations and GEMMs, compared with the memory plan and the list of model GEMMs.
 
-use super::super::memory_plan::{BufferLimits, allocated_bytes, largest_bucket};
+use super::super::memory_plan::{BufferLimits, allocated_bytes};
 use super::super::model_gemms::{ModelGemm, model_gemms};
+use super::super::step_graph::StepGraphs;
+use super::super::step_slot::DEPTH;
 use super::recording_device::RecordingDevice;
 use super::*;
 
@@ -34,19 +36,22 @@ fn every_device_allocation_is_in_the_memory_plan() {
             fingerprint: String::new(),
         };
         let store = if fp8 { KvStore::Fp8 } else { KvStore::Half };
-        let modes = RunnerModes { store, deterministic: false, buckets: true };
+        let modes = RunnerModes { store, deterministic: false, graphs: true };
         let half = tensors.half();
         let runner =
             ModelRunner::new(&gpu, config, shard_plan.clone(), half, weights, capabilities, modes).unwrap();
         let shapes = shard_plan.shapes(config);
-        let samples = (slots + draft_rows).max(largest_bucket(slots + draft_rows));
+        let graphs = StepGraphs { sample_rows: slots + draft_rows, batch_tokens };
+        let samples = graphs.logits_rows_max();
         let limits = BufferLimits {
-            rows: batch_tokens.max(samples).into(),
+            rows: graphs.rows_max().into(),
             samples: samples.into(),
             slots: slots.into(),
             context: context.into(),
-            metadata: 0,
+            metadata: 5000,
         };
+        let buffers: Vec<_> =
+            (0..DEPTH).map(|_| StepBuffers::new(&gpu, limits.metadata as usize, samples).unwrap()).collect();
         let excluded = ["workspace", "driver"];
         let components = shapes.components(&limits).into_iter();
         let components = components.filter(|component| !excluded.contains(&component.name));
@@ -59,7 +64,7 @@ fn every_device_allocation_is_in_the_memory_plan() {
         );
         // The plan exceeds the allocations by the rounded padding of the vocabulary only.
         prop_assert!(allocated + (4 << 20) > planned + pool, "{allocated} of {} bytes", planned + pool);
-        drop(runner);
+        drop((runner, buffers));
         Ok(())
     };
     proptest::test_runner::TestRunner::new(cases).run(&strategy, test).unwrap_or_else(|e| panic!("{e}"));
@@ -80,7 +85,7 @@ fn nothing_is_allocated_after_load_and_slot_histories_are_separate() {
         ..SamplingSpec::default()
     };
     let (penalties, plain) = (spec.validate().unwrap(), SamplingParams::greedy());
-    let modes = RunnerModes { store: KvStore::Half, deterministic: true, buckets: true };
+    let modes = RunnerModes { store: KvStore::Half, deterministic: true, graphs: true };
     let run = |alone: Option<usize>| {
         let mut gpu =
             HarnessRunner::load(RecordingDevice::new(Harness::new()), unsharded(&model), &model, 16, modes);
@@ -125,7 +130,7 @@ fn the_model_gemms_are_exactly_those_of_the_forward_pass() {
     for (arch, tied) in [(Arch::Qwen2, true), (Arch::Llama31, false)] {
         let model = model_of(arch, Dtype::Bf16, 85, 6, tied);
         let (shard_plan, config) = (unsharded(&model), model.config());
-        let modes = RunnerModes { store: KvStore::Half, deterministic: false, buckets: true };
+        let modes = RunnerModes { store: KvStore::Half, deterministic: false, graphs: true };
         let gpu = RecordingDevice::new(Harness::new());
         let weights = find(&model).unwrap().upload(&gpu, shard_plan.shard(), &|_, _| {}).unwrap();
         let listed = model_gemms(&weights, &shard_plan.shapes(config), &shard_plan, config.vocab_size);

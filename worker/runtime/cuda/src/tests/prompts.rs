@@ -25,7 +25,7 @@ fn scores(model: &ModelDir, chunks: &[usize]) -> (Vec<PromptLogprobs>, Vec<Sampl
         batch.push_sequence(&other.tokens, other.positions[0], &sequences.tables[1]);
         batch.sample_last_row(1);
         let (sampled, _) = gpu.step(&batch);
-        let results = gpu.runner.forward.scores().read::<SamplingResult>(batch.scores.len());
+        let results = gpu.buffers.scores.read::<SamplingResult>(batch.scores.len());
         all.extend(results.iter().map(scored));
         sequences.tokens[1].push(sampled[sampled.len() - 1].token);
         samples.extend(sampled);

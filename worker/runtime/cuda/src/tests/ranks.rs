@@ -118,7 +118,7 @@ fn a_group_yields_the_tokens_and_logits_of_one_device_on_every_rank() {
     for (i, (arch, dtype, heads, tied, world, store, deterministic)) in cases.into_iter().enumerate() {
         let model = model_of(arch, dtype, 40 + i as u32, heads, tied);
         let block_tokens = [16, 4, 16, 32][i];
-        let modes = RunnerModes { store, deterministic, buckets: true };
+        let modes = RunnerModes { store, deterministic, graphs: true };
         let mut alone = HarnessRunner::with_store(store, &model, block_tokens, deterministic, true);
         let reference = steps(&mut alone, &SamplingParams::greedy(), None);
         let bits = |yielded: &StepOutputs| {
@@ -173,7 +173,7 @@ fn ranks_sample_the_same_tokens_and_feed_them_back_on_the_device() {
         ..SamplingSpec::default()
     };
     let sampling = spec.validate().unwrap();
-    let modes = RunnerModes { store: KvStore::Half, deterministic: true, buckets: true };
+    let modes = RunnerModes { store: KvStore::Half, deterministic: true, graphs: true };
     let sampled = on_ranks(&model, 2, 16, modes, |mut rank| steps(&mut rank, &sampling, None));
     assert!(sampled[0] == sampled[1], "ranks sampled different tokens");
     // The third step's tokens reached the fourth on the device; now they come from the host.
@@ -210,7 +210,7 @@ fn the_model_gemms_of_a_rank_are_those_of_its_shard() {
                 model_gemms(&weights, &shard_plan.shapes(config), &shard_plan, config.vocab_size)
             })
             .collect();
-        let modes = RunnerModes { store: KvStore::Half, deterministic: false, buckets: true };
+        let modes = RunnerModes { store: KvStore::Half, deterministic: false, graphs: true };
         let run = on_ranks(&model, world, 16, modes, |mut rank| {
             let mut sequences = TestSequences::new(&[9, 4], config.vocab_size as u32, 16, 1);
             (0..2).for_each(|slot| rank.attach(slot, &SamplingParams::greedy(), &[]));
@@ -235,7 +235,7 @@ fn a_rank_that_fails_within_a_step_fails_the_step_on_every_rank() {
         return;
     }
     let model = model(Arch::Qwen3, Dtype::Bf16, 61);
-    let modes = RunnerModes { store: KvStore::Half, deterministic: false, buckets: false };
+    let modes = RunnerModes { store: KvStore::Half, deterministic: false, graphs: false };
     for culprit in 0..2 {
         let outcomes = on_ranks(&model, 2, 16, modes, |mut rank| {
             let mut sequences = TestSequences::new(&[9], model.config().vocab_size as u32, 16, 1);

@@ -1,0 +1,159 @@
+//! Step slots: the buffers of the steps in flight. Each step has its own metadata and results, so that the metadata of the
+//! next step is uploaded, and the results of the last one are downloaded, while a step computes.
+
+use inflight_kernels::cuda::{DeviceError, SamplingResult};
+use inflight_runtime::SCORES_MAX;
+
+use super::device_memory::{DeviceMemory, PinnedMemory};
+use super::driver::CudaDevice;
+use super::gpu::{Gpu, GpuMemory};
+use super::stream::{CudaEvent, CudaStream};
+
+/// Maximum number of steps launched and not completed, and number of step slots.
+pub(super) const DEPTH: u32 = 2;
+
+/// Device buffers of a step in flight.
+pub(super) struct StepBuffers<M> {
+    /// Packed metadata.
+    pub(super) metadata: M,
+    /// Results of the sampled rows.
+    pub(super) results: M,
+    /// Results of the scored rows, [SCORES_MAX].
+    pub(super) scores: M,
+}
+
+/// Device addresses of a [`StepBuffers`].
+#[derive(Debug, Clone, Copy)]
+pub(super) struct StepAddresses {
+    pub(super) metadata: u64,
+    pub(super) results: u64,
+    pub(super) scores: u64,
+}
+
+impl<M: GpuMemory> StepBuffers<M> {
+    /// Allocates buffers for this many bytes of metadata and this many rows of logits.
+    pub(super) fn new<G: Gpu<Memory = M>>(
+        gpu: &G,
+        metadata_bytes: usize,
+        samples: u32,
+    ) -> Result<Self, DeviceError> {
+        Ok(Self {
+            metadata: gpu.alloc(metadata_bytes)?,
+            results: gpu.alloc(samples as usize * size_of::<SamplingResult>())?,
+            scores: gpu.alloc(SCORES_MAX as usize * size_of::<SamplingResult>())?,
+        })
+    }
+
+    pub(super) fn addresses(&self) -> StepAddresses {
+        StepAddresses {
+            metadata: self.metadata.address(),
+            results: self.results.address(),
+            scores: self.scores.address(),
+        }
+    }
+}
+
+/// Buffers and events of a step in flight, shared with the thread that waits for its results.
+pub(super) struct StepSlot {
+    pub(super) buffers: StepBuffers<DeviceMemory>,
+    /// Source of the upload.
+    metadata: PinnedMemory,
+    /// Results of the sampled and of the scored rows.
+    pub(super) results: PinnedMemory,
+    pub(super) scores: PinnedMemory,
+    uploaded: CudaEvent,
+    begin: CudaEvent,
+    /// Behind the step's last kernel.
+    computed: CudaEvent,
+    /// Behind the copies of its results.
+    pub(super) done: CudaEvent,
+}
+
+impl StepSlot {
+    /// Allocates a slot for steps of at most this many bytes of metadata and rows of logits.
+    pub(super) fn new(device: &CudaDevice, metadata_bytes: usize, samples: u32) -> Result<Self, DeviceError> {
+        let context = &device.context;
+        Ok(Self {
+            buffers: StepBuffers::new(device, metadata_bytes, samples)?,
+            metadata: PinnedMemory::new(context, metadata_bytes)?,
+            results: PinnedMemory::new(context, samples as usize * size_of::<SamplingResult>())?,
+            scores: PinnedMemory::new(context, SCORES_MAX as usize * size_of::<SamplingResult>())?,
+            uploaded: CudaEvent::new(context)?,
+            begin: CudaEvent::new(context)?,
+            computed: CudaEvent::new(context)?,
+            done: CudaEvent::new(context)?,
+        })
+    }
+
+    /// Maximum bytes of a step's metadata.
+    pub(super) fn metadata_bytes(&self) -> usize {
+        self.metadata.bytes()
+    }
+
+    /// Returns the milliseconds from the step's first to its last kernel, once it is done.
+    pub(super) fn milliseconds(&self) -> f32 {
+        self.computed.milliseconds_since(&self.begin)
+    }
+}
+
+/// Streams of the copies from and to the host beside the compute stream.
+pub(super) struct CopyStreams {
+    uploads: CudaStream,
+    downloads: CudaStream,
+}
+
+impl CopyStreams {
+    pub(super) fn new(device: &CudaDevice) -> Result<Self, DeviceError> {
+        Ok(Self { uploads: CudaStream::new(&device.context)?, downloads: CudaStream::new(&device.context)? })
+    }
+
+    /// Uploads a step's metadata, of at most [`StepSlot::metadata_bytes`]; the compute stream waits for it.
+    pub(super) fn upload(
+        &self,
+        device: &CudaDevice,
+        slot: &StepSlot,
+        packed: &[u8],
+    ) -> Result<(), DeviceError> {
+        // The slot's previous step. It was completed before this one was launched, unless it failed.
+        slot.done.synchronize()?;
+        // SAFETY: the range is within both allocations, of one size. Nothing accesses them: the previous step that used the slot is done,
+        // and the copy that is enqueued here is waited for by this step.
+        unsafe {
+            slot.metadata.as_slice()[..packed.len()].copy_from_slice(packed);
+            let to = slot.buffers.metadata.address();
+            self.uploads.copy_to_device(to, slot.metadata.as_ptr(), packed.len())?;
+        }
+        slot.uploaded.record(&self.uploads)?;
+        device.wait_for(&slot.uploaded)?;
+        slot.begin.record(&device.stream)
+    }
+
+    /// Downloads the results of a step's `samples` sampled and `scores` scored rows once they are computed. Called after a
+    /// failed launch too, with 0 of each, since what was enqueued uses the slot.
+    pub(super) fn download(
+        &self,
+        device: &CudaDevice,
+        slot: &StepSlot,
+        samples: usize,
+        scores: usize,
+    ) -> Result<(), DeviceError> {
+        slot.computed.record(&device.stream)?;
+        self.downloads.wait_for(&slot.computed)?;
+        let StepBuffers { results, scores: scored, .. } = &slot.buffers;
+        for (host, from, count) in [(&slot.results, results, samples), (&slot.scores, scored, scores)] {
+            let bytes = count * size_of::<SamplingResult>();
+            if bytes > 0 {
+                // SAFETY: the range is within both allocations. The host reads it after `done`; the slot's previous results
+                // were read before this launch, since no more steps are in flight than there are slots.
+                unsafe { self.downloads.copy_to_host(host.as_ptr(), from.address(), bytes) }?;
+            }
+        }
+        slot.done.record(&self.downloads)
+    }
+
+    /// Blocks until all copies have run.
+    pub(super) fn synchronize(&self) -> Result<(), DeviceError> {
+        self.uploads.synchronize()?;
+        self.downloads.synchronize()
+    }
+}
