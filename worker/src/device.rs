@@ -145,6 +145,7 @@ fn cuda_options(options: &Options) -> Result<CudaOptions, Error> {
         },
         deterministic: options.deterministic,
         graphs: true,
+        copy_streams: true,
         autotune: options.autotune,
         gemm_cache: options
             .gemm_cache

@@ -270,6 +270,7 @@ fn on_gpu(folder: &TempDir, ranks: usize, overlap: bool, blocks: u64, host_block
         kv_store: KvStore::Half,
         deterministic: true,
         graphs: true,
+        copy_streams: true,
         autotune: false,
         gemm_cache: None,
         overlap,

@@ -522,6 +522,7 @@ fn load_on_gpus(path: PathBuf, ranks: usize, block_tokens: u32) -> CudaRuntime {
         kv_store: KvStore::Half,
         deterministic: true,
         graphs: true,
+        copy_streams: true,
         autotune: false,
         gemm_cache: None,
         overlap: true,

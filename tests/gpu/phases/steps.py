@@ -22,24 +22,29 @@ def serial_steps(suite):
 
 
 def step_modes(suite, name="llama-3.1-8b"):
-    """What kernels that overlap and products chosen by time gain, each alone and both."""
+    """What kernels that overlap and products chosen by time gain, each alone and both; last, what graphs and copies beside the
+    kernels gain."""
     cases = [dict(sequences=b, context=1024, tokens=1) for b in (1, 8, 64, 256)]
-    cases += [dict(sequences=1, context=0, tokens=1024), dict(sequences=1, context=0, tokens=8192)]
+    cases += [dict(sequences=1, context=0, tokens=tokens) for tokens in (64, 512, 1024, 8192)]
     figures = suite.json["phases"].setdefault("step-modes", {})
-    for overlap, autotune in [(True, True), (False, True), (True, False), (False, False)]:
-        label = f"{name}, {'overlap' if overlap else 'no overlap'}, {'autotuned' if autotune else 'not autotuned'}"
+    modes = [{}, {"overlap": False}, {"autotune": False}, {"overlap": False, "autotune": False}, {"copy_streams": False},
+             {"graphs": False}]
+    for off in modes:
+        label = f"{name}, {', '.join(f'no {option}' for option in off) or 'all on'}"
         try:
             result = suite.job("step-modes", suite.model(name), {"steps": {"cases": cases, "repeats": 30, "seconds": 1.5}}, 120,
-                               slots=256, batch_tokens=8192, context_tokens=8192, overlap=overlap, autotune=autotune)
+                               slots=256, batch_tokens=8192, context_tokens=8192, **off)
         except (RuntimeError, OSError) as error:
             suite.check("step-modes", label, False, str(error)[:300])
             continue
         figures[label] = {"load_seconds": suite.recorder.loaded["load_seconds"], "cases": result,
-                          "products": suite.recorder.loaded["products"] if overlap else []}
+                          "products": [] if off else suite.recorder.loaded["products"]}
         took = {tuple(row["case"]): row["device_ms"] for row in result if "device_ms" in row}
         decode = [f"{batch}: {took[batch, 1024, 1]:.2f}" for batch in (1, 8, 64, 256) if (batch, 1024, 1) in took]
-        prefill = [f"{tokens:,}: {took[1, 0, tokens]:.1f}" for tokens in (1024, 8192) if (1, 0, tokens) in took]
-        suite.row("step-modes", label, f"ms of decode by batch {', '.join(decode)}; of prefill {', '.join(prefill)}")
+        prefill = [f"{tokens:,}: {took[1, 0, tokens]:.1f}" for tokens in (64, 512, 1024, 8192) if (1, 0, tokens) in took]
+        walls = [f"{row['case'][0]}: {row['wall_ms']:.2f}" for row in result if row["case"][1:] == [1024, 1] and "wall_ms" in row]
+        suite.row("step-modes", label, f"ms of decode by batch {', '.join(decode)} (wall {', '.join(walls)}); "
+                  f"of prefill {', '.join(prefill)}")
 
 
 def step_times(suite, names, option=None):

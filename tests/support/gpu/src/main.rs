@@ -54,6 +54,8 @@ struct Job {
     #[serde(default = "yes")]
     graphs: bool,
     #[serde(default = "yes")]
+    copy_streams: bool,
+    #[serde(default = "yes")]
     autotune: bool,
     #[serde(default = "yes")]
     overlap: bool,
@@ -110,6 +112,7 @@ fn run(argument: &str) -> JobResult<Value> {
         kv_store: if job.fp8_kv_cache { KvStore::Fp8 } else { KvStore::Half },
         deterministic: job.deterministic,
         graphs: job.graphs,
+        copy_streams: job.copy_streams,
         autotune: job.autotune,
         // Figures of a run do not depend on earlier ones.
         gemm_cache: None,

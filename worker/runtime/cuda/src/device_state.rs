@@ -24,7 +24,7 @@ use super::slots::device_error;
 use super::step_graph::{StepGraph, StepGraphs};
 use super::step_slot::{CopyStreams, DEPTH, StepSlot};
 use super::weights::UploadError;
-use super::{CudaOptions, Error as LoadError, algorithm_search, cublaslt};
+use super::{Error as LoadError, algorithm_search, cublaslt};
 
 /// GPU with a loaded model.
 pub(super) struct DeviceState {
@@ -69,8 +69,7 @@ impl DeviceState {
             warm_up_collectives(job, &device, &plan)?;
         }
         let gemms = model_gemms(&weights, &plan.shapes, shard_plan, config.vocab_size);
-        let tuned =
-            warm_up_gemms(&device, &gpu_info.name, half, &gemms, &plan, options).map_err(load_error)?;
+        let tuned = warm_up_gemms(job, &device, &gemms, &plan).map_err(load_error)?;
         let (left, _) = device.memory().map_err(load_error)?;
         let taken = plan.free.saturating_sub(left);
         let blocks = job.barrier_min(plan.pool_blocks(job, taken)?)?;
@@ -83,7 +82,7 @@ impl DeviceState {
         let runner =
             ModelRunner::new(&device, config, shard_plan.clone(), half, weights, capabilities.clone(), modes)
                 .map_err(load_error)?;
-        let copies = CopyStreams::new(&device).map_err(load_error)?;
+        let copies = CopyStreams::new(&device, options.copy_streams).map_err(load_error)?;
         let step_slots = (0..DEPTH)
             .map(|_| StepSlot::new(&device, plan.metadata_bytes, plan.samples))
             .collect::<Result<_, _>>();
@@ -285,14 +284,13 @@ fn run_collectives(
 /// Runs every GEMM once, so that libraries allocate their memory, after timing the algorithms if requested;
 /// returns the timings.
 fn warm_up_gemms(
+    job: &LoadJob,
     device: &CudaDevice,
-    gpu: &str,
-    half: HalfDtype,
     gemms: &[ModelGemm],
     plan: &LoadPlan,
-    options: &CudaOptions,
 ) -> Result<Vec<GemmTuning>, DeviceError> {
-    let (rows, samples) = (plan.rows, plan.samples);
+    let LoadJob { options, replaced_images, .. } = job;
+    let (rows, samples, half) = (plan.rows, plan.samples, job.tensors.half());
     let Some(bench) = GemmBench::new(device, half, gemms, rows, samples)? else { return Ok(Vec::new()) };
     let tuned = match options.autotune {
         true => {
@@ -300,9 +298,9 @@ fn warm_up_gemms(
                 StepGraphs { sample_rows: options.sample_rows(), batch_tokens: options.batch_tokens };
             let row_counts = algorithm_search::row_counts(graphs.all(), rows);
             let context = TuningContext {
-                gpu: gpu.to_owned(),
+                gpu: job.gpu_info.name.clone(),
                 library: cublaslt::version(),
-                kernels: device.sources().to_owned(),
+                kernels: format!("{}{}", device.sources(), replaced_images),
                 dtype: half.dtype().name().to_owned(),
             };
             bench.tune(gemms, &row_counts, samples, GemmCache::open(options.gemm_cache.clone(), context))?

@@ -21,7 +21,7 @@ pub(super) struct TuningContext {
     pub(super) gpu: String,
     /// Version of cuBLASLt.
     pub(super) library: String,
-    /// Version of the built-in kernels: the digest of their sources.
+    /// Version of the built-in kernels: the digest of their sources, and of the images that files replace.
     pub(super) kernels: String,
     /// Dtype of the operands.
     pub(super) dtype: String,

@@ -172,7 +172,8 @@ impl CudaRuntime {
             // The summation order over ranks.
             arithmetic.push_str(&format!(" tensor-parallel {world} {}", nccl::version()?));
         }
-        arithmetic.push_str(&replaced_images()?);
+        let replaced_images = replaced_images()?;
+        arithmetic.push_str(&replaced_images);
         let name = gpus[0].name.clone();
         let plans = ShardPlan::for_ranks(shards, collective);
         let jobs = gpus.into_iter().zip(plans).map(|(gpu_info, shard_plan)| LoadJob {
@@ -182,6 +183,7 @@ impl CudaRuntime {
             tensors: Arc::clone(&tensors),
             options: options.clone(),
             context_tokens,
+            replaced_images: replaced_images.clone(),
             group: group.clone(),
         });
         let (ranks, mut loaded) = Ranks::start(jobs.collect(), progress)?;

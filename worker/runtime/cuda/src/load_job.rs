@@ -19,6 +19,8 @@ pub(super) struct LoadJob {
     pub(super) tensors: Arc<weights::SourceTensors>,
     pub(super) options: CudaOptions,
     pub(super) context_tokens: u32,
+    /// Kernel images that files replace: families and digests; empty: none.
+    pub(super) replaced_images: String,
     /// Communicators of the group; `None` without collectives.
     pub(super) group: Option<Arc<NcclGroup>>,
 }

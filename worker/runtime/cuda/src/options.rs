@@ -30,8 +30,10 @@ pub struct CudaOptions {
     pub kv_store: KvStore,
     /// Batch-invariant kernels: output bits do not depend on the batch, at some cost in speed.
     pub deterministic: bool,
-    /// Decode batches run as captured CUDA graphs.
+    /// Decode steps, and the layers of other small ones, run as captured CUDA graphs.
     pub graphs: bool,
+    /// Metadata and results are copied on streams of their own, beside the steps before and after; changes no bit.
+    pub copy_streams: bool,
     /// GEMM algorithms are timed at load and the fastest is used.
     pub autotune: bool,
     /// Directory that keeps the chosen GEMM algorithms for later starts; `None`: each start times them.

@@ -96,15 +96,17 @@ impl StepSlot {
     }
 }
 
-/// Streams of the copies from and to the host beside the compute stream.
+/// Streams of the copies of metadata and results; `None`: the compute stream.
 pub(super) struct CopyStreams {
-    uploads: CudaStream,
-    downloads: CudaStream,
+    uploads: Option<CudaStream>,
+    downloads: Option<CudaStream>,
 }
 
 impl CopyStreams {
-    pub(super) fn new(device: &CudaDevice) -> Result<Self, DeviceError> {
-        Ok(Self { uploads: CudaStream::new(&device.context)?, downloads: CudaStream::new(&device.context)? })
+    /// Creates streams beside the compute stream if `beside`.
+    pub(super) fn new(device: &CudaDevice, beside: bool) -> Result<Self, DeviceError> {
+        let stream = || beside.then(|| CudaStream::new(&device.context)).transpose();
+        Ok(Self { uploads: stream()?, downloads: stream()? })
     }
 
     /// Uploads a step's metadata, of at most [`StepSlot::metadata_bytes`]; the compute stream waits for it.
@@ -116,14 +118,15 @@ impl CopyStreams {
     ) -> Result<(), DeviceError> {
         // The slot's previous step. It was completed before this one was launched, unless it failed.
         slot.done.synchronize()?;
+        let uploads = self.uploads.as_ref().unwrap_or(&device.stream);
         // SAFETY: the range is within both allocations, of one size. Nothing accesses them: the previous step that used the slot is done,
         // and the copy that is enqueued here is waited for by this step.
         unsafe {
             slot.metadata.as_slice()[..packed.len()].copy_from_slice(packed);
             let to = slot.buffers.metadata.address();
-            self.uploads.copy_to_device(to, slot.metadata.as_ptr(), packed.len())?;
+            uploads.copy_to_device(to, slot.metadata.as_ptr(), packed.len())?;
         }
-        slot.uploaded.record(&self.uploads)?;
+        slot.uploaded.record(uploads)?;
         device.wait_for(&slot.uploaded)?;
         slot.begin.record(&device.stream)
     }
@@ -137,23 +140,23 @@ impl CopyStreams {
         samples: usize,
         scores: usize,
     ) -> Result<(), DeviceError> {
+        let downloads = self.downloads.as_ref().unwrap_or(&device.stream);
         slot.computed.record(&device.stream)?;
-        self.downloads.wait_for(&slot.computed)?;
+        downloads.wait_for(&slot.computed)?;
         let StepBuffers { results, scores: scored, .. } = &slot.buffers;
         for (host, from, count) in [(&slot.results, results, samples), (&slot.scores, scored, scores)] {
             let bytes = count * size_of::<SamplingResult>();
             if bytes > 0 {
                 // SAFETY: the range is within both allocations. The host reads it after `done`; the slot's previous results
                 // were read before this launch, since no more steps are in flight than there are slots.
-                unsafe { self.downloads.copy_to_host(host.as_ptr(), from.address(), bytes) }?;
+                unsafe { downloads.copy_to_host(host.as_ptr(), from.address(), bytes) }?;
             }
         }
-        slot.done.record(&self.downloads)
+        slot.done.record(downloads)
     }
 
     /// Blocks until all copies have run.
     pub(super) fn synchronize(&self) -> Result<(), DeviceError> {
-        self.uploads.synchronize()?;
-        self.downloads.synchronize()
+        [&self.uploads, &self.downloads].into_iter().flatten().try_for_each(CudaStream::synchronize)
     }
 }

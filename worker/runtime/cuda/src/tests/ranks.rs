@@ -293,6 +293,7 @@ fn duplicate_gpus_no_gpu_and_batch_dependent_sums_are_refused() {
             kv_store: KvStore::Half,
             deterministic,
             graphs: true,
+            copy_streams: true,
             autotune: true,
             gemm_cache: None,
             overlap: true,
