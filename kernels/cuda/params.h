@@ -140,15 +140,33 @@ struct SamplingResult {
     float logprobs[TOP_MAX];
 };
 
-// Of `sample` and `accept_drafts`.
+constexpr uint32_t SAMPLING_THREADS = 512;
+constexpr uint32_t SAMPLING_BINS = 2048;
+// Most parts that a row is split into.
+constexpr uint32_t SAMPLING_PARTS_MAX = 32;
+
+// What the parts of a row hand on to the kernels after them.
+struct SamplingSplit {
+    uint64_t bins[SAMPLING_BINS];       // measures by distance from the best
+    uint64_t tops[SAMPLING_PARTS_MAX];  // the best token of each part
+    uint32_t count;                     // candidates; if more than there is room for, they are not all there
+    uint32_t unused;
+    uint32_t ids[SAMPLING_THREADS];
+    float logits[SAMPLING_THREADS];
+};
+
+// Of `sample`, the kernels before it where rows are split, and `accept_drafts`.
 struct SamplingParams {
     float *logits;           // [rows, stride]; changed where a row asks for adjustments
     const SamplingRow *rows;
     SamplingResult *results; // [rows]
     uint32_t *sampled;       // [rows]
     const uint32_t *tokens;  // of the batch's rows
+    SamplingSplit *split;    // [rows]; or null: one block treats a row alone
     uint32_t vocabulary;
     uint32_t stride;         // a multiple of 4
+    uint32_t parts;          // of each row; 0: not split
+    uint32_t part_tokens;    // tokens of a part, a multiple of 4; the last one may have fewer
 };
 
 // Token whose log probability is wanted of a row of logits.

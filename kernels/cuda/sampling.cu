@@ -5,8 +5,12 @@
 //
 // The rules are those of the CPU's kernels, and so are the random numbers. Weights e^((logit - best) / temperature) have
 // the CPU's bits where it has a fused multiply-add; their sums are of fixed-point numbers, which are exact, so neither
-// the order of threads nor the shape of a block shows in a choice.
-#include "sampling_cut.cuh"
+// neither the order of threads nor the shape of a block shows in a choice.
+//
+// Where rows are few, several blocks share each (`sampling_split.cuh`): one kernel adjusts the logits and finds the best of each
+// part, and where some row has top-k or top-p, one makes the histogram and one collects the candidates. `sample` does the rest.
+#include "sampling_adjust.cuh"
+#include "sampling_split.cuh"
 
 // Philox 4x32-10; the lower 53 of the bits that a uniform number in [0, 1) is made of.
 DEVICE uint64_t draw(uint64_t seed, uint32_t choice, uint32_t position) {
@@ -147,93 +151,6 @@ SUBROUTINE uint32_t pick_candidate(SamplingShared &shared, const SamplingRow &ro
     return token;
 }
 
-// The logit of a token that is in the prompt or was generated; SEEN as in a history.
-DEVICE float penalized(const SamplingRow &row, float logit, uint32_t seen) {
-    float x = clean(logit);
-    x = x > 0.0f ? divide_exact(x, row.repetition) : multiply_exact(x, row.repetition);
-    uint32_t times = seen & 0x7fffffff;
-    if (times > 0) {
-        x = x - multiply_exact((float)times, row.frequency);
-        x = x - row.presence;
-    }
-    return x;
-}
-
-// Penalties. A row counts only if the drafts before it stand, so to it they are generated, which the history does not know.
-DEVICE void penalize(const SamplingRow &row, const uint32_t *drafts, float *logits, uint32_t vocabulary) {
-    uint32_t before = MUTANT(DraftPenalty, 0, row.nth), own = thread_index(), token = 0, times = 0;
-    float with_drafts = 0.0f;
-    bool first = own < before; // the first draft of its token
-    if (first) {
-        token = drafts[own];
-        for (uint32_t i = 0; i < before; i++) {
-            bool same = drafts[i] == token;
-            times += same;
-            first = first && !(same && i < own);
-        }
-        with_drafts = penalized(row, logits[token], row.history[token] + times);
-    }
-    if (before > 0) {
-        barrier();
-    }
-    for (uint32_t i = thread_index(); i < vocabulary; i += SAMPLING_THREADS) {
-        uint32_t seen = row.history[i];
-        if (seen) {
-            logits[i] = penalized(row, logits[i], seen);
-        }
-    }
-    barrier();
-    if (before > 0) {
-        if (first) {
-            logits[token] = with_drafts;
-        }
-        barrier();
-    }
-}
-
-DEVICE void adjust(const SamplingRow &row, const uint32_t *drafts, float *logits, uint32_t vocabulary) {
-    if (row.history) {
-        penalize(row, drafts, logits, vocabulary);
-    }
-    uint32_t counted = row.output ? row.output->generated : 0, generated = counted + row.nth;
-    uint32_t ending = MUTANT(DraftMinimum, counted, generated) < row.min_tokens ? row.masked : 0;
-    for (uint32_t i = thread_index(); i < row.biases; i += SAMPLING_THREADS) {
-        uint32_t token = row.adjustments[2 * i];
-        if (token < vocabulary) {
-            logits[token] = clean(logits[token]) + bits_to_float(row.adjustments[2 * i + 1]);
-        }
-    }
-    barrier();
-    for (uint32_t i = thread_index(); i < ending; i += SAMPLING_THREADS) {
-        uint32_t token = row.adjustments[2 * (row.biases + i)];
-        if (token < vocabulary) {
-            logits[token] = -INFINITE;
-        }
-    }
-    if (row.allowed) {
-        for (uint32_t i = thread_index(); i < vocabulary; i += SAMPLING_THREADS) {
-            if (!(row.allowed[i / 32] >> (i % 32) & 1)) {
-                logits[i] = -INFINITE;
-            }
-        }
-    }
-    // A bad word's last token is masked where the output ends with the others.
-    for (uint32_t i = thread_index(); i < row.word_count; i += SAMPLING_THREADS) {
-        const uint32_t *tokens = row.words + row.word_count + 1 + row.words[i];
-        uint32_t before = row.words[i + 1] - row.words[i] - 1;
-        bool ends = before <= generated;
-        for (uint32_t j = 0; ends && j < before; j++) {
-            uint32_t at = generated - before + j;
-            bool drafted = MUTANT(DraftWord, false, at >= counted);
-            ends = (drafted ? drafts[at - counted] : row.output->recent[at % RECENT_TOKENS]) == tokens[j];
-        }
-        if (ends && tokens[before] < vocabulary) {
-            logits[tokens[before]] = -INFINITE;
-        }
-    }
-    barrier();
-}
-
 // ln of a token's probability, given ln of the sum of all.
 DEVICE float logprob_of(float logit, double total) {
     float logprob = (float)((double)logit - total);
@@ -261,7 +178,7 @@ DEVICE void report(SamplingShared &shared, uint32_t alternatives, const float *l
     Cut all = {0, ~0u};
     Measure measure = {false, best, 1.0f};
     Crossing crossing = first_cut(shared, logits, vocabulary, all, measure, wanted);
-    uint32_t count = collect(shared, logits, vocabulary, best, crossing.bin);
+    uint32_t count = collect(shared, logits, Part{0, vocabulary}, best, crossing.bin);
     if (count > SAMPLING_THREADS) {
         Cut cut = cut_at(shared, logits, vocabulary, all, measure, wanted, crossing);
         count = collect_kept(shared, logits, vocabulary, cut);
@@ -277,38 +194,100 @@ DEVICE void report(SamplingShared &shared, uint32_t alternatives, const float *l
     }
 }
 
-// Chooses a token by temperature, top-k, top-p and min-p.
-SUBROUTINE uint32_t choose(SamplingShared &shared, const SamplingRow &row, const float *logits, uint32_t vocabulary, float best) {
+// Chooses a token by temperature, top-k, top-p and min-p. SPLIT has what the kernels before have done; null: nothing.
+SUBROUTINE uint32_t choose(SamplingShared &shared, const SamplingRow &row, const float *logits, uint32_t vocabulary, float best,
+                           const SamplingSplit *split) {
     uint64_t bits = draw(row.seed, row.choice, MUTANT(DrawPosition, row.position + 1, row.position));
-    uint32_t top_k = row.top_k < vocabulary ? row.top_k : 0;
+    uint32_t top_k = top_k_of(row, vocabulary);
+    Part whole = {0, vocabulary};
     Cut cut = {0, ~0u};
-    if (top_k > 0) {
-        Measure measure = {false, best, row.temperature};
-        Crossing crossing = first_cut(shared, logits, vocabulary, cut, measure, top_k);
-        uint32_t count = collect(shared, logits, vocabulary, best, crossing.bin);
+    if (truncates(row, vocabulary)) {
+        Truncation truncation = split ? handed_truncation(shared, *split, row, vocabulary)
+                                      : first_truncation(shared, logits, whole, row, vocabulary, best);
+        uint32_t count = split ? handed_candidates(shared, *split)
+                               : collect(shared, logits, whole, best, truncation.crossing.bin);
         if (count <= SAMPLING_THREADS) {
-            return pick_candidate(shared, row, count, best, top_k, 0, bits);
+            return pick_candidate(shared, row, count, best, top_k, top_k > 0 ? 0 : truncation.target, bits);
         }
-        cut = cut_at(shared, logits, vocabulary, cut, measure, top_k, crossing);
+        Measure measure = measure_for(row, vocabulary, best);
+        cut = cut_at(shared, logits, vocabulary, cut, measure, truncation.target, truncation.crossing);
     }
-    if (row.top_p < 1.0f) {
-        uint64_t sum = 0;
-        Kept kept = {logits, cut, best, row.temperature, 0.0f};
-        each_logit(logits, vocabulary, [&](uint32_t i, float logit) { sum += kept_mass(kept, i, logit); });
-        uint64_t target = top_p_target(row.top_p, block_sum(shared, sum));
+    if (top_k > 0 && row.top_p < 1.0f) {
         Measure measure = {true, best, row.temperature};
-        Crossing crossing = first_cut(shared, logits, vocabulary, cut, measure, target);
-        // Candidates do not know what top-k left out.
-        if (top_k == 0) {
-            uint32_t count = collect(shared, logits, vocabulary, best, crossing.bin);
-            if (count <= SAMPLING_THREADS) {
-                return pick_candidate(shared, row, count, best, 0, target, bits);
-            }
-        }
-        cut = cut_at(shared, logits, vocabulary, cut, measure, target, crossing);
+        measure_bins(shared, logits, whole, cut, measure);
+        uint64_t target = top_p_target(row.top_p, sum_of_bins(shared));
+        cut = cut_at(shared, logits, vocabulary, cut, measure, target, cross(shared, target));
     }
     Kept kept = {logits, cut, best, row.temperature, row.min_p};
     return pick(shared, kept, vocabulary, bits);
+}
+
+// Before `sample` where rows are split: a block a part and row.
+KERNEL(sample_best, SamplingParams, SAMPLING_THREADS, 1) {
+    SamplingShared &shared = *(SamplingShared *)shared_memory();
+    const SamplingRow &row = p.rows[block_index()];
+    if (row.rows == 0) {
+        return;
+    }
+    Part part = part_of(p, block_row());
+    float *logits = p.logits + (uint64_t)block_index() * p.stride;
+    if (adjusts(row)) {
+        adjust(row, p.tokens + row.draft, logits, part);
+    }
+    uint64_t top = best_of(shared, logits, part);
+    SamplingSplit &split = p.split[block_index()];
+    if (thread_index() == 0) {
+        split.tops[block_row()] = top;
+        if (block_row() == 0) {
+            split.count = 0;
+        }
+    }
+    for (uint32_t i = block_row() * SAMPLING_THREADS + thread_index(); i < BINS; i += p.parts * SAMPLING_THREADS) {
+        split.bins[i] = 0;
+    }
+}
+
+// The next: the histogram of each part, added to that of its row.
+KERNEL(sample_measure, SamplingParams, SAMPLING_THREADS, 1) {
+    SamplingShared &shared = *(SamplingShared *)shared_memory();
+    const SamplingRow &row = p.rows[block_index()];
+    if (row.rows == 0 || !truncates(row, p.vocabulary)) {
+        return;
+    }
+    const float *logits = p.logits + (uint64_t)block_index() * p.stride;
+    SamplingSplit &split = p.split[block_index()];
+    float best = clean(logits[~(uint32_t)handed_best(split, p.parts)]);
+    measure_bins(shared, logits, part_of(p, block_row()), Cut{0, ~0u}, measure_for(row, p.vocabulary, best));
+    for (uint32_t i = thread_index(); i < BINS; i += SAMPLING_THREADS) {
+        uint64_t sum = shared.bins[i];
+        if (sum > 0) {
+            atomic_add_wide(&split.bins[i], MUTANT(SplitBins, sum / 2, sum));
+        }
+    }
+}
+
+// The last before `sample`: the candidates of each part, those up to the bin in which top-k or top-p ends.
+KERNEL(sample_collect, SamplingParams, SAMPLING_THREADS, 1) {
+    SamplingShared &shared = *(SamplingShared *)shared_memory();
+    const SamplingRow &row = p.rows[block_index()];
+    if (row.rows == 0 || !truncates(row, p.vocabulary)) {
+        return;
+    }
+    const float *logits = p.logits + (uint64_t)block_index() * p.stride;
+    SamplingSplit &split = p.split[block_index()];
+    float best = clean(logits[~(uint32_t)handed_best(split, p.parts)]);
+    Truncation truncation = handed_truncation(shared, split, row, p.vocabulary);
+    uint32_t count = collect(shared, logits, part_of(p, block_row()), best, truncation.crossing.bin);
+    if (thread_index() == 0) {
+        shared.found[0] = atomic_add(&split.count, count);
+    }
+    barrier();
+    uint64_t at = shared.found[0] + thread_index();
+    if (thread_index() < count && at < SAMPLING_THREADS) {
+        const Candidates &candidates = *(const Candidates *)shared.bins;
+        split.ids[at] = candidates.ids[thread_index()];
+        split.logits[at] = candidates.logits[thread_index()];
+    }
 }
 
 // One block a row. Rows of a slot with drafts are drawn at once, each as if all drafts before it stood, and only read the slot's
@@ -321,16 +300,17 @@ KERNEL(sample, SamplingParams, SAMPLING_THREADS, 1) {
     }
     uint32_t vocabulary = p.vocabulary;
     float *logits = p.logits + (uint64_t)block_index() * p.stride;
-    if (row.history || row.biases || row.masked || row.allowed || row.word_count) {
-        adjust(row, p.tokens + row.draft, logits, vocabulary);
+    const SamplingSplit *split = p.parts > 0 ? p.split + block_index() : nullptr;
+    Part whole = {0, vocabulary};
+    if (!split && adjusts(row)) {
+        adjust(row, p.tokens + row.draft, logits, whole);
     }
-    uint64_t top = best_of(shared, logits, vocabulary);
-    uint32_t token = ~(uint32_t)top;
+    uint32_t token = ~(uint32_t)(split ? handed_best(*split, p.parts) : best_of(shared, logits, whole));
     float best = clean(logits[token]);
     if (best == -INFINITE && row.fallback < vocabulary) {
         token = row.fallback;
     } else if (row.temperature > 0.0f) {
-        token = choose(shared, row, logits, vocabulary, best);
+        token = choose(shared, row, logits, vocabulary, best, split);
     }
     SamplingResult &result = p.results[block_index()];
     if (row.logprobs) {
@@ -385,7 +365,7 @@ KERNEL(score, ScoreParams, SAMPLING_THREADS, 1) {
     SamplingShared &shared = *(SamplingShared *)shared_memory();
     const ScoreRow row = p.rows[block_index()];
     const float *logits = p.logits + (uint64_t)block_index() * p.stride;
-    float best = clean(logits[~(uint32_t)best_of(shared, logits, p.vocabulary)]);
+    float best = clean(logits[~(uint32_t)best_of(shared, logits, Part{0, p.vocabulary})]);
     uint32_t order = order_of(clean(logits[row.token]));
     uint64_t before = 0;
     each_logit(logits, p.vocabulary, [&](uint32_t i, float logit) {

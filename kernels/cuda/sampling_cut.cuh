@@ -4,9 +4,8 @@
 
 #include "params.h"
 
-constexpr uint32_t SAMPLING_THREADS = 512;
 constexpr uint32_t SAMPLING_WARPS = SAMPLING_THREADS / WARP;
-constexpr uint32_t BINS = 2048;
+constexpr uint32_t BINS = SAMPLING_BINS;
 // Bins of logits by their distance from the best, for a first cut.
 constexpr float BINS_PER_UNIT = 64.0f;
 // A weight of 1, which is that of the most probable token. 2^18 of them still fit 64 bits.
@@ -30,12 +29,18 @@ static_assert(sizeof(Candidates) <= sizeof(SamplingShared::bins), "candidates fi
 // NaN is never chosen.
 DEVICE float clean(float x) { return x == x ? x : -INFINITE; }
 
-// Calls EACH(id, logit) for every token, NaN cleaned away, in the order of ids within a thread: AHEAD times four in flight,
-// so that loads overlap.
+// Tokens of a row that a block treats, from FIRST on, a multiple of 4.
+struct Part {
+    uint32_t first, end;
+};
+DEVICE bool holds(const Part &part, uint32_t id) { return part.first <= id && id < part.end; }
+
+// Calls EACH(id, logit) for every token of a part, NaN cleaned away, in the order of ids within a thread: AHEAD times four in
+// flight, so that loads overlap.
 template <uint32_t AHEAD = 2, typename Each>
-DEVICE void each_logit(const float *logits, uint32_t vocabulary, Each each) {
-    uint32_t fours = (vocabulary + 3) / 4;
-    for (uint32_t first = thread_index(); first < fours; first += SAMPLING_THREADS * AHEAD) {
+DEVICE void each_logit(const float *logits, const Part &part, Each each) {
+    uint32_t fours = (part.end + 3) / 4;
+    for (uint32_t first = part.first / 4 + thread_index(); first < fours; first += SAMPLING_THREADS * AHEAD) {
         Float4 four[AHEAD];
         UNROLL
         for (uint32_t j = 0; j < AHEAD; j++) {
@@ -48,12 +53,17 @@ DEVICE void each_logit(const float *logits, uint32_t vocabulary, Each each) {
             UNROLL
             for (uint32_t i = 0; i < 4; i++) {
                 uint32_t id = (first + j * SAMPLING_THREADS) * 4 + i;
-                if (id < vocabulary) {
+                if (id < part.end) {
                     each(id, clean(x[i]));
                 }
             }
         }
     }
+}
+
+template <uint32_t AHEAD = 2, typename Each>
+DEVICE void each_logit(const float *logits, uint32_t vocabulary, Each each) {
+    each_logit<AHEAD>(logits, Part{0, vocabulary}, each);
 }
 
 // Sorts like logits do, equal zeros included.
@@ -125,13 +135,13 @@ DEVICE uint64_t block_max(SamplingShared &shared, uint64_t value) {
     return best;
 }
 
-// The best token: its order above, the complement of its id below.
-DEVICE uint64_t best_of(SamplingShared &shared, const float *logits, uint32_t vocabulary) {
+// The best token of a part: its order above, the complement of its id below.
+DEVICE uint64_t best_of(SamplingShared &shared, const float *logits, const Part &part) {
     // A thread goes by ascending ids, so the first of equals stays. It has its first token if none is above minus infinity.
     float best = -INFINITE;
-    uint32_t id = 4 * thread_index();
-    bool some = id < vocabulary;
-    each_logit<4>(logits, vocabulary, [&](uint32_t i, float logit) {
+    uint32_t id = part.first + 4 * thread_index();
+    bool some = id < part.end;
+    each_logit<4>(logits, part, [&](uint32_t i, float logit) {
         id = logit > best ? i : id;
         best = fmaxf(logit, best);
     });
@@ -237,24 +247,37 @@ DEVICE uint32_t distance_bin(float logit, float best) {
     return distance < (float)(BINS - 1) ? (uint32_t)distance : BINS - 1;
 }
 
-// Histogram search: the bin, by distance from the largest logit, in which the running sum of the measures of the tokens within
-// INSIDE reaches TARGET. TARGET is at least 1 and at most the sum of all.
-SUBROUTINE Crossing first_cut(SamplingShared &shared, const float *logits, uint32_t vocabulary, const Cut &inside,
-                              const Measure &measure, uint64_t target) {
+// Histogram of a part, by distance from the largest logit, of the measures of the tokens within INSIDE.
+SUBROUTINE void measure_bins(SamplingShared &shared, const float *logits, Part part, const Cut &inside, const Measure &measure) {
     float best = measure.best;
     clear_bins(shared);
-    each_logit(logits, vocabulary, [&](uint32_t i, float logit) {
+    each_logit(logits, part, [&](uint32_t i, float logit) {
         uint64_t amount = measure_of(measure, logit);
         if (amount > 0 && keeps(inside, order_of(logit), i)) {
             atomic_add_wide(&shared.bins[distance_bin(logit, best)], amount);
         }
     });
     barrier();
+}
+
+DEVICE uint64_t sum_of_bins(SamplingShared &shared) {
+    uint64_t sum = 0;
+    for (uint32_t i = thread_index(); i < BINS; i += SAMPLING_THREADS) {
+        sum += shared.bins[i];
+    }
+    return block_sum(shared, sum);
+}
+
+// Histogram search: the bin in which the running sum of the measures of all tokens within INSIDE reaches TARGET, which is at
+// least 1 and at most the sum of all.
+DEVICE Crossing first_cut(SamplingShared &shared, const float *logits, uint32_t vocabulary, const Cut &inside,
+                          const Measure &measure, uint64_t target) {
+    measure_bins(shared, logits, Part{0, vocabulary}, inside, measure);
     return cross(shared, target);
 }
 
 // The exact cut: the shortest prefix of the descending order, within INSIDE, whose measures add up to TARGET. CROSSING is the bin
-// that first_cut found for the same arguments; only its tokens are compared exactly.
+// in which the histogram of the same tokens reaches it; only its tokens are compared exactly.
 SUBROUTINE Cut cut_at(SamplingShared &shared, const float *logits, uint32_t vocabulary, const Cut &inside,
                       const Measure &measure, uint64_t target, const Crossing &crossing) {
     float best = measure.best;
@@ -288,14 +311,14 @@ SUBROUTINE Cut cut_at(SamplingShared &shared, const float *logits, uint32_t voca
     return Cut{order, ~radix_select(shared, logits, vocabulary, needed, in, last)};
 }
 
-// Collects the tokens that are IN. Returns how many there are; if more than threads, they are not all there.
-template <typename In> DEVICE uint32_t collect_if(SamplingShared &shared, const float *logits, uint32_t vocabulary, In in) {
+// Collects the tokens of a part that are IN. Returns how many there are; if more than threads, they are not all there.
+template <typename In> DEVICE uint32_t collect_if(SamplingShared &shared, const float *logits, const Part &part, In in) {
     Candidates &candidates = *(Candidates *)shared.bins;
     if (thread_index() == 0) {
         shared.count = 0;
     }
     barrier();
-    each_logit(logits, vocabulary, [&](uint32_t i, float logit) {
+    each_logit(logits, part, [&](uint32_t i, float logit) {
         if (in(i, logit)) {
             uint32_t at = atomic_add(&shared.count, 1u);
             if (at < SAMPLING_THREADS) {
@@ -310,12 +333,12 @@ template <typename In> DEVICE uint32_t collect_if(SamplingShared &shared, const 
     return count;
 }
 // Those up to a bin of distances.
-SUBROUTINE uint32_t collect(SamplingShared &shared, const float *logits, uint32_t vocabulary, float best, uint32_t bin) {
-    return collect_if(shared, logits, vocabulary, [&](uint32_t, float logit) { return distance_bin(logit, best) <= bin; });
+SUBROUTINE uint32_t collect(SamplingShared &shared, const float *logits, Part part, float best, uint32_t bin) {
+    return collect_if(shared, logits, part, [&](uint32_t, float logit) { return distance_bin(logit, best) <= bin; });
 }
 // Those before a cut.
 SUBROUTINE uint32_t collect_kept(SamplingShared &shared, const float *logits, uint32_t vocabulary, const Cut &cut) {
-    return collect_if(shared, logits, vocabulary, [&](uint32_t i, float logit) { return keeps(cut, order_of(logit), i); });
+    return collect_if(shared, logits, Part{0, vocabulary}, [&](uint32_t i, float logit) { return keeps(cut, order_of(logit), i); });
 }
 
 // How many of the first COUNT candidates precede this thread's in the order, and the sum of their masses with MASSES.

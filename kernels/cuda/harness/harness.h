@@ -72,6 +72,8 @@ enum class Mutant : uint32_t {
     DraftWord,
     RejectedCounts,
     DraftMinimum,
+    SplitParts,
+    SplitBins,
 };
 extern __thread Mutant mutant;
 

@@ -123,11 +123,15 @@ pub enum Mutant {
     RejectedCounts,
     /// `min_tokens` of a drafted row omits the drafts before it.
     DraftMinimum,
+    /// The best token of a row that is split is not looked for in its last part.
+    SplitParts,
+    /// Half of each bin of a part is missing in the histogram of its row.
+    SplitBins,
 }
 
 impl Mutant {
     /// Every mutant.
-    pub const ALL: [Self; 17] = [
+    pub const ALL: [Self; 19] = [
         Self::MissingWait,
         Self::BlockEdge,
         Self::WindowEdge,
@@ -145,6 +149,8 @@ impl Mutant {
         Self::DraftWord,
         Self::RejectedCounts,
         Self::DraftMinimum,
+        Self::SplitParts,
+        Self::SplitBins,
     ];
 
     /// Runs `work` with the fault active in all kernels that this thread launches on a [`Harness`].

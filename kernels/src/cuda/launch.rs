@@ -3,7 +3,7 @@
 use super::device::{Device, DeviceError, HalfDtype, KvStore, Launch, Profile};
 use super::params::{
     AttentionParams, CopyParams, DRAFTS_MAX, EmbeddingParams, GemmParams, HistoryParams, NormParams, Plain,
-    QkvParams, SamplingParams, ScoreParams, SwigluParams, as_bytes,
+    QkvParams, SAMPLING_PARTS_MAX, SamplingParams, ScoreParams, SwigluParams, as_bytes,
 };
 
 /// Head dimensions for which attention kernels exist: those of the supported models (Llama 1/2/3.x, Mistral,
@@ -20,6 +20,8 @@ const ATTENTION_THREADS: u32 = 128;
 const MERGE_BYTES: u32 = (2 * 4 + 1) * ATTENTION_SPLIT_ROWS * 4 + 16;
 const SAMPLING_THREADS: u32 = 512;
 const _: () = assert!(DRAFTS_MAX == SAMPLING_THREADS as usize, "a thread holds a draft");
+/// Maximum rows that are split for sampling; more keep the device busy by themselves.
+pub const SAMPLING_SPLIT_ROWS: u32 = 64;
 const ACCEPT_THREADS: u32 = 32;
 const SAMPLING_SHARED_BYTES: u32 = 2048 * 8 + 16 * 8 + 4 * 8 + 8;
 const COPY_BLOCKS_X: u32 = 32;
@@ -225,7 +227,16 @@ fn attention_kernel(half: HalfDtype, store: KvStore, head_dim: u32, mixed: bool)
 
 /// Returns the names of all kernels, so that a device can look them up at load.
 pub fn kernel_names() -> Vec<&'static str> {
-    let mut names = vec!["copy_blocks", "sample", "accept_drafts", "score", "count_history"];
+    let mut names = vec![
+        "copy_blocks",
+        "sample_best",
+        "sample_measure",
+        "sample_collect",
+        "sample",
+        "accept_drafts",
+        "score",
+        "count_history",
+    ];
     for half in [HalfDtype::Bf16, HalfDtype::F16] {
         for (bf16, f16) in [
             ("embedding_bf16", "embedding_f16"),
@@ -403,15 +414,45 @@ pub unsafe fn copy_blocks<D: Device>(device: &D, pairs: u32, p: &CopyParams) -> 
     enqueue(device, "copy_blocks", (COPY_BLOCKS_X, pairs), 256, 0, p)
 }
 
-/// Samples a token for each of `rows` rows of logits, and counts those of slots without drafts.
+/// Returns into how many parts each of `rows` rows of `vocabulary` logits is split for sampling, and the tokens of a part, a
+/// multiple of 32; no parts: one thread block samples a row. As many parts as keep the device busy, which holds one thread block
+/// of the sampling kernels on a multiprocessor.
+pub fn sampling_parts(profile: &Profile, rows: u32, vocabulary: u32) -> (u32, u32) {
+    if rows == 0 || rows > SAMPLING_SPLIT_ROWS {
+        return (0, 0);
+    }
+    let wanted = (profile.multiprocessors / rows).min(SAMPLING_PARTS_MAX);
+    let part_tokens = vocabulary.div_ceil(wanted.max(1)).next_multiple_of(32);
+    match vocabulary.div_ceil(part_tokens.max(1)) {
+        0 | 1 => (0, 0),
+        parts => (parts, part_tokens),
+    }
+}
+
+/// Samples a token for each of `rows` rows of logits, and counts those of slots without drafts. Where rows are split
+/// ([`sampling_parts`]), `truncated` says whether some row has a temperature and top-k or top-p.
 ///
 /// # Errors
 /// Those of [`Device::launch`].
 ///
 /// # Safety
-/// As [`Device::launch`].
-pub unsafe fn sample<D: Device>(device: &D, rows: u32, p: &SamplingParams) -> Result<(), DeviceError> {
-    enqueue(device, "sample", (rows, 1), SAMPLING_THREADS, SAMPLING_SHARED_BYTES, p)
+/// As [`Device::launch`]; `truncated` is true if some row is.
+pub unsafe fn sample<D: Device>(
+    device: &D,
+    rows: u32,
+    truncated: bool,
+    p: &SamplingParams,
+) -> Result<(), DeviceError> {
+    let launch =
+        |kernel, parts| enqueue(device, kernel, (rows, parts), SAMPLING_THREADS, SAMPLING_SHARED_BYTES, p);
+    if p.parts > 0 {
+        launch("sample_best", p.parts)?;
+        if truncated {
+            launch("sample_measure", p.parts)?;
+            launch("sample_collect", p.parts)?;
+        }
+    }
+    launch("sample", 1)
 }
 
 /// Counts, for each slot with drafts among the `rows` rows that [`sample`] sampled from, its tokens up to the first one that

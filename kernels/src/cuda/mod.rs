@@ -24,13 +24,14 @@ pub use harness::{
 };
 pub use image::{Image, Images, KERNELS, Target, family_of};
 pub use launch::{
-    ATTENTION_ROWS, ATTENTION_SPLIT, ATTENTION_SPLIT_ROWS, HEAD_DIMS, SKINNY_ROWS, accept_drafts, attention,
-    attention_blocks, copy_blocks, count_history, embedding, finish_qkv, gemm, kernel_names, norm, sample,
-    score, skinny_gemm, skinny_gemm_swiglu, skinny_supports, swiglu,
+    ATTENTION_ROWS, ATTENTION_SPLIT, ATTENTION_SPLIT_ROWS, HEAD_DIMS, SAMPLING_SPLIT_ROWS, SKINNY_ROWS,
+    accept_drafts, attention, attention_blocks, copy_blocks, count_history, embedding, finish_qkv, gemm,
+    kernel_names, norm, sample, sampling_parts, score, skinny_gemm, skinny_gemm_swiglu, skinny_supports,
+    swiglu,
 };
 pub use params::{
     AttentionItem, AttentionParams, CopyParams, DRAFTS_MAX, EmbeddingParams, GemmParams, HistoryParams,
-    NormParams, Plain, QkvParams, RECENT_TOKENS, SamplingParams, SamplingResult, SamplingRow, ScoreParams,
-    ScoreRow, SlotOutput, SwigluParams, TOP_MAX, as_bytes,
+    NormParams, Plain, QkvParams, RECENT_TOKENS, SAMPLING_PARTS_MAX, SAMPLING_SPLIT_BYTES, SamplingParams,
+    SamplingResult, SamplingRow, ScoreParams, ScoreRow, SlotOutput, SwigluParams, TOP_MAX, as_bytes,
 };
 pub use replacement::{IMAGES_VARIABLE, Replacement};

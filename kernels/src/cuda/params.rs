@@ -6,6 +6,10 @@
 pub const TOP_MAX: usize = 20;
 /// Generated tokens kept for bad words, as a ring.
 pub const RECENT_TOKENS: usize = 32;
+/// Bytes of the `SamplingSplit` of a row.
+pub const SAMPLING_SPLIT_BYTES: usize = 2048 * 8 + SAMPLING_PARTS_MAX as usize * 8 + 8 + DRAFTS_MAX * 8;
+/// Maximum parts that a row of logits is split into for sampling.
+pub const SAMPLING_PARTS_MAX: u32 = 32;
 /// Maximum drafts of a slot in a batch.
 pub const DRAFTS_MAX: usize = 512;
 
@@ -85,9 +89,10 @@ blocks! {
     SamplingResult {
         token: u32, logprob: f32, top: u32, rank: u32, tokens: [u32; TOP_MAX], logprobs: [f32; TOP_MAX],
     }
-    /// Parameters of `sample` and `accept_drafts`.
+    /// Parameters of `sample`, of the kernels before it where rows are split, and of `accept_drafts`.
     SamplingParams {
-        logits: u64, rows: u64, results: u64, sampled: u64, tokens: u64, vocabulary: u32, stride: u32,
+        logits: u64, rows: u64, results: u64, sampled: u64, tokens: u64, split: u64,
+        vocabulary: u32, stride: u32, parts: u32, part_tokens: u32,
     }
     /// Token whose log probability is wanted of a row of logits.
     ScoreRow { token: u32, top: u32 }
@@ -95,4 +100,12 @@ blocks! {
     ScoreParams { logits: u64, rows: u64, results: u64, vocabulary: u32, stride: u32 }
     /// Parameters of `count_history`.
     HistoryParams { history: u64, tokens: u64, vocabulary: u32, prompt: u32, generated: u32, unused: u32 }
+}
+
+impl SamplingRow {
+    /// Returns whether the row's token is drawn from those that top-k or top-p keeps, as the kernels decide it.
+    pub fn truncates(&self, vocabulary: u32) -> bool {
+        let top_k = self.top_k > 0 && self.top_k < vocabulary;
+        self.temperature > 0.0 && (top_k || self.top_p < 1.0)
+    }
 }

@@ -11,6 +11,7 @@ use proptest::prelude::*;
 
 use crate::device::{Buffer, TestDevice};
 use crate::sampling::{Row, logits_of, output_of, row};
+use crate::sampling_split::SplitRows;
 use crate::{SeededRng, on_harness};
 
 /// Slot of a random batch.
@@ -278,8 +279,8 @@ impl TestBatch {
 
 #[test]
 pub(crate) fn tokens_that_count_equal_those_drawn_one_by_one() {
-    let shape = (any::<u32>(), 9usize..60, prop::collection::vec(slot(), 1..5));
-    on_harness(60, shape, |(seed, vocabulary, slots)| {
+    let shape = (any::<u32>(), 9usize..60, prop::collection::vec(slot(), 1..5), 0u32..4);
+    on_harness(60, shape, |(seed, vocabulary, slots, parts)| {
         let (device, mut rng) = (TestDevice::new(), SeededRng::new(seed));
         let stride = vocabulary.next_multiple_of(4) + 4 * rng.below(2);
         let mut batch = TestBatch {
@@ -305,7 +306,8 @@ pub(crate) fn tokens_that_count_equal_those_drawn_one_by_one() {
         let (logits, table) = (device.upload(&batch.logits), device.upload_constant(&batch.table));
         let tokens = device.upload_constant(&batch.tokens);
         let (results, sampled) = (device.alloc(rows * size_of::<SamplingResult>()), device.alloc(rows * 4));
-        let p = SamplingParams {
+        let split = SplitRows::new(&device, rows, vocabulary as u32, parts);
+        let p = split.params(SamplingParams {
             logits: logits.address(),
             rows: table.address(),
             results: results.address(),
@@ -313,9 +315,11 @@ pub(crate) fn tokens_that_count_equal_those_drawn_one_by_one() {
             tokens: tokens.address(),
             vocabulary: vocabulary as u32,
             stride: stride as u32,
-        };
+            ..SamplingParams::default()
+        });
+        let truncated = batch.table.iter().any(|row| row.truncates(vocabulary as u32));
         unsafe {
-            sample(&device, rows as u32, &p).unwrap();
+            sample(&device, rows as u32, truncated, &p).unwrap();
             accept_drafts(&device, rows as u32, &p).unwrap();
         }
         let (results, sampled) = (results.read::<SamplingResult>(rows), sampled.read::<u32>(rows));

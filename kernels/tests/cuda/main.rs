@@ -15,6 +15,7 @@ mod overlap;
 mod product;
 mod rows;
 mod sampling;
+mod sampling_split;
 mod sources;
 mod tensor_cores;
 mod timing;

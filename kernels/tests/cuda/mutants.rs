@@ -5,7 +5,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use inflight_kernels::cuda::{Harness, Mutant};
 
 use crate::device::TestDevice;
-use crate::{attention, drafts, product, sampling};
+use crate::{attention, drafts, product, sampling, sampling_split};
 
 /// Returns whether the property, a test function, panics with the mutant active.
 fn detects(property: fn(), mutant: Mutant) -> bool {
@@ -26,6 +26,9 @@ fn every_mutant_of_a_kernel_fails_the_property_it_breaks() {
             }
             Mutant::MergeOrder => {
                 &[("attention's bits", attention::rows_have_the_same_bits_for_any_key_splits)]
+            }
+            Mutant::SplitParts | Mutant::SplitBins => {
+                &[("split rows", sampling_split::split_rows_yield_what_one_block_does)]
             }
             Mutant::DrawPosition => &[("sampling", sampling::tokens_and_logprobs_equal_those_of_the_cpu)],
             Mutant::NoKernelWait => &[

@@ -7,6 +7,7 @@ use inflight_kernels::cuda::{
 use proptest::prelude::*;
 
 use crate::device::TestDevice;
+use crate::sampling_split::SplitRows;
 use crate::{SeededRng, on_harness};
 
 /// Sampling parameters and kind of logits of a row.
@@ -111,8 +112,8 @@ pub(crate) fn logits_of(kind: u32, vocabulary: usize, rng: &mut SeededRng) -> Ve
 
 #[test]
 pub(crate) fn tokens_and_logprobs_equal_those_of_the_cpu() {
-    let shape = (any::<u32>(), 1usize..2500, prop::collection::vec(row(), 1..4));
-    on_harness(60, shape, |(seed, vocabulary, rows)| {
+    let shape = (any::<u32>(), 1usize..2500, prop::collection::vec(row(), 1..4), 0u32..5);
+    on_harness(60, shape, |(seed, vocabulary, rows, parts)| {
         let (device, mut rng) = (TestDevice::new(), SeededRng::new(seed));
         let stride = vocabulary.next_multiple_of(4) + 4 * rng.below(2);
         let isa = Isa::detect();
@@ -265,16 +266,18 @@ pub(crate) fn tokens_and_logprobs_equal_those_of_the_cpu() {
         let (logits, table_at) = (device.upload(&all), device.upload(&table));
         let results = device.alloc(table.len() * size_of::<SamplingResult>());
         let sampled = device.alloc(table.len() * 4);
-        let p = SamplingParams {
+        let split = SplitRows::new(&device, table.len(), vocabulary as u32, parts);
+        let p = split.params(SamplingParams {
             logits: logits.address(),
             rows: table_at.address(),
             results: results.address(),
             sampled: sampled.address(),
-            tokens: 0,
             vocabulary: vocabulary as u32,
             stride: stride as u32,
-        };
-        unsafe { sample(&device, table.len() as u32, &p) }.unwrap();
+            ..SamplingParams::default()
+        });
+        let truncated = table.iter().any(|row| row.truncates(vocabulary as u32));
+        unsafe { sample(&device, table.len() as u32, truncated, &p) }.unwrap();
         let results = results.read::<SamplingResult>(table.len());
         let sampled = sampled.read::<u32>(table.len());
         for (r, (token, logprob, top, counts, output)) in expected.iter().enumerate() {
@@ -369,11 +372,11 @@ fn samples_follow_the_distribution() {
         rows: table.address(),
         results: results.address(),
         sampled: sampled.address(),
-        tokens: 0,
         vocabulary: 5,
         stride: 8,
+        ..SamplingParams::default()
     };
-    unsafe { sample(&device, rows, &p) }.unwrap();
+    unsafe { sample(&device, rows, false, &p) }.unwrap();
     let mut counts = [0u32; 5];
     sampled.read::<u32>(rows as usize).iter().for_each(|token| counts[*token as usize] += 1);
     for (count, weight) in counts.iter().zip(weights) {

@@ -81,7 +81,7 @@ def summary(rows):
                    f"{row['us']:.1f} us, {row['gb_s']} GB/s, {100 * row['share_of_copy']:.0f} % of copy "
                    f"(deterministic product: {row['deterministic_us']:.1f} us)", "", None)
         elif kernel == "sample":
-            yield (f"sampling, {row['way']}, {row['rows']} rows", f"{row['us']:.1f} us, {100 * row['share_of_copy']:.0f} % of copy", "", None)
+            yield (f"sampling, {row['way']}, {row['rows']} rows{' in parts' if row['parts'] else ''}", f"{row['us']:.1f} us, {100 * row['share_of_copy']:.0f} % of copy", "", None)
         elif kernel in ("norm", "swiglu", "finish_qkv", "finish_qkv_fp8"):
             yield (f"{row['model']} {kernel}, {row['rows']} rows", f"{row['us']:.2f} us, {100 * row['share_of_copy']:.0f} % of copy", "", None)
     for (model, fp8, pool, sequences, context), orders in attention.items():

@@ -1,6 +1,9 @@
 //! Sampling from logits of a large vocabulary.
 
-use inflight_kernels::cuda::{SamplingParams, SamplingResult, SamplingRow, as_bytes, sample};
+use inflight_kernels::cuda::{
+    Device, SAMPLING_SPLIT_BYTES, SamplingParams, SamplingResult, SamplingRow, as_bytes, sample,
+    sampling_parts,
+};
 
 use super::Bench;
 use crate::SeededRng;
@@ -42,31 +45,42 @@ fn sampling_by_parameters_and_rows() {
         let logits = bench.tiled(rows * VOCABULARY * 4, &distinct);
         let results = bench.device.alloc(rows * size_of::<SamplingResult>());
         let (sampled, tokens) = (bench.device.alloc(rows * 4), bench.device.upload(&vec![0u32; rows]));
+        let split = bench.device.alloc(rows * SAMPLING_SPLIT_BYTES);
+        let parts = sampling_parts(&bench.overlapping.profile(), rows as u32, VOCABULARY as u32);
+        // Whole rows, and split ones where they are.
+        let parts = if parts.0 == 0 { vec![(0, 0)] } else { vec![(0, 0), parts] };
         for (name, way) in ways {
             let settings: Vec<u8> = (0..rows)
                 .flat_map(|row| as_bytes(&SamplingRow { choice: row as u32, ..way }).to_vec())
                 .collect();
             let settings = bench.device.upload(&settings);
-            let p = SamplingParams {
-                logits: logits.address(),
-                rows: settings.address(),
-                results: results.address(),
-                sampled: sampled.address(),
-                tokens: tokens.address(),
-                vocabulary: VOCABULARY as u32,
-                stride: VOCABULARY as u32,
-            };
-            let timing = bench.measure(&bench.overlapping, || {
-                for _ in 0..LAUNCHES {
-                    unsafe { sample(&bench.overlapping, rows as u32, &p) }.unwrap();
-                }
-            });
-            let bytes = (LAUNCHES * rows * VOCABULARY * 4) as f64;
-            println!(
-                "{{\"kernel\": \"sample\", \"way\": \"{name}\", \"rows\": {rows}, \"vocabulary\": {VOCABULARY}, {}, {}}}",
-                timing.fields(LAUNCHES),
-                bench.rate(bytes, timing.median)
-            );
+            for (parts, part_tokens) in &parts {
+                let p = SamplingParams {
+                    logits: logits.address(),
+                    rows: settings.address(),
+                    results: results.address(),
+                    sampled: sampled.address(),
+                    tokens: tokens.address(),
+                    split: split.address(),
+                    vocabulary: VOCABULARY as u32,
+                    stride: VOCABULARY as u32,
+                    parts: *parts,
+                    part_tokens: *part_tokens,
+                };
+                let truncated = way.truncates(VOCABULARY as u32);
+                let timing = bench.measure(&bench.overlapping, || {
+                    for _ in 0..LAUNCHES {
+                        unsafe { sample(&bench.overlapping, rows as u32, truncated, &p) }.unwrap();
+                    }
+                });
+                let bytes = (LAUNCHES * rows * VOCABULARY * 4) as f64;
+                println!(
+                    "{{\"kernel\": \"sample\", \"way\": \"{name}\", \"rows\": {rows}, \"parts\": {parts}, \
+                     \"vocabulary\": {VOCABULARY}, {}, {}}}",
+                    timing.fields(LAUNCHES),
+                    bench.rate(bytes, timing.median)
+                );
+            }
         }
     }
 }

@@ -3,8 +3,9 @@
 use inflight_kernels::cpu::inverse_frequencies;
 use inflight_kernels::cuda::{
     AttentionParams, CopyParams, DeviceError, EmbeddingParams, HalfDtype, KvStore, NormParams, QkvParams,
-    SamplingParams, SamplingResult, ScoreParams, ScoreRow, accept_drafts, attention, attention_blocks,
-    copy_blocks, embedding, finish_qkv, norm, sample, score,
+    SAMPLING_SPLIT_BYTES, SAMPLING_SPLIT_ROWS, SamplingParams, SamplingResult, ScoreParams, ScoreRow,
+    accept_drafts, attention, attention_blocks, copy_blocks, embedding, finish_qkv, norm, sample,
+    sampling_parts, score,
 };
 use inflight_models::ModelConfig;
 
@@ -45,6 +46,8 @@ pub(super) struct CudaForward<G: Gpu> {
     /// Rows of logits that are held at once.
     logits_rows: u32,
     sampled: G::Memory,
+    /// What the parts of rows hand on while they are sampled, for at most [`SAMPLING_SPLIT_ROWS`] rows.
+    split: G::Memory,
     partial_sums: G::Memory,
     partial_tops: G::Memory,
     counters: G::Memory,
@@ -141,6 +144,7 @@ impl<G: Gpu> CudaForward<G> {
             },
             logits_rows: capacity.samples,
             sampled: zeroed(samples as u64 * 4)?,
+            split: gpu.alloc(samples.min(SAMPLING_SPLIT_ROWS as usize) * SAMPLING_SPLIT_BYTES)?,
             partial_sums: gpu.alloc(partial.0 as usize)?,
             partial_tops: gpu.alloc(partial.1 as usize)?,
             counters: zeroed(u64::from(PARTIALS) * shapes.kv_heads * 4)?,
@@ -447,20 +451,25 @@ impl<G: Gpu> CudaForward<G> {
         if step.samples == 0 {
             return Ok(());
         }
+        let (rows, vocabulary) = (step.samples, self.config.vocab_size as u32);
+        let (parts, part_tokens) = sampling_parts(&gpu.profile(), rows, vocabulary);
         let p = SamplingParams {
             logits: self.logits.address(),
             rows: at.metadata + step.layout.sampling as u64,
             results: at.results,
             sampled: self.sampled.address(),
             tokens: at.metadata + step.layout.tokens as u64,
-            vocabulary: self.config.vocab_size as u32,
+            split: self.split.address(),
+            vocabulary,
             stride: self.shapes.logits as u32,
+            parts,
+            part_tokens,
         };
         // SAFETY: results have room for as many samples as a step may have; histories, outputs and adjustments
         // are those of attached slots, and drafts are tokens of the batch, below the vocabulary size.
         unsafe {
-            sample(gpu, step.samples, &p)?;
-            if step.drafted { accept_drafts(gpu, step.samples, &p) } else { Ok(()) }
+            sample(gpu, rows, step.truncated, &p)?;
+            if step.drafted { accept_drafts(gpu, rows, &p) } else { Ok(()) }
         }
     }
 }

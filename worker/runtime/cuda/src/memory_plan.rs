@@ -1,6 +1,6 @@
 //! GPU memory plan: bytes per component and blocks of the KV pool. Pure arithmetic, tested without a device.
 
-use inflight_kernels::cuda::{KvStore, SamplingResult};
+use inflight_kernels::cuda::{KvStore, SAMPLING_SPLIT_BYTES, SAMPLING_SPLIT_ROWS, SamplingResult};
 use inflight_models::ModelConfig;
 use inflight_runtime::SCORES_MAX;
 use inflight_runtime::sharding::Shard;
@@ -99,8 +99,13 @@ impl ModelShapes {
             half(2 * self.inner),
             half(self.inner),
         ];
-        let logits =
-            [samples * self.logits * 4, samples * self.gathered * 4, samples * self.hidden * 2, samples * 4];
+        let logits = [
+            samples * self.logits * 4,
+            samples * self.gathered * 4,
+            samples * self.hidden * 2,
+            samples * 4,
+            samples.min(SAMPLING_SPLIT_ROWS.into()) * SAMPLING_SPLIT_BYTES as u64,
+        ];
         let results =
             [samples, u64::from(SCORES_MAX)].map(|count| count * size_of::<SamplingResult>() as u64);
         // Of the padded vocabulary, slightly more than needed.

@@ -103,6 +103,8 @@ pub(super) struct StepShape {
     pub(super) mixed: bool,
     /// Whether some slots have drafts.
     pub(super) drafted: bool,
+    /// Whether some row is sampled with top-k or top-p.
+    pub(super) truncated: bool,
     /// Graph to whose rows the batch is padded.
     pub(super) graph: Option<StepGraph>,
 }
@@ -121,6 +123,8 @@ pub(super) struct MetadataPacker {
 /// Model and device properties that packing depends on.
 #[derive(Debug, Clone)]
 pub(super) struct PackerConfig {
+    /// Tokens of the vocabulary.
+    pub(super) vocabulary: u32,
     pub(super) block_tokens: u32,
     pub(super) blocks: u32,
     /// Distinct sliding windows of the layers.
@@ -159,8 +163,9 @@ impl PackerConfig {
             scores: 0,
             copies: Vec::new(),
             mixed: self.mixed(graph),
-            // So that the kernel is loaded; padding has no drafts.
+            // So that the kernels are loaded; padding has no drafts and draws no token.
             drafted: true,
+            truncated: true,
             graph: Some(graph),
         };
         (step, packed)
@@ -312,6 +317,7 @@ impl MetadataPacker {
             copies: copy_groups(batch),
             mixed: graph.map_or(mixed, |graph| config.mixed(graph)),
             drafted: batch.samples.iter().any(|sample| sample.drafted),
+            truncated: sampling.iter().any(|row| row.truncates(config.vocabulary)),
             graph,
         })
     }
@@ -367,7 +373,7 @@ mod tests {
             slots: 8,
             partials: PARTIALS,
         };
-        PackerConfig { block_tokens: 16, blocks: 64, windows, plan }
+        PackerConfig { vocabulary: 1000, block_tokens: 16, blocks: 64, windows, plan }
     }
 
     fn word(bytes: &[u8], at: usize) -> u32 {

@@ -116,6 +116,7 @@ impl<G: Gpu> ModelRunner<G> {
             capabilities.context_tokens,
         )?;
         let packer_config = PackerConfig {
+            vocabulary: capabilities.vocab_size,
             block_tokens: capabilities.block_tokens,
             blocks: capabilities.blocks,
             windows: windows(&config).0,

@@ -78,10 +78,10 @@ impl StepSlot {
             metadata: PinnedMemory::new(context, metadata_bytes)?,
             results: PinnedMemory::new(context, samples as usize * size_of::<SamplingResult>())?,
             scores: PinnedMemory::new(context, SCORES_MAX as usize * size_of::<SamplingResult>())?,
-            uploaded: CudaEvent::new(context)?,
+            uploaded: CudaEvent::untimed(context)?,
             begin: CudaEvent::new(context)?,
             computed: CudaEvent::new(context)?,
-            done: CudaEvent::new(context)?,
+            done: CudaEvent::untimed(context)?,
         })
     }
 

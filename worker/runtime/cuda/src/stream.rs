@@ -8,7 +8,7 @@ use inflight_kernels::cuda::DeviceError;
 use super::driver_error::failed;
 use super::staging::Fence;
 
-/// CUDA event: a point in a stream's order, with a timestamp.
+/// CUDA event: a point in a stream's order, with a timestamp unless it was created without.
 pub(super) struct CudaEvent {
     event: sys::CUevent,
     context: Arc<CudaContext>,
@@ -22,8 +22,16 @@ unsafe impl Sync for CudaEvent {}
 impl CudaEvent {
     /// Creates an event with timing enabled.
     pub(super) fn new(context: &Arc<CudaContext>) -> Result<Self, DeviceError> {
-        let event = result::event::create(sys::CUevent_flags::CU_EVENT_DEFAULT)
-            .map_err(failed("creating an event"))?;
+        Self::with_flags(context, sys::CUevent_flags::CU_EVENT_DEFAULT)
+    }
+
+    /// Creates an event without a timestamp, which costs less to record and to wait for.
+    pub(super) fn untimed(context: &Arc<CudaContext>) -> Result<Self, DeviceError> {
+        Self::with_flags(context, sys::CUevent_flags::CU_EVENT_DISABLE_TIMING)
+    }
+
+    fn with_flags(context: &Arc<CudaContext>, flags: sys::CUevent_flags) -> Result<Self, DeviceError> {
+        let event = result::event::create(flags).map_err(failed("creating an event"))?;
         Ok(Self { event, context: Arc::clone(context) })
     }
 
