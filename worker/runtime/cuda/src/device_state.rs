@@ -16,13 +16,14 @@ use super::gpu::{Gpu, GpuMemory};
 use super::gpu_paths::{self, PathConditions};
 use super::load_job::LoadJob;
 use super::load_plan::LoadPlan;
+use super::memory_plan::DEPTH;
 use super::metadata::StepShape;
 use super::model_gemms::{ModelGemm, model_gemms};
 use super::model_runner::{ModelRunner, RunnerModes};
 use super::nccl::NcclRank;
 use super::slots::device_error;
 use super::step_graph::{StepGraph, StepGraphs};
-use super::step_slot::{CopyStreams, DEPTH, StepSlot};
+use super::step_slot::{CopyStreams, StepSlot};
 use super::weights::UploadError;
 use super::{Error as LoadError, algorithm_search, cublaslt};
 

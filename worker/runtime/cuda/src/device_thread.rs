@@ -15,7 +15,8 @@ use super::Error as LoadError;
 use super::autotune::GemmTuning;
 use super::device_state::DeviceState;
 use super::load_job::LoadJob;
-use super::step_slot::{DEPTH, StepSlot};
+use super::memory_plan::DEPTH;
+use super::step_slot::StepSlot;
 
 /// Bound of the command queue: two steps, each attaching and detaching every slot at most.
 const COMMANDS_MAX: usize = 1 << 14;

@@ -73,11 +73,11 @@ pub use error::Error;
 pub use gpu_info::Unavailable;
 use group_swap::GroupSwap;
 use load_job::LoadJob;
+use memory_plan::DEPTH;
 use model_runner::check_model;
 pub use options::CudaOptions;
 use ranks::{CompletedStep, Ranks};
 use shard_plan::ShardPlan;
-use step_slot::DEPTH;
 
 /// Returns the number of GPUs that the driver reports; 0 without a driver.
 pub fn count() -> u32 {

@@ -7,12 +7,11 @@ use super::error::Error as LoadError;
 use super::forward::windows;
 use super::load_job::LoadJob;
 use super::memory_plan::{
-    BufferLimits, MemoryBudget, MemoryComponent, ModelShapes, PARTIALS, PoolSize, RESERVE_BYTES,
+    BufferLimits, DEPTH, MemoryBudget, MemoryComponent, ModelShapes, PARTIALS, PoolSize, RESERVE_BYTES,
     WORKSPACE_BYTES, allocated_bytes, component_table, mebibytes, options_to_lower, pool_blocks, total_bytes,
 };
 use super::metadata::{MetadataCapacity, MetadataLayout};
 use super::step_graph::StepGraphs;
-use super::step_slot::DEPTH;
 
 /// Sizes of what a rank allocates.
 pub(super) struct LoadPlan {

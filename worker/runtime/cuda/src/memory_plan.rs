@@ -6,8 +6,9 @@ use inflight_runtime::SCORES_MAX;
 use inflight_runtime::sharding::Shard;
 
 use super::slots::{adjustment_bytes, allowed_bytes, history_bytes, output_bytes, words_bytes};
-use super::step_slot::DEPTH;
 
+/// Maximum number of steps launched and not completed, each with metadata and results of its own.
+pub(super) const DEPTH: u32 = 2;
 /// Maximum number of split-attention partial results.
 pub(super) const PARTIALS: u32 = 1024;
 /// Bytes of the maximum and the sum of a partial result row, beside its elements.

@@ -13,9 +13,10 @@ use super::device_thread::{
     self, DeviceCommand, DeviceThread, LaunchedStep, LoadEvent, LoadedRank, MaskSender, thread_ended,
 };
 use super::load_job::LoadJob;
+use super::memory_plan::DEPTH;
 use super::nccl::NcclGroup;
 use super::slots::device_error;
-use super::step_slot::{DEPTH, StepSlot};
+use super::step_slot::StepSlot;
 
 /// Interval of polling communicators for asynchronous errors.
 const CHECK_INTERVAL: Duration = Duration::from_millis(50);

@@ -9,9 +9,6 @@ use super::driver::CudaDevice;
 use super::gpu::{Gpu, GpuMemory};
 use super::stream::{CudaEvent, CudaStream};
 
-/// Maximum number of steps launched and not completed, and number of step slots.
-pub(super) const DEPTH: u32 = 2;
-
 /// Device buffers of a step in flight.
 pub(super) struct StepBuffers<M> {
     /// Packed metadata.

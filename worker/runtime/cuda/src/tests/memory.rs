@@ -1,9 +1,8 @@
 //! Actual allocations and GEMMs, compared with the memory plan and the list of model GEMMs.
 
-use super::super::memory_plan::{BufferLimits, allocated_bytes};
+use super::super::memory_plan::{BufferLimits, DEPTH, allocated_bytes};
 use super::super::model_gemms::{ModelGemm, model_gemms};
 use super::super::step_graph::StepGraphs;
-use super::super::step_slot::DEPTH;
 use super::recording_device::RecordingDevice;
 use super::*;
 
