@@ -478,7 +478,7 @@ fn no_bit_depends_on_chunks_or_batch(store: KvStore) {
     let reference: Vec<u32> = logits_of(&[[200, 0], [90, 0]], false);
     assert!(!reference.is_empty());
     assert_eq!(logits_of(&[[7, 40], [150, 0], [133, 0]], false), reference);
-    // The last token alone, as a decode in a bucket.
+    // The last token alone, as a decode padded to the rows of a graph.
     assert_eq!(logits_of(&[[200, 13], [89, 26], [1, 1]], true), reference);
 }
 

@@ -48,7 +48,7 @@ fn overlapping_kernels_of_a_step_have_no_data_races() {
             let mut sequences = TestSequences::new(&[40, 3], model.config().vocab_size as u32, 16, 4);
             let sampling = SamplingParams::greedy();
             (0..2).for_each(|slot| gpu.attach(slot, &sampling, &[]));
-            // A prompt beside a decode, then a decode bucket.
+            // A prompt beside a decode, then decodes padded to the rows of a graph.
             for chunks in [[39, 2], [1, 1]] {
                 let (tokens, logits) = gpu.step(&sequences.batch(&chunks));
                 let bits: Vec<u32> = logits.iter().map(|x| x.to_bits()).collect();
