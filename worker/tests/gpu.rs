@@ -54,31 +54,14 @@ fn teacher_forced(runtime: &mut dyn Runtime) -> Vec<PositionLogprobs> {
     logprobs
 }
 
-#[test]
-fn a_gpu_agrees_with_the_cpu_for_all_gemms_and_tensor_parallel() {
-    let test = "a_gpu_agrees_with_the_cpu_for_all_gemms_and_tensor_parallel";
-    // On the oldest driver, which has no function and reads no file of CUDA 13.
-    if !SimulatedGpu::within("gpus=2,memory=1024,ptx=90,cuda=12.2", test).unwrap() {
-        return;
-    }
-    let folder = TempDir::new("inflight-mini").unwrap();
+fn mini_model(folder: &TempDir) -> ModelDir {
     BenchmarkShape::Mini.write(folder.path()).unwrap();
-    let model = ModelDir::open(&ModelSource::Directory(folder.path().to_owned())).unwrap();
-    let cpu = CpuOptions {
-        threads: Some(1),
-        kv_bytes: 8 << 20,
-        host_bytes: 0,
-        block_tokens: BLOCK_TOKENS,
-        slots: SLOTS,
-        batch_tokens: BATCH_TOKENS,
-        context_tokens: Some(256),
-        isa: None,
-        quantize: None,
-        kv_dtype: None,
-        tensor_parallel: 1,
-    };
-    let expected = teacher_forced(&mut CpuRuntime::load(&model, &cpu, &|_, _| {}).unwrap());
-    let fast = CudaOptions {
+    ModelDir::open(&ModelSource::Directory(folder.path().to_owned())).unwrap()
+}
+
+/// Options with all fast paths but autotuning.
+fn fast_options() -> CudaOptions {
+    CudaOptions {
         gpus: vec![0],
         lone_communicator: false,
         utilization: 0.9,
@@ -96,7 +79,33 @@ fn a_gpu_agrees_with_the_cpu_for_all_gemms_and_tensor_parallel() {
         autotune: false,
         gemm_cache: None,
         overlap: true,
+    }
+}
+
+#[test]
+fn a_gpu_agrees_with_the_cpu_for_all_gemms_and_tensor_parallel() {
+    let test = "a_gpu_agrees_with_the_cpu_for_all_gemms_and_tensor_parallel";
+    // On the oldest driver, which has no function and reads no file of CUDA 13.
+    if !SimulatedGpu::within("gpus=2,memory=1024,ptx=90,cuda=12.2", test).unwrap() {
+        return;
+    }
+    let folder = TempDir::new("inflight-mini").unwrap();
+    let model = mini_model(&folder);
+    let cpu = CpuOptions {
+        threads: Some(1),
+        kv_bytes: 8 << 20,
+        host_bytes: 0,
+        block_tokens: BLOCK_TOKENS,
+        slots: SLOTS,
+        batch_tokens: BATCH_TOKENS,
+        context_tokens: Some(256),
+        isa: None,
+        quantize: None,
+        kv_dtype: None,
+        tensor_parallel: 1,
     };
+    let expected = teacher_forced(&mut CpuRuntime::load(&model, &cpu, &|_, _| {}).unwrap());
+    let fast = fast_options();
     // Both round activations to 16 bits.
     for (what, options, bound) in [
         ("cuBLASLt's first algorithms", fast.clone(), 0.1),
@@ -129,16 +138,21 @@ fn a_gpu_agrees_with_the_cpu_for_all_gemms_and_tensor_parallel() {
             assert!(spread > 0.5, "all tokens are as probable as each other: {expected:?}");
         }
     }
-    kept_gemm_choices_are_used_by_the_next_start(&model, &CudaOptions { autotune: true, ..fast });
 }
 
 /// With a cache directory a second start times nothing, and computes the same bits; choices that do not run are timed anew.
-fn kept_gemm_choices_are_used_by_the_next_start(model: &ModelDir, options: &CudaOptions) {
+#[test]
+fn kept_gemm_choices_are_used_by_the_next_start() {
+    let test = "kept_gemm_choices_are_used_by_the_next_start";
+    if !SimulatedGpu::within("gpus=1,memory=1024,ptx=90,cuda=12.2", test).unwrap() {
+        return;
+    }
     let folder = TempDir::new("inflight-gemm").unwrap();
+    let model = mini_model(&folder);
     let cache = CacheDirectory::new(folder.path().join("cache"), "--gemm-cache");
-    let options = CudaOptions { gemm_cache: Some(cache.clone()), ..options.clone() };
+    let options = CudaOptions { autotune: true, gemm_cache: Some(cache.clone()), ..fast_options() };
     let start = || {
-        let mut gpu = CudaRuntime::load(model, &options, &|_, _| {}).unwrap();
+        let mut gpu = CudaRuntime::load(&model, &options, &|_, _| {}).unwrap();
         (gpu.tuned().to_vec(), teacher_forced(&mut gpu))
     };
     let (timed, first) = start();
