@@ -202,9 +202,9 @@ SUBROUTINE uint32_t choose(SamplingShared &shared, const SamplingRow &row, const
     Part whole = {0, vocabulary};
     Cut cut = {0, ~0u};
     if (truncates(row, vocabulary)) {
-        Truncation truncation = split ? handed_truncation(shared, *split, row, vocabulary)
+        Truncation truncation = split ? split_truncation(shared, *split, row, vocabulary)
                                       : first_truncation(shared, logits, whole, row, vocabulary, best);
-        uint32_t count = split ? handed_candidates(shared, *split)
+        uint32_t count = split ? split_candidates(shared, *split)
                                : collect(shared, logits, whole, best, truncation.crossing.bin);
         if (count <= SAMPLING_THREADS) {
             return pick_candidate(shared, row, count, best, top_k, top_k > 0 ? 0 : truncation.target, bits);
@@ -256,7 +256,7 @@ KERNEL(sample_measure, SamplingParams, SAMPLING_THREADS, 1) {
     }
     const float *logits = p.logits + (uint64_t)block_index() * p.stride;
     SamplingSplit &split = p.split[block_index()];
-    float best = clean(logits[~(uint32_t)handed_best(split, p.parts)]);
+    float best = clean(logits[~(uint32_t)split_best_of(split, p.parts)]);
     measure_bins(shared, logits, part_of(p, block_row()), Cut{0, ~0u}, measure_for(row, p.vocabulary, best));
     for (uint32_t i = thread_index(); i < BINS; i += SAMPLING_THREADS) {
         uint64_t sum = shared.bins[i];
@@ -275,8 +275,8 @@ KERNEL(sample_collect, SamplingParams, SAMPLING_THREADS, 1) {
     }
     const float *logits = p.logits + (uint64_t)block_index() * p.stride;
     SamplingSplit &split = p.split[block_index()];
-    float best = clean(logits[~(uint32_t)handed_best(split, p.parts)]);
-    Truncation truncation = handed_truncation(shared, split, row, p.vocabulary);
+    float best = clean(logits[~(uint32_t)split_best_of(split, p.parts)]);
+    Truncation truncation = split_truncation(shared, split, row, p.vocabulary);
     uint32_t count = collect(shared, logits, part_of(p, block_row()), best, truncation.crossing.bin);
     if (thread_index() == 0) {
         shared.found[0] = atomic_add(&split.count, count);
@@ -305,7 +305,7 @@ KERNEL(sample, SamplingParams, SAMPLING_THREADS, 1) {
     if (!split && adjusts(row)) {
         adjust(row, p.tokens + row.draft, logits, whole);
     }
-    uint32_t token = ~(uint32_t)(split ? handed_best(*split, p.parts) : best_of(shared, logits, whole));
+    uint32_t token = ~(uint32_t)(split ? split_best_of(*split, p.parts) : best_of(shared, logits, whole));
     float best = clean(logits[token]);
     if (best == -INFINITE && row.fallback < vocabulary) {
         token = row.fallback;

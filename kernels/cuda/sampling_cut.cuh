@@ -268,16 +268,16 @@ DEVICE uint64_t sum_of_bins(SamplingShared &shared) {
     return block_sum(shared, sum);
 }
 
-// Histogram search: the bin in which the running sum of the measures of all tokens within INSIDE reaches TARGET, which is at
-// least 1 and at most the sum of all.
+// Histogram search over the whole row: the bin in which the running sum of the measures of the tokens within INSIDE reaches
+// TARGET. TARGET is at least 1 and at most the sum of these measures.
 DEVICE Crossing first_cut(SamplingShared &shared, const float *logits, uint32_t vocabulary, const Cut &inside,
                           const Measure &measure, uint64_t target) {
     measure_bins(shared, logits, Part{0, vocabulary}, inside, measure);
     return cross(shared, target);
 }
 
-// The exact cut: the shortest prefix of the descending order, within INSIDE, whose measures add up to TARGET. CROSSING is the bin
-// in which the histogram of the same tokens reaches it; only its tokens are compared exactly.
+// The exact cut: the shortest prefix of the descending order, within INSIDE, whose measures add up to TARGET. CROSSING is the
+// histogram bin in which the running sum reaches TARGET; only tokens of that bin are compared exactly.
 SUBROUTINE Cut cut_at(SamplingShared &shared, const float *logits, uint32_t vocabulary, const Cut &inside,
                       const Measure &measure, uint64_t target, const Crossing &crossing) {
     float best = measure.best;

@@ -1,5 +1,5 @@
-// Top-k or top-p of a row, found by one block or handed on by the kernels that share the row among several: sums are of integers,
-// and candidates come in any order, so both find the same.
+// Top-k and top-p of a row, by one thread block or by several that share the row. Both give the same bits: sums are of integers,
+// and the order of candidates does not matter.
 #pragma once
 
 #include "sampling_cut.cuh"
@@ -43,7 +43,7 @@ DEVICE Truncation first_truncation(SamplingShared &shared, const float *logits, 
     return truncation_of_bins(shared, row, vocabulary);
 }
 
-DEVICE Truncation handed_truncation(SamplingShared &shared, const SamplingSplit &split, const SamplingRow &row, uint32_t vocabulary) {
+DEVICE Truncation split_truncation(SamplingShared &shared, const SamplingSplit &split, const SamplingRow &row, uint32_t vocabulary) {
     for (uint32_t i = thread_index(); i < BINS; i += SAMPLING_THREADS) {
         shared.bins[i] = split.bins[i];
     }
@@ -52,7 +52,7 @@ DEVICE Truncation handed_truncation(SamplingShared &shared, const SamplingSplit 
 }
 
 // As best_of of the whole row.
-DEVICE uint64_t handed_best(const SamplingSplit &split, uint32_t parts) {
+DEVICE uint64_t split_best_of(const SamplingSplit &split, uint32_t parts) {
     uint64_t best = 0;
     for (uint32_t i = 0; i < MUTANT(SplitParts, parts - 1, parts); i++) {
         best = split.tops[i] > best ? split.tops[i] : best;
@@ -61,7 +61,7 @@ DEVICE uint64_t handed_best(const SamplingSplit &split, uint32_t parts) {
 }
 
 // As collect of the whole row.
-DEVICE uint32_t handed_candidates(SamplingShared &shared, const SamplingSplit &split) {
+DEVICE uint32_t split_candidates(SamplingShared &shared, const SamplingSplit &split) {
     Candidates &candidates = *(Candidates *)shared.bins;
     uint32_t count = split.count, own = thread_index();
     if (own < smaller(count, SAMPLING_THREADS)) {

@@ -415,8 +415,7 @@ pub unsafe fn copy_blocks<D: Device>(device: &D, pairs: u32, p: &CopyParams) -> 
 }
 
 /// Returns into how many parts each of `rows` rows of `vocabulary` logits is split for sampling, and the tokens of a part, a
-/// multiple of 32; no parts: one thread block samples a row. As many parts as keep the device busy, which holds one thread block
-/// of the sampling kernels on a multiprocessor.
+/// multiple of 32. 0 parts: one thread block samples a row. Parts of all rows together are at most the multiprocessors.
 pub fn sampling_parts(profile: &Profile, rows: u32, vocabulary: u32) -> (u32, u32) {
     if rows == 0 || rows > SAMPLING_SPLIT_ROWS {
         return (0, 0);
@@ -430,7 +429,8 @@ pub fn sampling_parts(profile: &Profile, rows: u32, vocabulary: u32) -> (u32, u3
 }
 
 /// Samples a token for each of `rows` rows of logits, and counts those of slots without drafts. Where rows are split
-/// ([`sampling_parts`]), `truncated` says whether some row has a temperature and top-k or top-p.
+/// ([`sampling_parts`]), the kernels for top-k and top-p run only if `truncated`, which is whether any row truncates
+/// ([`SamplingRow::truncates`](super::SamplingRow::truncates)).
 ///
 /// # Errors
 /// Those of [`Device::launch`].

@@ -105,7 +105,7 @@ pub(super) struct StepShape {
     pub(super) drafted: bool,
     /// Whether some row is sampled with top-k or top-p.
     pub(super) truncated: bool,
-    /// Graph to whose rows the batch is padded.
+    /// CUDA graph that the step replays; the batch is padded to its rows. `None`: kernels are launched one by one.
     pub(super) graph: Option<StepGraph>,
 }
 
@@ -134,7 +134,7 @@ pub(super) struct PackerConfig {
 }
 
 impl PackerConfig {
-    /// Returns the capacity of the sections that a graph reads, and of no other.
+    /// Returns the capacities of the metadata sections that a graph reads; those of the other sections are 0.
     fn graph_capacity(&self, graph: StepGraph) -> MetadataCapacity {
         MetadataCapacity {
             rows: graph.rows() as usize,
@@ -175,7 +175,7 @@ impl PackerConfig {
     fn mixed(&self, graph: StepGraph) -> bool {
         match graph {
             StepGraph::Decode(_) => false,
-            // All rows take split items in the deterministic mode.
+            // In the deterministic mode every row uses the split-KV decode kernel.
             StepGraph::Layers(_) => !self.plan.deterministic,
         }
     }
@@ -380,7 +380,7 @@ mod tests {
         u32::from_ne_bytes(bytes[at..at + 4].try_into().unwrap())
     }
 
-    /// Returns the offsets of the sections that a graph reads.
+    /// Returns the offsets of the metadata sections that a CUDA graph reads.
     fn captured_offsets(layout: &MetadataLayout, plans: usize) -> Vec<usize> {
         let mut offsets =
             vec![layout.tokens, layout.positions, layout.kv_indices, layout.sampled_rows, layout.tables];

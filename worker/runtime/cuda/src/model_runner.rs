@@ -30,7 +30,7 @@ pub(super) struct ModelRunner<G: Gpu> {
     packer_config: PackerConfig,
     rows: Vec<SamplingRow>,
     previous_samples: usize,
-    /// Graphs to whose rows batches are padded.
+    /// CUDA graphs that batches are padded for; `None`: no padding.
     graphs: Option<StepGraphs>,
 }
 

@@ -1,13 +1,13 @@
 //! CUDA graphs of steps: which rows they are captured for, and which one a batch runs.
 //!
-//! A graph has fixed grids, so a batch runs padded to the rows of the next larger one. Decode steps are captured whole. Other
-//! steps have any number of sampled and scored rows, whose logits are computed behind the graph of embedding and layers; above
-//! [`LAYER_ROWS_MAX`] rows a layer takes longer on the GPU than its launches on the CPU, so padding would cost more than it
-//! saves.
+//! A graph has fixed grids, so a batch is padded to the rows of the next larger graph. The graph of a decode step is its whole
+//! forward pass. Other steps have any number of sampled and scored rows: their graph is embedding and layers, and the kernels of
+//! their logits are launched after it. Steps of more than [`LAYER_ROWS_MAX`] rows run without a graph: a layer is expected to
+//! take longer on the GPU than its launches on the CPU, so padding would cost more than a graph saves.
 
-/// Rows for which decode steps are captured.
+/// Row counts of the graphs of decode steps.
 const DECODE_ROWS: [u32; 13] = [1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256];
-/// Rows for which the layers of other steps are captured: from 64 on, padding is at most a third of the rows.
+/// Row counts of the graphs of other steps. From 64 rows on, at most a third of a padded batch is padding.
 const LAYER_ROWS: [u32; 13] = [8, 16, 32, 48, 64, 96, 128, 192, 256, 320, 384, 448, LAYER_ROWS_MAX];
 const LAYER_ROWS_MAX: u32 = 512;
 

@@ -116,8 +116,8 @@ impl CopyStreams {
         // The slot's previous step. It was completed before this one was launched, unless it failed.
         slot.done.synchronize()?;
         let uploads = self.uploads.as_ref().unwrap_or(&device.stream);
-        // SAFETY: the range is within both allocations, of one size. Nothing accesses them: the previous step that used the slot is done,
-        // and the copy that is enqueued here is waited for by this step.
+        // SAFETY: the range is within both allocations, of one size. Nothing else accesses them: the slot's previous step is
+        // done, and the next use of the slot waits for this step's `done` event, which is recorded after the copy.
         unsafe {
             slot.metadata.as_slice()[..packed.len()].copy_from_slice(packed);
             let to = slot.buffers.metadata.address();
