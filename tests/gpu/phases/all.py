@@ -8,6 +8,7 @@ from phases.determinism import determinism, drafts
 from phases.kernels import kernels, microbenchmarks
 from phases.machine import machine
 from phases.parity import parity
+from phases.profile import profile
 from phases.ranks import tensor_parallel
 from phases.sanitizer import sanitizer
 from phases.serving import binary, serve
@@ -16,7 +17,7 @@ from phases.swap import swap
 
 PHASES = {"machine": machine, "kernels": kernels, "parity": parity, "microbenchmarks": microbenchmarks, "binary": binary,
           "determinism": determinism, "drafts": drafts, "tensor-parallel": tensor_parallel, "steps": steps, "swap": swap, "serve": serve,
-          "peer": peer, "sanitizer": sanitizer, "deterministic-steps": deterministic_steps, "fp8-steps": fp8_steps,
+          "peer": peer, "profile": profile, "sanitizer": sanitizer, "deterministic-steps": deterministic_steps, "fp8-steps": fp8_steps,
           "serial-steps": serial_steps, "step-modes": step_modes, "beside": beside}
 # Those of a run that names none.
 DEFAULT = [name for name in PHASES if name not in ("step-modes", "beside")]

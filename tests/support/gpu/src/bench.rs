@@ -2,6 +2,7 @@
 
 use std::time::Instant;
 
+use cudarc::driver::{CudaContext, Profiler};
 use inflight_kernels::philox4x32;
 use inflight_runtime::{Batch, Feedback, Runtime as _};
 use inflight_runtime_cuda::CudaRuntime;
@@ -20,6 +21,10 @@ pub struct Steps {
     /// Time limit per case in seconds, once five steps are measured.
     #[serde(default = "seconds")]
     seconds: f64,
+    /// Marks one further step of each case by `cuProfilerStart` and `cuProfilerStop`, for
+    /// `ncu --profile-from-start off`.
+    #[serde(default)]
+    profile: bool,
 }
 
 /// Batch shape: sequences, cached tokens and new tokens per sequence.
@@ -38,7 +43,8 @@ fn word(i: u32, j: u32) -> u32 {
     philox4x32([i, j, 0, 0], [8, 0])[0]
 }
 
-pub fn steps(runtime: &mut CudaRuntime, task: &Steps) -> JobResult<Value> {
+/// Measures all cases on a runtime whose first GPU is `ordinal`.
+pub fn steps(runtime: &mut CudaRuntime, task: &Steps, ordinal: usize) -> JobResult<Value> {
     let capabilities = runtime.capabilities().clone();
     attach(runtime, capabilities.slots)?;
     let blocks =
@@ -87,6 +93,12 @@ pub fn steps(runtime: &mut CudaRuntime, task: &Steps) -> JobResult<Value> {
         }
         device.push(runtime.complete(&mut sampled)?.as_secs_f64());
         let wall = begun.elapsed().as_secs_f64() / device.len() as f64;
+        if task.profile {
+            // The runtime's own: the primary context of the first GPU.
+            CudaContext::new(ordinal)?;
+            let _profiled = Profiler::new()?;
+            runtime.execute(&mut batch(false, 0), &mut sampled)?;
+        }
         device.sort_by(f64::total_cmp);
         rows.push(json!({
             "case": [case.sequences, case.context, case.tokens],

@@ -98,6 +98,7 @@ fn run(argument: &str) -> JobResult<Value> {
         serde_json::from_slice(&text).map_err(|error| format!("{argument} is no valid job: {error}"))?
     };
     let model = ModelDir::open(&ModelSource::Directory(job.model.clone()))?;
+    let ordinal = job.gpus.first().copied().unwrap_or(0);
     let options = CudaOptions {
         gpus: job.gpus,
         lone_communicator: job.lone_communicator,
@@ -126,7 +127,7 @@ fn run(argument: &str) -> JobResult<Value> {
     let result = match job.task {
         Task::Logits(task) => checks::logits(&mut runtime, &task)?,
         Task::Determinism(task) => checks::determinism(&mut runtime, &task)?,
-        Task::Steps(task) => bench::steps(&mut runtime, &task)?,
+        Task::Steps(task) => bench::steps(&mut runtime, &task, ordinal)?,
         Task::Swap(task) => swap::swap(&mut runtime, &task)?,
         Task::Serve(task) => serve::serve(runtime, &task)?,
         Task::Rounds(serve::Rounds {}) => serve::rounds(runtime)?,
