@@ -1,11 +1,11 @@
 // Attention of up to 16 rows (tokens times heads of a group) over long keys: decoding, short chunks, and in the
 // deterministic mode everything.
 //
-// Keys are cut into splits of 64, 128 or 256 positions at absolute multiples. Within a split the warps of a block take 16
+// Keys are cut into splits of 64 to 4096 positions, a power of two, at absolute multiples. Within a split the warps of a block take 16
 // keys each of every tile, with a softmax of their own, and are merged in the order of the warps; splits are merged in
 // their order, by this block if it has all of them, else by the block that comes last. So with one length of splits the
 // bits of a row depend neither on how many splits one block treats, nor on what else is in the batch, nor on which rows
-// share its tile. The host takes 256, but shorter ones outside of the deterministic mode where they keep more blocks busy.
+// share its tile. The host takes 256 in the deterministic mode, and otherwise those that take the least time.
 #pragma once
 
 #include "attention.cuh"
@@ -154,7 +154,7 @@ DEVICE void write_partial(const AttentionParams &p, uint64_t partial, uint32_t r
 // columns of a row at a time, and loads some splits before it takes the first of them in.
 template <typename T, uint32_t D>
 DEVICE void merge_partials(const AttentionParams &p, const AttentionItem &item, uint32_t kv_head, uint32_t rows) {
-    constexpr uint32_t FOURS = D / 4, AHEAD = 4;
+    constexpr uint32_t FOURS = D / 4, AHEAD = 8;
     for (uint32_t at = thread_index(); at < rows * FOURS; at += ATTENTION_THREADS) {
         uint32_t row = at / FOURS, column = at % FOURS * 4;
         Merged<1> all;

@@ -58,7 +58,7 @@ struct AttentionItem {
     uint32_t partial;  // index of the first split's partial result, over all key heads
     uint32_t counter;  // index of these tokens' counter
     uint32_t pieces;   // items for these tokens; 1: this one writes the result itself
-    uint32_t split_keys; // positions of a split: 64, 128 or 256; 0: many rows, all keys at once
+    uint32_t split_keys; // positions of a split, a power of two from 64 to 4096; 0: many rows, all keys at once
 };
 
 struct AttentionParams {
@@ -149,6 +149,8 @@ constexpr uint32_t SAMPLING_PARTS_MAX = 32;
 struct SamplingSplit {
     uint64_t bins[SAMPLING_BINS];       // measures by distance from the best
     uint64_t tops[SAMPLING_PARTS_MAX];  // the best token of each part
+    uint64_t masses[SAMPLING_PARTS_MAX]; // of the tokens of each part that may be drawn; without top-k and top-p
+    uint64_t totals[SAMPLING_PARTS_MAX]; // of all tokens of each part at temperature 1; with log probabilities
     uint32_t count;                     // candidates; if more than there is room for, they are not all there
     uint32_t unused;
     uint32_t ids[SAMPLING_THREADS];

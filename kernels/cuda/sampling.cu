@@ -8,7 +8,8 @@
 // neither the order of threads nor the shape of a block shows in a choice.
 //
 // Where rows are few, several blocks share each (`sampling_split.cuh`): one kernel adjusts the logits and finds the best of each
-// part, and where some row has top-k or top-p, one makes the histogram and one collects the candidates. `sample` does the rest.
+// part; one sums the masses of each part, or where a row has top-k or top-p makes its histogram; one collects the candidates of
+// such rows. `sample` does the rest: of a row without top-k and top-p in the part that the draw falls into.
 #include "sampling_adjust.cuh"
 #include "sampling_split.cuh"
 
@@ -44,13 +45,18 @@ DEVICE uint64_t kept_mass(const Kept &kept, uint32_t i, float logit) {
     return weight < kept.min_p ? 0 : mass_of(weight);
 }
 
-// Sums of the kept masses over one range of ids for each warp, from FROM on, EACH ids long.
+// Sums of the kept masses over one range of ids for each warp, from FROM on, EACH ids long, both multiples of 4.
 DEVICE void range_sums(SamplingShared &shared, const Kept &kept, uint32_t from, uint32_t each, uint32_t end) {
     uint32_t first = from + warp() * each, last = smaller(first + each, end);
     uint64_t sum = 0;
-    UNROLL_BY(4)
-    for (uint32_t i = first + lane(); i < last; i += WARP) {
-        sum += kept_mass(kept, i, clean(kept.logits[i]));
+    UNROLL_BY(2)
+    for (uint32_t i = first + 4 * lane(); i < last; i += 4 * WARP) {
+        Float4 four = *(const Float4 *)(kept.logits + i);
+        float x[4] = {four.x, four.y, four.z, four.w};
+        UNROLL
+        for (uint32_t j = 0; j < 4; j++) {
+            sum += i + j < last ? kept_mass(kept, i + j, clean(x[j])) : 0;
+        }
     }
     sum = warp_sum(sum);
     if (lane() == 0) {
@@ -70,19 +76,27 @@ DEVICE uint32_t range_of(SamplingShared &shared, uint64_t &target) {
     return range;
 }
 
-// Kept tokens lie on a line in the order of their ids, each as long as its mass: the one at the drawn part of it.
-DEVICE uint32_t pick(SamplingShared &shared, const Kept &kept, uint32_t vocabulary, uint64_t bits) {
-    uint32_t each = (vocabulary + SAMPLING_WARPS - 1) / SAMPLING_WARPS;
-    range_sums(shared, kept, 0, each, vocabulary);
-    uint64_t total = 0;
-    for (uint32_t i = 0; i < SAMPLING_WARPS; i++) {
-        total += shared.reduced[i];
+// Ids of a range for each warp, of that many ids in all.
+DEVICE uint32_t range_ids(uint32_t ids) { return (ids + 4 * SAMPLING_WARPS - 1) / (4 * SAMPLING_WARPS) * 4; }
+
+// bits / 2^53 of the total
+DEVICE uint64_t drawn_place(uint64_t bits, uint64_t total) { return multiply_high(bits << 11, total); }
+
+// Kept tokens lie on a line in the order of their ids, each as long as its mass: the one at the drawn part of it. All kept tokens
+// count, or with SPLIT, which has the masses of all parts, those of the part PART, in which TARGET is the place.
+DEVICE uint32_t pick(SamplingShared &shared, const Kept &kept, const Part &part, uint64_t bits, bool split, uint64_t target) {
+    uint32_t each = range_ids(part.end - part.first);
+    range_sums(shared, kept, part.first, each, part.end);
+    if (!split) {
+        uint64_t total = 0;
+        for (uint32_t i = 0; i < SAMPLING_WARPS; i++) {
+            total += shared.reduced[i];
+        }
+        target = drawn_place(bits, total);
     }
-    // bits / 2^53 of the total
-    uint64_t target = multiply_high(bits << 11, total);
-    uint32_t from = range_of(shared, target) * each;
-    uint32_t end = smaller(from + each, vocabulary);
-    uint32_t within = (each + SAMPLING_WARPS - 1) / SAMPLING_WARPS;
+    uint32_t from = part.first + range_of(shared, target) * each;
+    uint32_t end = smaller(from + each, part.end);
+    uint32_t within = range_ids(each);
     range_sums(shared, kept, from, within, end);
     from += range_of(shared, target) * within;
     end = smaller(from + within, end);
@@ -158,13 +172,17 @@ DEVICE float logprob_of(float logit, double total) {
     return logprob == logprob ? logprob : 0.0f;
 }
 
-DEVICE void report(SamplingShared &shared, uint32_t alternatives, const float *logits, uint32_t vocabulary, float best,
-                   uint32_t token, SamplingResult &result) {
-    uint32_t wanted = smaller(smaller(alternatives, TOP_MAX), vocabulary);
+// The mass of all tokens of a part at temperature 1.
+DEVICE uint64_t total_of(SamplingShared &shared, const float *logits, const Part &part, float best) {
     uint64_t sum = 0;
-    each_logit(logits, vocabulary,
-               [&](uint32_t, float logit) { sum += mass_of(weight_of(logit, best, 1.0f)); });
-    sum = block_sum(shared, sum);
+    each_logit(logits, part, [&](uint32_t, float logit) { sum += mass_of(weight_of(logit, best, 1.0f)); });
+    return block_sum(shared, sum);
+}
+
+// SUM is the mass of all tokens at temperature 1.
+DEVICE void report(SamplingShared &shared, uint32_t alternatives, const float *logits, uint32_t vocabulary, float best,
+                   uint64_t sum, uint32_t token, SamplingResult &result) {
+    uint32_t wanted = smaller(smaller(alternatives, TOP_MAX), vocabulary);
     bool infinite = best - best != 0.0f;
     double total = infinite ? (double)best : (double)best + log_double((double)sum / (double)UNIT);
     if (thread_index() == 0) {
@@ -195,8 +213,9 @@ DEVICE void report(SamplingShared &shared, uint32_t alternatives, const float *l
 }
 
 // Chooses a token by temperature, top-k, top-p and min-p. SPLIT has what the kernels before have done; null: nothing.
-SUBROUTINE uint32_t choose(SamplingShared &shared, const SamplingRow &row, const float *logits, uint32_t vocabulary, float best,
+SUBROUTINE uint32_t choose(SamplingShared &shared, const SamplingRow &row, const float *logits, const SamplingParams &p, float best,
                            const SamplingSplit *split) {
+    uint32_t vocabulary = p.vocabulary;
     uint64_t bits = draw(row.seed, row.choice, MUTANT(DrawPosition, row.position + 1, row.position));
     uint32_t top_k = top_k_of(row, vocabulary);
     Part whole = {0, vocabulary};
@@ -219,11 +238,20 @@ SUBROUTINE uint32_t choose(SamplingShared &shared, const SamplingRow &row, const
         cut = cut_at(shared, logits, vocabulary, cut, measure, target, cross(shared, target));
     }
     Kept kept = {logits, cut, best, row.temperature, row.min_p};
-    return pick(shared, kept, vocabulary, bits);
+    if (!split || truncates(row, vocabulary)) {
+        return pick(shared, kept, whole, bits, false, 0);
+    }
+    uint64_t target = drawn_place(bits, sum_of_parts(split->masses, p.parts));
+    uint32_t part = 0;
+    while (part + 1 < p.parts && split->masses[part] <= target) {
+        target -= split->masses[part];
+        part++;
+    }
+    return pick(shared, kept, part_of(p, part), bits, true, target);
 }
 
 // Before `sample` where rows are split: a block a part and row.
-KERNEL(sample_best, SamplingParams, SAMPLING_THREADS, 1) {
+KERNEL(sample_best, SamplingParams, SAMPLING_THREADS, 2) {
     SamplingShared &shared = *(SamplingShared *)shared_memory();
     const SamplingRow &row = p.rows[block_index()];
     if (row.rows == 0) {
@@ -247,17 +275,36 @@ KERNEL(sample_best, SamplingParams, SAMPLING_THREADS, 1) {
     }
 }
 
-// The next: the histogram of each part, added to that of its row.
-KERNEL(sample_measure, SamplingParams, SAMPLING_THREADS, 1) {
+// The next: the masses of each part; with top-k or top-p the histogram of each part, added to that of its row.
+KERNEL(sample_measure, SamplingParams, SAMPLING_THREADS, 2) {
     SamplingShared &shared = *(SamplingShared *)shared_memory();
     const SamplingRow &row = p.rows[block_index()];
-    if (row.rows == 0 || !truncates(row, p.vocabulary)) {
+    if (row.rows == 0 || (row.temperature <= 0.0f && row.logprobs == 0)) {
         return;
     }
     const float *logits = p.logits + (uint64_t)block_index() * p.stride;
     SamplingSplit &split = p.split[block_index()];
+    Part part = part_of(p, block_row());
     float best = clean(logits[~(uint32_t)split_best_of(split, p.parts)]);
-    measure_bins(shared, logits, part_of(p, block_row()), Cut{0, ~0u}, measure_for(row, p.vocabulary, best));
+    if (row.logprobs) {
+        uint64_t sum = total_of(shared, logits, part, best);
+        if (thread_index() == 0) {
+            split.totals[block_row()] = sum;
+        }
+    }
+    if (!truncates(row, p.vocabulary)) {
+        if (row.temperature > 0.0f) {
+            Kept kept = {logits, Cut{0, ~0u}, best, row.temperature, row.min_p};
+            uint64_t sum = 0;
+            each_logit<4>(logits, part, [&](uint32_t i, float logit) { sum += kept_mass(kept, i, logit); });
+            sum = block_sum(shared, sum);
+            if (thread_index() == 0) {
+                split.masses[block_row()] = MUTANT(SplitMasses, sum / 2, sum);
+            }
+        }
+        return;
+    }
+    measure_bins(shared, logits, part, Cut{0, ~0u}, measure_for(row, p.vocabulary, best));
     for (uint32_t i = thread_index(); i < BINS; i += SAMPLING_THREADS) {
         uint64_t sum = shared.bins[i];
         if (sum > 0) {
@@ -267,7 +314,7 @@ KERNEL(sample_measure, SamplingParams, SAMPLING_THREADS, 1) {
 }
 
 // The last before `sample`: the candidates of each part, those up to the bin in which top-k or top-p ends.
-KERNEL(sample_collect, SamplingParams, SAMPLING_THREADS, 1) {
+KERNEL(sample_collect, SamplingParams, SAMPLING_THREADS, 2) {
     SamplingShared &shared = *(SamplingShared *)shared_memory();
     const SamplingRow &row = p.rows[block_index()];
     if (row.rows == 0 || !truncates(row, p.vocabulary)) {
@@ -310,11 +357,12 @@ KERNEL(sample, SamplingParams, SAMPLING_THREADS, 1) {
     if (best == -INFINITE && row.fallback < vocabulary) {
         token = row.fallback;
     } else if (row.temperature > 0.0f) {
-        token = choose(shared, row, logits, vocabulary, best, split);
+        token = choose(shared, row, logits, p, best, split);
     }
     SamplingResult &result = p.results[block_index()];
     if (row.logprobs) {
-        report(shared, row.logprobs - 1, logits, vocabulary, best, token, result);
+        uint64_t sum = split ? sum_of_parts(split->totals, p.parts) : total_of(shared, logits, whole, best);
+        report(shared, row.logprobs - 1, logits, vocabulary, best, sum, token, result);
     }
     if (thread_index() == 0) {
         result.token = token;
@@ -374,7 +422,8 @@ KERNEL(score, ScoreParams, SAMPLING_THREADS, 1) {
     });
     before = block_sum(shared, before);
     SamplingResult &result = p.results[block_index()];
-    report(shared, row.top, logits, p.vocabulary, best, row.token, result);
+    uint64_t sum = total_of(shared, logits, Part{0, p.vocabulary}, best);
+    report(shared, row.top, logits, p.vocabulary, best, sum, row.token, result);
     if (thread_index() == 0) {
         result.token = row.token;
         result.rank = (uint32_t)before + 1;

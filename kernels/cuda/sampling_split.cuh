@@ -4,7 +4,7 @@
 
 #include "sampling_cut.cuh"
 
-static_assert(sizeof(SamplingSplit) == 20744, "as SAMPLING_SPLIT_BYTES says");
+static_assert(sizeof(SamplingSplit) == 21256, "as SAMPLING_SPLIT_BYTES says");
 
 DEVICE Part part_of(const SamplingParams &p, uint32_t part) {
     uint32_t first = part * p.part_tokens;
@@ -58,6 +58,15 @@ DEVICE uint64_t split_best_of(const SamplingSplit &split, uint32_t parts) {
         best = split.tops[i] > best ? split.tops[i] : best;
     }
     return best;
+}
+
+// Of a row: the sum over its parts.
+DEVICE uint64_t sum_of_parts(const uint64_t *sums, uint32_t parts) {
+    uint64_t all = 0;
+    for (uint32_t i = 0; i < parts; i++) {
+        all += sums[i];
+    }
+    return all;
 }
 
 // As collect of the whole row.

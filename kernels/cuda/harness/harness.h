@@ -74,6 +74,7 @@ enum class Mutant : uint32_t {
     DraftMinimum,
     SplitParts,
     SplitBins,
+    SplitMasses,
 };
 extern __thread Mutant mutant;
 

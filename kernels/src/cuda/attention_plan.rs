@@ -50,8 +50,7 @@ impl PlanShape {
 /// Decomposition of a batch's attention into items, made once a step for all layers with one window.
 ///
 /// Key splits start at absolute positions and are merged in order, so results depend on nothing but the length of
-/// the splits: [`ATTENTION_SPLIT`] in the deterministic mode, and shorter ones otherwise where these keep more
-/// thread blocks busy.
+/// the splits: [`ATTENTION_SPLIT`] in the deterministic mode, and otherwise what takes the least time.
 #[derive(Debug, Default, Clone)]
 pub struct AttentionPlan {
     items: Vec<AttentionItem>,
@@ -85,24 +84,11 @@ impl AttentionPlan {
         let whole = |sequence: &PlannedSequence| {
             sequence.tokens > split_tokens && !shape.deterministic && !sequence.decode
         };
-        // Key splits of all decode tiles, which are shared out among the blocks.
-        let all_of = |split_keys: u32| -> u64 {
-            let decodes = sequences.iter().filter(|sequence| !whole(sequence));
-            let tiles = decodes.flat_map(|sequence| tiles(sequence, split_tokens));
-            tiles.map(|tile| u64::from(splits(&tile, shape.window, split_keys).1)).sum()
+        let decodes = || {
+            let sequences = sequences.iter().filter(|sequence| !whole(sequence));
+            sequences.flat_map(|sequence| tiles(sequence, split_tokens))
         };
-        // The longest splits of which every block gets one, else the shortest.
-        let busy = |keys: &u32| all_of(*keys) * u64::from(shape.kv_heads) >= u64::from(shape.slots);
-        let lengths = [ATTENTION_SPLIT, ATTENTION_SPLIT / 2, ATTENTION_SPLIT / 4];
-        let split_keys = if shape.deterministic {
-            ATTENTION_SPLIT
-        } else {
-            lengths.into_iter().find(busy).unwrap_or(lengths[2])
-        };
-        let all = all_of(split_keys);
-        // Two waves of items keep the device busy to the end, with items as long as possible.
-        let each = (all * u64::from(shape.kv_heads)).div_ceil(u64::from(2 * shape.slots.max(1))).max(1);
-        let each = u32::try_from(each).unwrap_or(u32::MAX);
+        let (split_keys, each) = division(decodes, shape);
         for sequence in sequences {
             if whole(sequence) {
                 self.mixed = true;
@@ -116,7 +102,7 @@ impl AttentionPlan {
         }
         let keys = |item: &AttentionItem| match item.split_keys {
             0 => u64::from(item.position + item.tokens) * u64::from(item.tokens.max(16)),
-            keys => u64::from(item.split_end - item.split) * u64::from(keys),
+            keys => u64::from((item.split_end * keys).min(item.position + item.tokens) - item.split * keys),
         };
         self.items.sort_by_key(|item| (item.split_keys, std::cmp::Reverse(keys(item))));
     }
@@ -147,6 +133,66 @@ impl AttentionPlan {
     }
 }
 
+/// Keys in whose time a thread block begins an item and ends it: plan, block table and first keys are loaded one after the
+/// other, and the warps are merged. On an H100 about 4 us, in which a block that shares its multiprocessor reads 128 keys.
+const ITEM_KEYS: u64 = 128;
+/// Keys in whose time the last block of a tile takes in a partial result.
+const PARTIAL_KEYS: u64 = 4;
+/// Lengths of splits outside of the deterministic mode: a longer one has fewer partial results.
+const SPLIT_LENGTHS: [u32; 7] = [4096, 2048, 1024, 512, 256, 128, 64];
+
+/// Chooses the keys of a split and the splits of an item for decode tiles, by the time that the attention would take. An item
+/// is begun and ended as `ITEM_KEYS` says, the blocks take items in rounds, and the last block of a tile merges its partial
+/// results.
+fn division<I: Iterator<Item = AttentionItem>>(decodes: impl Fn() -> I, shape: &PlanShape) -> (u32, u32) {
+    let slots = u64::from(shape.slots.max(1));
+    let heads = u64::from(shape.kv_heads);
+    // Splits of all tiles, and of the longest.
+    let count = |split_keys: u32| {
+        decodes().fold((0u64, 0u32), |(all, most), tile| {
+            let splits = splits(&tile, shape.window, split_keys).1;
+            (all + u64::from(splits), most.max(splits))
+        })
+    };
+    let (all_keys, most_keys) = decodes().fold((0u64, 0u64), |(all, most), tile| {
+        let keys = tile_keys(&tile, shape.window);
+        (all + keys, most.max(keys))
+    });
+    // At most two items for each block, so that the plan is bounded.
+    let each_of = |all: u64, rounds: u64| (all * heads).div_ceil(rounds * slots).max(1);
+    let narrow = |each: u64| u32::try_from(each).unwrap_or(u32::MAX);
+    if shape.deterministic {
+        return (ATTENTION_SPLIT, narrow(each_of(count(ATTENTION_SPLIT).0, 2)));
+    }
+    let mut best = (u64::MAX, SPLIT_LENGTHS[0], 1);
+    for split_keys in SPLIT_LENGTHS {
+        let (all, most) = count(split_keys);
+        let keys = u64::from(split_keys);
+        let mut least = u64::MAX;
+        for rounds in [1, 2] {
+            let each = each_of(all, rounds);
+            let items: u64 = decodes()
+                .map(|tile| u64::from(splits(&tile, shape.window, split_keys).1).div_ceil(each))
+                .sum();
+            let rounds = (items * heads).div_ceil(slots);
+            let item = (each * keys).min(most_keys);
+            // Items of one length end round by round; those of many lengths, longest first, almost together.
+            let read = (rounds * item).min((all_keys * heads).div_ceil(slots) + item);
+            let merged = if u64::from(most) > each { u64::from(most) * PARTIAL_KEYS } else { 0 };
+            let time = rounds * ITEM_KEYS + read + merged;
+            least = least.min(time);
+            if time < best.0 {
+                best = (time, split_keys, each);
+            }
+        }
+        // Shorter splits only add to it from here on.
+        if least > best.0 {
+            break;
+        }
+    }
+    (best.1, narrow(best.2))
+}
+
 /// Yields the rows of a sequence in tiles of at most `tokens` tokens.
 fn tiles(sequence: &PlannedSequence, tokens: u32) -> impl Iterator<Item = AttentionItem> + use<> {
     let PlannedSequence { row, tokens: all, position, table, .. } = *sequence;
@@ -157,6 +203,12 @@ fn tiles(sequence: &PlannedSequence, tokens: u32) -> impl Iterator<Item = Attent
         table,
         ..AttentionItem::default()
     })
+}
+
+/// Returns the keys that some row of a tile sees.
+fn tile_keys(tile: &AttentionItem, window: Option<u32>) -> u64 {
+    let low = window.map_or(0, |window| (tile.position + 1).saturating_sub(window));
+    u64::from(tile.position + tile.tokens - low)
 }
 
 /// Returns the first visible key split of a tile and the number of visible splits.
@@ -215,7 +267,7 @@ mod tests {
                     continue;
                 }
                 prop_assert!(item.split < item.split_end);
-                prop_assert!([64, 128, 256].contains(&item.split_keys));
+                prop_assert!(SPLIT_LENGTHS.contains(&item.split_keys));
                 prop_assert!(item.split_keys == ATTENTION_SPLIT || !shape.deterministic);
                 for r in item.row..item.row + item.tokens {
                     covered[r as usize].push((item.split * item.split_keys, item.split_end * item.split_keys));

@@ -127,11 +127,13 @@ pub enum Mutant {
     SplitParts,
     /// Half of each bin of a part is missing in the histogram of its row.
     SplitBins,
+    /// Half of the mass of each part of a row is missing where a token is drawn without top-k and top-p.
+    SplitMasses,
 }
 
 impl Mutant {
     /// Every mutant.
-    pub const ALL: [Self; 19] = [
+    pub const ALL: [Self; 20] = [
         Self::MissingWait,
         Self::BlockEdge,
         Self::WindowEdge,
@@ -151,6 +153,7 @@ impl Mutant {
         Self::DraftMinimum,
         Self::SplitParts,
         Self::SplitBins,
+        Self::SplitMasses,
     ];
 
     /// Runs `work` with the fault active in all kernels that this thread launches on a [`Harness`].

@@ -3,7 +3,7 @@
 use super::device::{Device, DeviceError, HalfDtype, KvStore, Launch, Profile};
 use super::params::{
     AttentionParams, CopyParams, DRAFTS_MAX, EmbeddingParams, GemmParams, HistoryParams, NormParams, Plain,
-    QkvParams, SAMPLING_PARTS_MAX, SamplingParams, ScoreParams, SwigluParams, as_bytes,
+    QkvParams, SAMPLING_PARTS_MAX, SamplingParams, ScoreParams, SplitKernels, SwigluParams, as_bytes,
 };
 
 /// Head dimensions for which attention kernels exist: those of the supported models (Llama 1/2/3.x, Mistral,
@@ -21,7 +21,11 @@ const MERGE_BYTES: u32 = (2 * 4 + 1) * ATTENTION_SPLIT_ROWS * 4 + 16;
 const SAMPLING_THREADS: u32 = 512;
 const _: () = assert!(DRAFTS_MAX == SAMPLING_THREADS as usize, "a thread holds a draft");
 /// Maximum rows that are split for sampling; more keep the device busy by themselves.
-pub const SAMPLING_SPLIT_ROWS: u32 = 64;
+pub const SAMPLING_SPLIT_ROWS: u32 = 512;
+/// Thread blocks of the kernels over parts of rows that a multiprocessor has room for.
+const PART_BLOCKS: u32 = 2;
+/// Warps of [`finish_qkv`] that keep a GPU busy; beyond them a warp treats more heads of its row.
+const QKV_WARPS: u64 = 4096;
 const ACCEPT_THREADS: u32 = 32;
 const SAMPLING_SHARED_BYTES: u32 = 2048 * 8 + 16 * 8 + 4 * 8 + 8;
 const COPY_BLOCKS_X: u32 = 32;
@@ -98,12 +102,15 @@ pub unsafe fn finish_qkv<D: Device>(
     store: KvStore,
     p: &QkvParams,
 ) -> Result<(), DeviceError> {
-    let warps = p.rows * (p.heads + 2 * p.kv_heads);
     let kernel = match store {
         KvStore::Half => by_half(half, "finish_qkv_bf16", "finish_qkv_f16"),
         KvStore::Fp8 => by_half(half, "finish_qkv_bf16_fp8", "finish_qkv_f16_fp8"),
     };
-    enqueue(device, kernel, (warps.div_ceil(4), 1), 128, 0, p)
+    // A lane has 16 elements of a head. Where rows are few, their heads are shared by several thread blocks.
+    let at_once = 32 / (p.head_dim / 16).next_power_of_two().clamp(1, 32);
+    let passes = (p.heads + 2 * p.kv_heads).div_ceil(at_once);
+    let each = (u64::from(p.rows) * u64::from(passes) / QKV_WARPS).clamp(1, passes.max(1).into());
+    enqueue(device, kernel, (passes.div_ceil(each as u32), p.rows.div_ceil(4)), 128, 0, p)
 }
 
 /// Applies SwiGLU to gate and up projections; `width` is a multiple of 8.
@@ -415,40 +422,38 @@ pub unsafe fn copy_blocks<D: Device>(device: &D, pairs: u32, p: &CopyParams) -> 
 }
 
 /// Returns into how many parts each of `rows` rows of `vocabulary` logits is split for sampling, and the tokens of a part, a
-/// multiple of 32. 0 parts: one thread block samples a row. Parts of all rows together are at most the multiprocessors.
+/// multiple of 32. 0 parts: one kernel does all. Parts of all rows together are at most twice the multiprocessors, or one of each row.
 pub fn sampling_parts(profile: &Profile, rows: u32, vocabulary: u32) -> (u32, u32) {
     if rows == 0 || rows > SAMPLING_SPLIT_ROWS {
         return (0, 0);
     }
-    let wanted = (profile.multiprocessors / rows).min(SAMPLING_PARTS_MAX);
-    let part_tokens = vocabulary.div_ceil(wanted.max(1)).next_multiple_of(32);
-    match vocabulary.div_ceil(part_tokens.max(1)) {
-        0 | 1 => (0, 0),
-        parts => (parts, part_tokens),
-    }
+    let wanted = (PART_BLOCKS * profile.multiprocessors / rows).clamp(1, SAMPLING_PARTS_MAX);
+    let part_tokens = vocabulary.div_ceil(wanted).next_multiple_of(32);
+    (vocabulary.div_ceil(part_tokens.max(1)), part_tokens)
 }
 
 /// Samples a token for each of `rows` rows of logits, and counts those of slots without drafts. Where rows are split
-/// ([`sampling_parts`]), the kernels for top-k and top-p run only if `truncated`, which is whether any row truncates
-/// ([`SamplingRow::truncates`](super::SamplingRow::truncates)).
+/// ([`sampling_parts`]), `needed` kernels run before.
 ///
 /// # Errors
 /// Those of [`Device::launch`].
 ///
 /// # Safety
-/// As [`Device::launch`]; `truncated` is true if some row is.
+/// As [`Device::launch`]; `needed` has all that the rows need.
 pub unsafe fn sample<D: Device>(
     device: &D,
     rows: u32,
-    truncated: bool,
+    needed: SplitKernels,
     p: &SamplingParams,
 ) -> Result<(), DeviceError> {
     let launch =
         |kernel, parts| enqueue(device, kernel, (rows, parts), SAMPLING_THREADS, SAMPLING_SHARED_BYTES, p);
     if p.parts > 0 {
         launch("sample_best", p.parts)?;
-        if truncated {
+        if needed.measure {
             launch("sample_measure", p.parts)?;
+        }
+        if needed.collect {
             launch("sample_collect", p.parts)?;
         }
     }

@@ -32,6 +32,7 @@ pub use launch::{
 pub use params::{
     AttentionItem, AttentionParams, CopyParams, DRAFTS_MAX, EmbeddingParams, GemmParams, HistoryParams,
     NormParams, Plain, QkvParams, RECENT_TOKENS, SAMPLING_PARTS_MAX, SAMPLING_SPLIT_BYTES, SamplingParams,
-    SamplingResult, SamplingRow, ScoreParams, ScoreRow, SlotOutput, SwigluParams, TOP_MAX, as_bytes,
+    SamplingResult, SamplingRow, ScoreParams, ScoreRow, SlotOutput, SplitKernels, SwigluParams, TOP_MAX,
+    as_bytes,
 };
 pub use replacement::{IMAGES_VARIABLE, Replacement};

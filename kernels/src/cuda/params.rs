@@ -7,7 +7,7 @@ pub const TOP_MAX: usize = 20;
 /// Generated tokens kept for bad words, as a ring.
 pub const RECENT_TOKENS: usize = 32;
 /// Bytes of the `SamplingSplit` of a row.
-pub const SAMPLING_SPLIT_BYTES: usize = 2048 * 8 + SAMPLING_PARTS_MAX as usize * 8 + 8 + DRAFTS_MAX * 8;
+pub const SAMPLING_SPLIT_BYTES: usize = 2048 * 8 + 3 * SAMPLING_PARTS_MAX as usize * 8 + 8 + DRAFTS_MAX * 8;
 /// Maximum parts that a row of logits is split into for sampling.
 pub const SAMPLING_PARTS_MAX: u32 = 32;
 /// Maximum drafts of a slot in a batch.
@@ -102,10 +102,37 @@ blocks! {
     HistoryParams { history: u64, tokens: u64, vocabulary: u32, prompt: u32, generated: u32, unused: u32 }
 }
 
+/// Kernels that some row of a batch needs before `sample` where rows are split; `sample_best` is always one.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct SplitKernels {
+    /// `sample_measure`: some row is drawn from, or its log probabilities are wanted.
+    pub measure: bool,
+    /// `sample_collect`: some row has top-k or top-p.
+    pub collect: bool,
+}
+
+impl SplitKernels {
+    /// Those of any rows.
+    pub const ALL: Self = Self { measure: true, collect: true };
+
+    /// Those that these rows need.
+    pub fn of<'a>(rows: impl IntoIterator<Item = &'a SamplingRow>, vocabulary: u32) -> Self {
+        rows.into_iter().fold(Self { measure: false, collect: false }, |needed, row| Self {
+            measure: needed.measure || row.is_measured(),
+            collect: needed.collect || row.truncates(vocabulary),
+        })
+    }
+}
+
 impl SamplingRow {
     /// Returns whether the row's token is drawn from those that top-k or top-p keeps, as the kernels decide it.
     pub fn truncates(&self, vocabulary: u32) -> bool {
         let top_k = self.top_k > 0 && self.top_k < vocabulary;
         self.temperature > 0.0 && (top_k || self.top_p < 1.0)
+    }
+
+    /// Returns whether the row is drawn from, or its log probabilities are wanted.
+    pub fn is_measured(&self) -> bool {
+        self.temperature > 0.0 || self.logprobs > 0
     }
 }

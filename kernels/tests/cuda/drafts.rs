@@ -4,8 +4,8 @@
 use inflight_kernels::RandomKey;
 use inflight_kernels::cpu::{self, Isa, Truncation, Workspace};
 use inflight_kernels::cuda::{
-    HistoryParams, SamplingParams, SamplingResult, SamplingRow, SlotOutput, accept_drafts, count_history,
-    sample,
+    HistoryParams, SamplingParams, SamplingResult, SamplingRow, SlotOutput, SplitKernels, accept_drafts,
+    count_history, sample,
 };
 use proptest::prelude::*;
 
@@ -317,9 +317,9 @@ pub(crate) fn tokens_that_count_equal_those_drawn_one_by_one() {
             stride: stride as u32,
             ..SamplingParams::default()
         });
-        let truncated = batch.table.iter().any(|row| row.truncates(vocabulary as u32));
+        let needed = SplitKernels::of(&batch.table, vocabulary as u32);
         unsafe {
-            sample(&device, rows as u32, truncated, &p).unwrap();
+            sample(&device, rows as u32, needed, &p).unwrap();
             accept_drafts(&device, rows as u32, &p).unwrap();
         }
         let (results, sampled) = (results.read::<SamplingResult>(rows), sampled.read::<u32>(rows));

@@ -27,7 +27,7 @@ fn every_mutant_of_a_kernel_fails_the_property_it_breaks() {
             Mutant::MergeOrder => {
                 &[("attention's bits", attention::rows_have_the_same_bits_for_any_key_splits)]
             }
-            Mutant::SplitParts | Mutant::SplitBins => {
+            Mutant::SplitParts | Mutant::SplitBins | Mutant::SplitMasses => {
                 &[("split rows", sampling_split::split_rows_yield_what_one_block_does)]
             }
             Mutant::DrawPosition => &[("sampling", sampling::tokens_and_logprobs_equal_those_of_the_cpu)],

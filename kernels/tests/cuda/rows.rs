@@ -146,7 +146,7 @@ fn finish_qkv_applies_norm_and_rope_and_writes_only_its_places() {
     let shape = (any::<u32>(), half(), store(), sizes, any::<bool>());
     on_harness(48, shape, |(seed, half, store, (rows, kv_heads, group, dim, shift), norms)| {
         let (device, mut rng) = (TestDevice::new(), SeededRng::new(seed));
-        let head_dim = [6, 64, 96, 128, 256][dim];
+        let head_dim = [16, 64, 96, 128, 256][dim];
         let (heads, layers, layer) = (kv_heads * group, 3, 1);
         let block_tokens = (1usize << shift).max(store.block_tokens_min() as usize);
         let width = (heads + 2 * kv_heads) * head_dim;
@@ -170,7 +170,7 @@ fn finish_qkv_applies_norm_and_rope_and_writes_only_its_places() {
         let before: Vec<u8> = (0..blocks * block_bytes).map(|_| rng.word() as u8).collect();
         let (qkv_at, kv_at) = (device.upload(&qkv), device.upload(&before));
         let (q_at, k_at, angles_at) =
-            (device.upload(&q_norm), device.upload(&k_norm), device.upload(&angles));
+            (device.upload(&q_norm), device.upload(&k_norm), device.upload_constant(&angles));
         let (positions_at, places_at) = (device.upload_constant(&positions), device.upload_constant(&places));
         let p = QkvParams {
             qkv: qkv_at.address(),
@@ -261,7 +261,7 @@ fn finish_qkv_applies_norm_and_rope_and_writes_only_its_places() {
         let alone_at = device.upload(&before);
         let line_at = device.upload(&qkv[row * width..(row + 1) * width]);
         let (position_at, place_at) =
-            (device.upload(&positions[row..=row]), device.upload(&places[row..=row]));
+            (device.upload_constant(&positions[row..=row]), device.upload_constant(&places[row..=row]));
         let alone = QkvParams {
             qkv: line_at.address(),
             positions: position_at.address(),
@@ -326,7 +326,7 @@ fn finish_qkv_stores_the_nearest_e4m3_values() {
         let layer = KvStore::Fp8.layer_bytes(1, block_tokens as u64, head_dim as u64) as usize;
         let blocks = rows.div_ceil(block_tokens);
         let (qkv, kv) = (device.upload(&qkv), device.upload(&vec![0u8; blocks * layer]));
-        let angles = device.upload(&[1.0f32, 0.0].repeat(head_dim / 2));
+        let angles = device.upload_constant(&[1.0f32, 0.0].repeat(head_dim / 2));
         let positions = device.upload_constant(&vec![0u32; rows]);
         let places = device.upload_constant(&(0..rows as u32).collect::<Vec<_>>());
         let p = QkvParams {

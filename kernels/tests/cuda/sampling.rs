@@ -2,7 +2,7 @@ use inflight_kernels::RandomKey;
 use inflight_kernels::cpu::{self, Isa, Truncation, Workspace};
 use inflight_kernels::cuda::{
     HistoryParams, RECENT_TOKENS, SamplingParams, SamplingResult, SamplingRow, ScoreParams, ScoreRow,
-    SlotOutput, count_history, sample, score,
+    SlotOutput, SplitKernels, count_history, sample, score,
 };
 use proptest::prelude::*;
 
@@ -276,8 +276,8 @@ pub(crate) fn tokens_and_logprobs_equal_those_of_the_cpu() {
             stride: stride as u32,
             ..SamplingParams::default()
         });
-        let truncated = table.iter().any(|row| row.truncates(vocabulary as u32));
-        unsafe { sample(&device, table.len() as u32, truncated, &p) }.unwrap();
+        let needed = SplitKernels::of(&table, vocabulary as u32);
+        unsafe { sample(&device, table.len() as u32, needed, &p) }.unwrap();
         let results = results.read::<SamplingResult>(table.len());
         let sampled = sampled.read::<u32>(table.len());
         for (r, (token, logprob, top, counts, output)) in expected.iter().enumerate() {
@@ -376,7 +376,7 @@ fn samples_follow_the_distribution() {
         stride: 8,
         ..SamplingParams::default()
     };
-    unsafe { sample(&device, rows, false, &p) }.unwrap();
+    unsafe { sample(&device, rows, SplitKernels::ALL, &p) }.unwrap();
     let mut counts = [0u32; 5];
     sampled.read::<u32>(rows as usize).iter().for_each(|token| counts[*token as usize] += 1);
     for (count, weight) in counts.iter().zip(weights) {

@@ -1,8 +1,8 @@
 //! Sampling from logits of a large vocabulary.
 
 use inflight_kernels::cuda::{
-    Device, SAMPLING_SPLIT_BYTES, SamplingParams, SamplingResult, SamplingRow, as_bytes, sample,
-    sampling_parts,
+    Device, SAMPLING_SPLIT_BYTES, SamplingParams, SamplingResult, SamplingRow, SplitKernels, as_bytes,
+    sample, sampling_parts,
 };
 
 use super::Bench;
@@ -67,10 +67,10 @@ fn sampling_by_parameters_and_rows() {
                     parts: *parts,
                     part_tokens: *part_tokens,
                 };
-                let truncated = way.truncates(VOCABULARY as u32);
+                let needed = SplitKernels::of([&way], VOCABULARY as u32);
                 let timing = bench.measure(&bench.overlapping, || {
                     for _ in 0..LAUNCHES {
-                        unsafe { sample(&bench.overlapping, rows as u32, truncated, &p) }.unwrap();
+                        unsafe { sample(&bench.overlapping, rows as u32, needed, &p) }.unwrap();
                     }
                 });
                 let bytes = (LAUNCHES * rows * VOCABULARY * 4) as f64;

@@ -468,7 +468,7 @@ impl<G: Gpu> CudaForward<G> {
         // SAFETY: results have room for as many samples as a step may have; histories, outputs and adjustments
         // are those of attached slots, and drafts are tokens of the batch, below the vocabulary size.
         unsafe {
-            sample(gpu, rows, step.truncated, &p)?;
+            sample(gpu, rows, step.split_kernels, &p)?;
             if step.drafted { accept_drafts(gpu, rows, &p) } else { Ok(()) }
         }
     }

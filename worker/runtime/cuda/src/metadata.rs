@@ -2,7 +2,7 @@
 //! one upload.
 
 use inflight_kernels::cuda::{
-    AttentionItem, AttentionPlan, PlanShape, PlannedSequence, SamplingRow, ScoreRow, as_bytes,
+    AttentionItem, AttentionPlan, PlanShape, PlannedSequence, SamplingRow, ScoreRow, SplitKernels, as_bytes,
 };
 use inflight_runtime::{Batch, Error};
 
@@ -103,8 +103,8 @@ pub(super) struct StepShape {
     pub(super) mixed: bool,
     /// Whether some slots have drafts.
     pub(super) drafted: bool,
-    /// Whether some row is sampled with top-k or top-p.
-    pub(super) truncated: bool,
+    /// Kernels that the sampled rows need where rows are split.
+    pub(super) split_kernels: SplitKernels,
     /// CUDA graph that the step replays; the batch is padded to its rows. `None`: kernels are launched one by one.
     pub(super) graph: Option<StepGraph>,
 }
@@ -165,7 +165,7 @@ impl PackerConfig {
             mixed: self.mixed(graph),
             // So that the kernels are loaded; padding has no drafts and draws no token.
             drafted: true,
-            truncated: true,
+            split_kernels: SplitKernels::ALL,
             graph: Some(graph),
         };
         (step, packed)
@@ -317,7 +317,7 @@ impl MetadataPacker {
             copies: copy_groups(batch),
             mixed: graph.map_or(mixed, |graph| config.mixed(graph)),
             drafted: batch.samples.iter().any(|sample| sample.drafted),
-            truncated: sampling.iter().any(|row| row.truncates(config.vocabulary)),
+            split_kernels: SplitKernels::of(&sampling, config.vocabulary),
             graph,
         })
     }
