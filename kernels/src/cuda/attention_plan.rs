@@ -165,10 +165,11 @@ fn division<I: Iterator<Item = AttentionItem>>(decodes: impl Fn() -> I, shape: &
         return (ATTENTION_SPLIT, narrow(each_of(count(ATTENTION_SPLIT).0, 2)));
     }
     let mut best = (u64::MAX, SPLIT_LENGTHS[0], 1);
-    for split_keys in SPLIT_LENGTHS {
+    // Of the lengths that leave all tiles whole, one is enough.
+    let longest = SPLIT_LENGTHS.into_iter().rposition(|keys| u64::from(keys) >= most_keys).unwrap_or(0);
+    for split_keys in SPLIT_LENGTHS.into_iter().skip(longest) {
         let (all, most) = count(split_keys);
         let keys = u64::from(split_keys);
-        let mut least = u64::MAX;
         for rounds in [1, 2] {
             let each = each_of(all, rounds);
             let items: u64 = decodes()
@@ -180,14 +181,9 @@ fn division<I: Iterator<Item = AttentionItem>>(decodes: impl Fn() -> I, shape: &
             let read = (rounds * item).min((all_keys * heads).div_ceil(slots) + item);
             let merged = if u64::from(most) > each { u64::from(most) * PARTIAL_KEYS } else { 0 };
             let time = rounds * ITEM_KEYS + read + merged;
-            least = least.min(time);
             if time < best.0 {
                 best = (time, split_keys, each);
             }
-        }
-        // Shorter splits only add to it from here on.
-        if least > best.0 {
-            break;
         }
     }
     (best.1, narrow(best.2))
@@ -239,6 +235,25 @@ mod tests {
     }
 
     proptest! {
+        #[test]
+        fn where_blocks_are_many_each_has_few_keys_of_few_sequences(
+            slots in 64u32..400, kv_heads in 1u32..=8, sequences in 1u32..=4,
+            position in prop_oneof![4 => 0u32..4000, 1 => (6u32..12).prop_map(|power| 1 << power)],
+        ) {
+            let shape = PlanShape {
+                group: 4, kv_heads, head_dim: 128, window: None, deterministic: false, slots, partials: 1024,
+            };
+            let sequences: Vec<_> = (0..sequences)
+                .map(|row| PlannedSequence { row, tokens: 1, position, table: 0, decode: true })
+                .collect();
+            let mut plan = AttentionPlan::default();
+            plan.make(&sequences, &shape);
+            let keys = |item: &AttentionItem| (item.split_end * item.split_keys).min(position + 1) - item.split * item.split_keys;
+            let share = (position + 1) * kv_heads * sequences.len() as u32 / slots;
+            let longest = plan.items().iter().map(keys).max().unwrap();
+            prop_assert!(longest <= 192 + 2 * share, "{} keys of {}, a share is {}", longest, position + 1, share);
+        }
+
         #[test]
         fn a_plan_covers_every_row_and_every_visible_key_exactly_once(
             shape in shape(), lengths in prop::collection::vec((1u32..600, 0u32..5000, any::<bool>()), 0..12),

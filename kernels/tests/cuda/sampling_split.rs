@@ -97,9 +97,9 @@ proptest! {
         let profile = Profile { multiprocessors, shared_bytes: 0, multiprocessor_shared_bytes: 0 };
         let (parts, part_tokens) = sampling_parts(&profile, rows, vocabulary);
         if parts == 0 {
-            prop_assert!(rows == 0 || rows > SAMPLING_SPLIT_ROWS);
+            prop_assert!(rows == 0 || rows > SAMPLING_SPLIT_ROWS || multiprocessors < rows || vocabulary <= 32);
         } else {
-            prop_assert!(parts == 1 || (parts <= SAMPLING_PARTS_MAX && parts * rows <= 2 * multiprocessors));
+            prop_assert!((2..=SAMPLING_PARTS_MAX).contains(&parts) && parts * rows <= 2 * multiprocessors);
             prop_assert!(part_tokens % 4 == 0 && (parts - 1) * part_tokens < vocabulary);
             prop_assert!(parts * part_tokens >= vocabulary);
         }

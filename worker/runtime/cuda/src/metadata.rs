@@ -317,7 +317,7 @@ impl MetadataPacker {
             copies: copy_groups(batch),
             mixed: graph.map_or(mixed, |graph| config.mixed(graph)),
             drafted: batch.samples.iter().any(|sample| sample.drafted),
-            split_kernels: SplitKernels::of(&sampling, config.vocabulary),
+            split_kernels: SplitKernels::of(sampling, config.vocabulary),
             graph,
         })
     }
