@@ -31,7 +31,7 @@ pub(super) struct CudaForward<G: Gpu> {
     plan_of_layer: Vec<usize>,
     weights: DeviceWeights<G::Memory>,
     kv: G::Memory,
-    angles: G::Memory,
+    pub(super) angles: G::Memory,
     hidden: G::Memory,
     normed: G::Memory,
     qkv: G::Memory,
