@@ -89,7 +89,8 @@ pub unsafe fn norm<D: Device>(device: &D, half: HalfDtype, p: &NormParams) -> Re
     enqueue(device, by_half(half, "norm_bf16", "norm_f16"), (p.rows, 1), 256, 64, p)
 }
 
-/// Applies the q and k norms and RoPE, and writes keys and values to the KV pool.
+/// Applies the q and k norms and RoPE, and writes keys and values to the KV pool. The head dimension is a multiple of 16, at most
+/// 512.
 ///
 /// # Errors
 /// Those of [`Device::launch`].
