@@ -49,7 +49,7 @@ DEVICE uint64_t kept_mass(const Kept &kept, uint32_t i, float logit) {
 DEVICE void range_sums(SamplingShared &shared, const Kept &kept, uint32_t from, uint32_t each, uint32_t end) {
     uint32_t first = from + warp() * each, last = smaller(first + each, end);
     uint64_t sum = 0;
-    UNROLL_BY(2)
+    UNROLL_BY(1)
     for (uint32_t i = first + 4 * lane(); i < last; i += 4 * WARP) {
         Float4 four = *(const Float4 *)(kept.logits + i);
         float x[4] = {four.x, four.y, four.z, four.w};
@@ -213,7 +213,7 @@ DEVICE void report(SamplingShared &shared, uint32_t alternatives, const float *l
 }
 
 // Chooses a token by temperature, top-k, top-p and min-p. SPLIT has what the kernels before have done; null: nothing.
-SUBROUTINE uint32_t choose(SamplingShared &shared, const SamplingRow &row, const float *logits, const SamplingParams &p, float best,
+DEVICE uint32_t choose(SamplingShared &shared, const SamplingRow &row, const float *logits, const SamplingParams &p, float best,
                            const SamplingSplit *split) {
     uint32_t vocabulary = p.vocabulary;
     uint64_t bits = draw(row.seed, row.choice, MUTANT(DrawPosition, row.position + 1, row.position));
