@@ -37,10 +37,10 @@ DEVICE Vec8 eight_e4m3(const float (&from)[EIGHT], float unit) {
     return to;
 }
 
-// A warp takes heads of one row, which has heads queries, then kv_heads keys, then kv_heads values; the blocks of a grid's row share
-// the heads of their rows. A lane has eight neighbouring elements of a head's first half and the eight that they are rotated with, so
-// that a warp treats several heads at once. head_dim is a multiple of 16, at most 512. Queries are finished in place; keys and values are
-// written to the pool alone, which is where attention reads them.
+// Grid: x divides the heads of a row, y the rows; one row per warp. A row is p.heads queries, then p.kv_heads keys, then p.kv_heads values.
+// Each lane loads eight consecutive elements of the first half of a head and the eight that RoPE pairs with them, so a warp
+// processes several heads at once. head_dim is a multiple of 16, at most 512. Queries are written in place, keys and values to the KV
+// pool only, where attention reads them.
 template <typename T, bool FP8> DEVICE void finish_qkv(const QkvParams &p) {
     uint32_t all = p.heads + 2 * p.kv_heads, half = p.head_dim / 2;
     uint32_t row = block_row() * (QKV_THREADS / WARP) + warp();

@@ -7,9 +7,10 @@
 // the CPU's bits where it has a fused multiply-add; their sums are of fixed-point numbers, which are exact, so neither
 // neither the order of threads nor the shape of a block shows in a choice.
 //
-// Where rows are few, several blocks share each (`sampling_split.cuh`): one kernel adjusts the logits and finds the best of each
-// part; one sums the masses of each part, or where a row has top-k or top-p makes its histogram; one collects the candidates of
-// such rows. `sample` does the rest: of a row without top-k and top-p in the part that the draw falls into.
+// Few rows are split into parts, one thread block each (`sampling_split.cuh`). sample_best adjusts the logits and finds the best token
+// of each part. sample_measure sums the softmax masses of each part; for rows with top-k or top-p it makes a histogram instead, and
+// sample_collect collects their candidates. sample then draws the token: for a row without top-k and top-p it reads only the part
+// that the random number selects.
 #include "sampling_adjust.cuh"
 #include "sampling_split.cuh"
 

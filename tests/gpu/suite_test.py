@@ -15,6 +15,7 @@ import shapes
 from phases import beside, kernels
 from phases.all import DEFAULT, PHASES
 from phases.beside import cases, show
+from phases.profile import DURATION, READ, WRITTEN, steps_of
 from recorder import LOG_OUTPUT_MAX, Conversation, Recorder, Skipped, rehearsal_failures
 
 REPOSITORY = Path(__file__).resolve().parent.parent.parent
@@ -42,6 +43,17 @@ class Plans(unittest.TestCase):
         some = {**passed, "rows": {"passed": False}}
         del some["sampling"]
         self.assertEqual(kernels.failed_families({"phases": {"kernels": some}}), ["rows", "sampling"])
+
+
+class Profiles(unittest.TestCase):
+    def test_kernels_of_a_report_are_summed_by_step(self):
+        head = ",".join(f'"{column}"' for column in ["ID", "Kernel Name", DURATION, READ, WRITTEN])
+        rows = ['"","","ns","byte","byte"', '"0","embedding_bf16","2,000","1,000","0"', '"1","norm_bf16","1000","10","5"',
+                '"2","norm_bf16","3000","10","5"', '"3","embedding_bf16","2000","1","0"']
+        first, second = steps_of("\n".join(["==PROF== connected", head, *rows]))
+        self.assertEqual(first["norm_bf16"], {"launches": 2, "us": 4.0, "bytes": 30.0})
+        self.assertEqual(first["embedding_bf16"]["bytes"], 1000.0)
+        self.assertEqual(second, {"embedding_bf16": {"launches": 1, "us": 2.0, "bytes": 1.0}})
 
 
 class Records(unittest.TestCase):

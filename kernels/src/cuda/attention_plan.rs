@@ -50,7 +50,7 @@ impl PlanShape {
 /// Decomposition of a batch's attention into items, made once a step for all layers with one window.
 ///
 /// Key splits start at absolute positions and are merged in order, so results depend on nothing but the length of
-/// the splits: [`ATTENTION_SPLIT`] in the deterministic mode, and otherwise what takes the least time.
+/// the splits: [`ATTENTION_SPLIT`] in the deterministic mode, and otherwise the one with the least estimated time.
 #[derive(Debug, Default, Clone)]
 pub struct AttentionPlan {
     items: Vec<AttentionItem>,
@@ -145,7 +145,7 @@ const PARTIAL_NS: u64 = 280;
 /// Lengths of splits outside of the deterministic mode: a longer one has fewer partial results.
 const SPLIT_LENGTHS: [u32; 7] = [4096, 2048, 1024, 512, 256, 128, 64];
 
-/// Decode tiles of a batch, as what their division into items is chosen by.
+/// Decode tiles of a batch, with the cost model that chooses their split length and splits per item.
 struct DecodeTiles<'a, F> {
     tiles: F,
     shape: &'a PlanShape,
@@ -196,8 +196,8 @@ impl<'a, I: Iterator<Item = AttentionItem>, F: Fn() -> I> DecodeTiles<'a, F> {
         rounds * ITEM_NS + read + merged
     }
 
-    /// Chooses the keys of a split and the splits of an item: in the deterministic mode always the same keys, else what is
-    /// estimated to take the least time. A block has about two items at most, so that a plan is bounded.
+    /// Returns the keys per split and the splits per item: [`ATTENTION_SPLIT`] keys in the deterministic mode, otherwise the
+    /// pair with the least estimated time. There are at most about two items per resident block, which bounds the plan.
     fn division(&self) -> (u32, u32) {
         let narrow = |each: u64| u32::try_from(each).unwrap_or(u32::MAX);
         if self.shape.deterministic {

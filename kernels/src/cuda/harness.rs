@@ -127,7 +127,7 @@ pub enum Mutant {
     SplitParts,
     /// Half of each bin of a part is missing in the histogram of its row.
     SplitBins,
-    /// Half of the mass of each part of a row is missing where a token is drawn without top-k and top-p.
+    /// Split sampling without top-k and top-p halves the softmax mass of each part.
     SplitMasses,
 }
 

@@ -22,7 +22,7 @@ const SAMPLING_THREADS: u32 = 512;
 const _: () = assert!(DRAFTS_MAX == SAMPLING_THREADS as usize, "a thread holds a draft");
 /// Maximum rows that are split for sampling; more keep the device busy by themselves.
 pub const SAMPLING_SPLIT_ROWS: u32 = 256;
-/// Thread blocks of the kernels over parts of rows that a multiprocessor has room for.
+/// Resident thread blocks per multiprocessor of the split-sampling kernels.
 const PART_BLOCKS: u32 = 2;
 /// Warps of [`finish_qkv`] that keep a GPU busy; beyond them a warp treats more heads of its row.
 const QKV_WARPS: u64 = 4096;

@@ -102,7 +102,8 @@ blocks! {
     HistoryParams { history: u64, tokens: u64, vocabulary: u32, prompt: u32, generated: u32, unused: u32 }
 }
 
-/// Kernels that some row of a batch needs before `sample` where rows are split; `sample_best` is always one.
+/// Sampling kernels that run before `sample` if rows of logits are split over several thread blocks, besides `sample_best`, which
+/// always runs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct SplitKernels {
     /// `sample_measure`: some row is drawn from, or its log probabilities are wanted.
@@ -112,10 +113,10 @@ pub struct SplitKernels {
 }
 
 impl SplitKernels {
-    /// Those of any rows.
+    /// Both kernels, for any rows.
     pub const ALL: Self = Self { measure: true, collect: true };
 
-    /// Those that these rows need.
+    /// Returns the kernels that at least one of these rows needs.
     pub fn of<'a>(rows: impl IntoIterator<Item = &'a SamplingRow>, vocabulary: u32) -> Self {
         rows.into_iter().fold(Self { measure: false, collect: false }, |needed, row| Self {
             measure: needed.measure || row.is_measured(),

@@ -317,7 +317,7 @@ pub(crate) fn attention_over_a_ragged_batch_is_exact_to_rounding() {
 }
 
 /// In deterministic mode a row has the same bits decoded, as a draft or as part of a chunk, alone or batched, with any key
-/// splits. Otherwise the length of splits depends on the batch.
+/// splits. Outside of the deterministic mode the split length depends on the batch, and with it the bits.
 #[test]
 pub(crate) fn rows_have_the_same_bits_in_every_batch_and_split() {
     on_harness(20, (shape(), length(), length(), any::<u32>()), |(shape, length, other, key)| {

@@ -3,6 +3,7 @@
 import csv
 import json
 import shutil
+import tempfile
 from pathlib import Path
 
 from recorder import Skipped
@@ -20,16 +21,17 @@ def profile(suite, name="qwen3-0.6b"):
     profiler = next((place for place in places if place and Path(place).exists()), None)
     if profiler is None:
         raise Skipped("Nsight Compute (ncu) is not installed")
-    report = suite.recorder.out / f"{suite.recorder.name}-profile.csv"
     command = suite.recorder.measure_command(
         suite.model(name), {"steps": {"cases": CASES, "repeats": 2, "profile": True}}, slots=64, batch_tokens=8192, context_tokens=16384,
         graphs=False, utilization=0.3)
-    code, output, _ = suite.recorder.command("profile", [
-        profiler, "--profile-from-start", "off", "--clock-control", "none", "--cache-control", "none", "--metrics",
-        ",".join([DURATION, READ, WRITTEN]), "--kernel-name-base", "function", "--csv", "--page", "raw", "--print-units", "base",
-        "--log-file", str(report), *command], 150)
-    text = report.read_text() if report.exists() else ""
-    steps = list(steps_of(text))
+    with tempfile.TemporaryDirectory() as scratch:
+        report = Path(scratch) / "report.csv"
+        code, output, _ = suite.recorder.command("profile", [
+            profiler, "--profile-from-start", "off", "--clock-control", "none", "--cache-control", "none", "--metrics",
+            ",".join([DURATION, READ, WRITTEN]), "--kernel-name-base", "function", "--csv", "--page", "raw", "--print-units", "base",
+            "--log-file", str(report), *command], 150)
+        text = report.read_text() if report.exists() else ""
+    steps = steps_of(text)
     if code != 0 or len(steps) != len(CASES):
         suite.check("profile", name, False, f"{len(steps)} steps, exit status {code}: {(text.strip() or output.strip())[-300:]}")
         return

@@ -103,7 +103,7 @@ pub(super) struct StepShape {
     pub(super) mixed: bool,
     /// Whether some slots have drafts.
     pub(super) drafted: bool,
-    /// Kernels that the sampled rows need where rows are split.
+    /// Sampling kernels that run before `sample` if rows of logits are split over several thread blocks.
     pub(super) split_kernels: SplitKernels,
     /// CUDA graph that the step replays; the batch is padded to its rows. `None`: kernels are launched one by one.
     pub(super) graph: Option<StepGraph>,
