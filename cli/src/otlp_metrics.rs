@@ -55,11 +55,13 @@ impl MetricsExport {
         Ok(Self { stop, task: tokio::spawn(exporter.run(interval, stopped)) })
     }
 
-    /// Exports the last values, for at most 5 seconds.
+    /// Exports the last values, for at most 5 seconds in all, an export in progress included.
     pub async fn stop(self) {
         // Fails only if the task has panicked, which is logged.
         let _ = self.stop.send(());
-        let _ = self.task.await;
+        if tokio::time::timeout(TIMEOUT, self.task).await.is_err() {
+            tracing::warn!("failed to export the last metrics: no response within {} s", TIMEOUT.as_secs());
+        }
     }
 }
 

@@ -255,20 +255,27 @@ fn log_panics() {
 }
 
 impl Telemetry {
-    /// Exports the remaining spans and logs and the last values of the metrics, for at most 5 seconds each.
+    /// Exports the remaining spans and logs and the last values of the metrics, for at most 5 seconds in all.
     pub async fn stop(self) {
-        if let Some(metrics) = self.exported_metrics {
-            metrics.stop().await;
-        }
+        let metrics = async {
+            if let Some(metrics) = self.exported_metrics {
+                metrics.stop().await;
+            }
+        };
         // A shutdown blocks until the exporter has finished, which needs the runtime's threads.
-        let (traces, logs) = (self.traces, self.logs);
-        let flushed = tokio::task::spawn_blocking(move || {
-            let traces = traces.map_or(Ok(()), |traces| traces.shutdown_with_timeout(EXPORT_TIMEOUT));
-            let logs = logs.map_or(Ok(()), |logs| logs.shutdown_with_timeout(EXPORT_TIMEOUT));
-            traces.and(logs)
+        let traces = tokio::task::spawn_blocking(move || {
+            self.traces.map_or(Ok(()), |traces| traces.shutdown_with_timeout(EXPORT_TIMEOUT))
         });
-        if let Ok(Err(error)) = flushed.await {
-            tracing::warn!(%error, "failed to export the last spans or logs");
+        let logs = tokio::task::spawn_blocking(move || {
+            self.logs.map_or(Ok(()), |logs| logs.shutdown_with_timeout(EXPORT_TIMEOUT))
+        });
+        // At once: where the collector does not answer, each takes its whole timeout.
+        let ((), traces, logs) = tokio::join!(metrics, traces, logs);
+        if let Ok(Err(error)) = traces {
+            tracing::warn!(%error, "failed to export the last spans");
+        }
+        if let Ok(Err(error)) = logs {
+            tracing::warn!(%error, "failed to export the last logs");
         }
     }
 }

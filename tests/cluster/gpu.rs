@@ -200,7 +200,9 @@ async fn an_unusable_gpu_is_rejected_with_a_reason_and_auto_uses_the_cpu() -> Re
             continue;
         }
         let gpu = SimulatedGpu::new(settings)?;
-        let worker = ["worker", "--listen=127.0.0.1:0", "--metrics-listen=off", &model, flag];
+        // Autotuning takes half a minute of CPU time on the simulated GPU, and decides nothing here.
+        let worker =
+            ["worker", "--listen=127.0.0.1:0", "--metrics-listen=off", "--no-autotune", &model, flag];
         let refused = run_with_env(program(), &worker, "", &gpu.environment()).await?;
         ensure!(refused.code == Some(1) && refused.stdout.is_empty(), "{settings}: {refused:?}");
         for clue in clues {

@@ -94,7 +94,9 @@ async fn a_router_without_reachable_workers_returns_unavailable() -> Result<()> 
         .spawn()?;
     let endpoint = format!("http://{listen}");
     let refused = eventually("the router listens", || async {
-        let refused = run(program(), &["generate", "--endpoint", &endpoint, "--raw", "Hello"], "").await?;
+        // UNAVAILABLE is retried until the deadline.
+        let generate = ["generate", "--endpoint", &endpoint, "--timeout=2s", "--raw", "Hello"];
+        let refused = run(program(), &generate, "").await?;
         ensure!(!refused.stderr.contains("cannot connect to"), "{refused:?}");
         Ok(refused)
     })

@@ -3,6 +3,7 @@
 mod bench;
 mod chaos;
 mod chat;
+mod documented_tour;
 mod failover;
 mod fairness;
 mod foreign_clients;
@@ -27,7 +28,6 @@ mod startup_errors;
 mod storm;
 mod structured_failover;
 mod top;
-mod tour;
 mod traces;
 mod upgrade;
 

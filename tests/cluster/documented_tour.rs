@@ -6,6 +6,8 @@
 //! - `sh stopped`: a client block that is run once the clusters have drained.
 //! - `<!-- expect: text REGEX -->`: the output matches.
 //! - `<!-- expect: FIGURE A < FACTOR * B -->`: a figure of `inflight bench` for one endpoint against another, or against a number.
+//!
+//! Tests start in alphabetical order, and this one takes minutes: late in the alphabet it would run alone at the end.
 
 use std::ffi::OsString;
 use std::path::Path;
