@@ -31,6 +31,7 @@ pub use api::http::RenderMetrics;
 pub use cluster::bundle::BundleError;
 pub use cluster::connector::{Connector, Io};
 pub use cluster::discovery::{Source, SourceError};
+pub use cluster::model_cache::BundleLoad;
 pub use format_choice::FormatChoice;
 pub use inflight_output_parser::{ReasoningFormat, ToolCallFormat};
 pub use inflight_router_core::{

@@ -33,6 +33,7 @@ use crate::clock;
 use crate::cluster::connector::Connector;
 use crate::cluster::discovery::Source;
 use crate::cluster::membership::Membership;
+use crate::cluster::model_cache::BundleLoad;
 use crate::cluster::worker_calls::WorkerCalls;
 use crate::dispatcher::SharedDispatcher;
 use crate::metrics as names;
@@ -94,6 +95,7 @@ pub struct Core {
     dispatch: Arc<SharedDispatcher>,
     sources: Vec<Source>,
     connector: Option<Connector>,
+    bundle_load: BundleLoad,
     tls: Option<ServerTls>,
     /// TLS of the HTTP APIs, which offers HTTP/1.1 too.
     http_tls: Option<ServerTls>,
@@ -211,13 +213,31 @@ impl Core {
             .map_err(|source| Error::Record { path: options.record.clone().unwrap_or_default(), source })?;
         let dispatch = Arc::new(dispatch);
         let usage = open_usage_log(&options, tenants.as_deref())?;
-        Ok(Self { options, dispatch, sources, connector: None, tls, http_tls, tenants, metrics: None, usage })
+        Ok(Self {
+            options,
+            dispatch,
+            sources,
+            connector: None,
+            bundle_load: BundleLoad::Thread,
+            tls,
+            http_tls,
+            tenants,
+            metrics: None,
+            usage,
+        })
     }
 
     /// Connects to workers by another transport than TCP.
     #[must_use]
     pub fn with_connector(mut self, connector: Connector) -> Self {
         self.connector = Some(connector);
+        self
+    }
+
+    /// Loads bundles elsewhere than on blocking threads.
+    #[must_use]
+    pub fn with_bundle_load(mut self, load: BundleLoad) -> Self {
+        self.bundle_load = load;
         self
     }
 
@@ -250,8 +270,18 @@ impl Core {
         H: Stream<Item = io::Result<S>> + Send + 'static,
         S: AsyncRead + AsyncWrite + Connected + Unpin + Send + 'static,
     {
-        let Self { options, dispatch, sources, connector, tls: _, http_tls: _, tenants, metrics, usage } =
-            self;
+        let Self {
+            options,
+            dispatch,
+            sources,
+            connector,
+            bundle_load,
+            tls: _,
+            http_tls: _,
+            tenants,
+            metrics,
+            usage,
+        } = self;
         names::describe();
         options.export_limits();
         metrics::gauge!(names::WORKERS_CONNECTED).set(0.0);
@@ -266,7 +296,7 @@ impl Core {
         let calls = Arc::new(WorkerCalls::new(&options));
         let (members, of_members, of_calls) = (options.clone(), dispatch.clone(), calls.clone());
         tasks.spawn(restart_on_panic("membership", move || {
-            Membership::new(&members, of_members.clone(), connector.clone(), of_calls.clone())
+            Membership::new(&members, of_members.clone(), connector.clone(), of_calls.clone(), bundle_load)
                 .follow(sources.clone())
         }));
         let ticking = dispatch.clone();

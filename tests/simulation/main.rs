@@ -20,7 +20,7 @@ use inflight_proto::v1::generate_request::Input;
 use inflight_proto::v1::generate_response::Event as StreamEvent;
 use inflight_proto::v1::inference_client::InferenceClient;
 use inflight_proto::v1::worker_client::WorkerClient;
-use inflight_router::{Connector, Handle, RouterStats};
+use inflight_router::{BundleLoad, Connector, Handle, RouterStats};
 use inflight_worker::{Bundle, EngineExecution, Served};
 use inflight_worker_core::CostPrior;
 use metrics_exporter_prometheus::PrometheusBuilder;
@@ -103,7 +103,9 @@ async fn router(index: usize, shared: Rc<SimulationState>) -> Result<(), Failure
         reflection: false,
         ..inflight_router::Options::default()
     };
-    let core = inflight_router::Core::new(options)?.with_connector(Connector::new(network::open));
+    let core = inflight_router::Core::new(options)?
+        .with_connector(Connector::new(network::open))
+        .with_bundle_load(BundleLoad::Task);
     shared.handles.borrow_mut()[index] = Some(core.handle());
     Ok(core.serve(network::incoming(PORT).await?, drain).await?)
 }
@@ -294,7 +296,20 @@ fn apply_event(sim: &mut turmoil::Sim<'_>, event: FaultEvent, shared: &Simulatio
     }
 }
 
+/// Spawns tasks until the next one has an id that is a multiple of 64. Tokio distributes the tasks of a runtime over
+/// lists by their ids, which count over the whole process, and a crash of a host drops them list by list.
+fn align_task_ids() {
+    let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
+    loop {
+        let id: u64 = runtime.spawn(std::future::ready(())).id().to_string().parse().unwrap();
+        if id % 64 == 63 {
+            return;
+        }
+    }
+}
+
 fn run(seed: u64) -> RunReport {
+    align_task_ids();
     let Scenario { calls, events } = Scenario::new(seed);
     let recorder = PrometheusBuilder::new().build_recorder();
     let rendered = recorder.handle();
@@ -330,7 +345,9 @@ fn run(seed: u64) -> RunReport {
     let wanted = ["resubmissions_total", "suspects_total", "sessions_lost_total"];
     let rendered = rendered.render();
     let counted = rendered.lines().filter(|line| wanted.iter().any(|name| line.contains(name)));
-    let counted = counted.filter(|line| !line.starts_with('#')).map(str::to_owned).collect();
+    let mut counted: Vec<String> = counted.filter(|line| !line.starts_with('#')).map(str::to_owned).collect();
+    // The exporter keeps labels in a hash map.
+    counted.sort_unstable();
     RunReport { ended: shared.ended.take(), trace: shared.trace.take(), counted }
 }
 
@@ -367,12 +384,13 @@ fn every_stream_is_complete_under_any_faults_and_nothing_leaks() {
 #[cfg(tokio_unstable)]
 #[test]
 fn a_seed_repeats_its_run_to_the_time_of_every_message() {
-    let seed = seeds().start;
-    let (first, second) = (run(seed), run(seed));
-    let differs = first.trace.iter().zip(&second.trace).position(|(one, other)| one != other);
-    if let Some(at) = differs {
-        panic!("seed {seed}: message {at} is {:?} and then {:?}", first.trace[at], second.trace[at]);
+    for seed in seeds().take(8) {
+        let (first, second) = (run(seed), run(seed));
+        let differs = first.trace.iter().zip(&second.trace).position(|(one, other)| one != other);
+        if let Some(at) = differs {
+            panic!("seed {seed}: message {at} is {:?} and then {:?}", first.trace[at], second.trace[at]);
+        }
+        assert_eq!(first, second, "seed {seed}");
+        assert_ne!(first.trace, run(seed + 1).trace, "another seed is another run");
     }
-    assert_eq!(first, second, "seed {seed}");
-    assert_ne!(first.trace, run(seed + 1).trace, "another seed is another run");
 }

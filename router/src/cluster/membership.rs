@@ -12,9 +12,10 @@ use tokio_util::sync::CancellationToken;
 
 use crate::cluster::connector::Connector;
 use crate::cluster::discovery::{Endpoints, Source, changed};
+use crate::cluster::model_cache::{BundleLoad, ModelCache};
 use crate::cluster::observer::Observer;
 use crate::cluster::worker_calls::WorkerCalls;
-use crate::cluster::worker_session::{ModelCache, SessionTask};
+use crate::cluster::worker_session::SessionTask;
 use crate::dispatcher::SharedDispatcher;
 use crate::options::Options;
 use crate::restart::restart_on_panic;
@@ -38,11 +39,12 @@ impl Membership {
         dispatch: Arc<SharedDispatcher>,
         connector: Option<Connector>,
         calls: Arc<WorkerCalls>,
+        load: BundleLoad,
     ) -> Self {
         Self {
             options: options.clone(),
             dispatch,
-            models: Arc::default(),
+            models: Arc::new(ModelCache::new(load)),
             connector,
             calls,
             known: BTreeMap::new(),

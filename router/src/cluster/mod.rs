@@ -4,6 +4,7 @@ pub(crate) mod bundle;
 pub(crate) mod connector;
 pub(crate) mod discovery;
 pub(crate) mod membership;
+pub(crate) mod model_cache;
 mod observer;
 pub(crate) mod wire;
 pub(crate) mod worker_calls;

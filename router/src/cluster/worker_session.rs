@@ -1,10 +1,9 @@
 //! Session task of a worker: connect, open a session, forward updates, reconnect with backoff.
 
-use std::collections::BTreeMap;
 use std::error::Error as _;
 use std::future::Future;
 use std::hash::{DefaultHasher, Hash as _, Hasher as _};
-use std::sync::{Arc, Mutex, PoisonError, Weak};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use inflight_contract::ModelLimits;
@@ -23,8 +22,9 @@ use tonic::transport::Channel;
 use tonic::{Request, Status, Streaming};
 
 use crate::clock;
-use crate::cluster::bundle::{BundleError, BundleFiles, Model};
+use crate::cluster::bundle::{BundleError, BundleFiles};
 use crate::cluster::connector::Connector;
+use crate::cluster::model_cache::ModelCache;
 use crate::cluster::observer::Observer;
 use crate::cluster::wire;
 use crate::dispatcher::{ReportedPool, SharedDispatcher, WorkerConnection};
@@ -65,47 +65,6 @@ pub(super) enum SessionError {
     Silent(Duration),
     #[error("the worker does not read its commands: {0} wait for it, the limit of --worker-commands-max")]
     Overflow(usize),
-}
-
-/// Loaded bundles by digest: each is fetched and loaded once, for all workers that serve it.
-#[derive(Debug, Default)]
-pub(crate) struct ModelCache {
-    slots: Mutex<BTreeMap<String, BundleSlot>>,
-}
-
-type BundleSlot = Arc<tokio::sync::Mutex<Weak<Model>>>;
-
-impl ModelCache {
-    async fn get<F>(&self, digest: &str, fetch: F) -> Result<Arc<Model>, SessionError>
-    where
-        F: Future<Output = Result<BundleFiles, SessionError>>,
-    {
-        let slot = self.slot(digest);
-        let mut loaded = slot.lock().await;
-        if let Some(model) = loaded.upgrade() {
-            return Ok(model);
-        }
-        let bundle = fetch.await?;
-        let expected = digest.to_owned();
-        // Building a tokenizer takes seconds of CPU for a large vocabulary.
-        let load = tokio::task::spawn_blocking(move || bundle.load(&expected)).await;
-        let model = load.map_err(|_| {
-            SessionError::Protocol("loading its bundle failed on a fault of the tokenizer library".to_owned())
-        })??;
-        model.prepare_grammars();
-        let model = Arc::new(model);
-        *loaded = Arc::downgrade(&model);
-        Ok(model)
-    }
-
-    fn slot(&self, digest: &str) -> BundleSlot {
-        let mut slots = self.slots.lock().unwrap_or_else(PoisonError::into_inner);
-        // Remove slots that are not in use and whose model was dropped.
-        slots.retain(|_, slot| {
-            Arc::strong_count(slot) > 1 || slot.try_lock().map_or(true, |model| model.strong_count() > 0)
-        });
-        slots.entry(digest.to_owned()).or_default().clone()
-    }
 }
 
 /// Maintains the session with one worker: connects, passes updates to the dispatcher, and reconnects with
