@@ -82,6 +82,13 @@ impl ReservedBytes {
     fn release(&self) {
         self.budget.release(self.held.swap(0, Ordering::AcqRel));
     }
+
+    /// Moves what is reserved to a request of its own, of several in a call.
+    #[must_use]
+    pub fn split(&self) -> Self {
+        let held = self.held.swap(0, Ordering::AcqRel);
+        Self { budget: self.budget.clone(), held: AtomicU64::new(held) }
+    }
 }
 
 impl Drop for ReservedBytes {
@@ -226,6 +233,12 @@ struct LimitedBody {
     parser: Parser,
     /// Bytes of the body so far; counted if it is one message.
     bytes: u64,
+    /// Whether the only message of a call is complete.
+    complete: bool,
+    /// End of the only message of a call, until the client ends the stream: decoded, it may take many times its bytes, and the
+    /// service waits for the end before it checks anything.
+    last: Option<Frame<Bytes>>,
+    ended: bool,
     /// Deadline of the message in reception; `None` between the messages of a stream.
     deadline: Option<Instant>,
     timer: Option<Pin<Box<Sleep>>>,
@@ -235,7 +248,18 @@ impl LimitedBody {
     fn new(body: Body, limits: ReceiveLimits, received: Arc<ReservedBytes>) -> Self {
         let deadline =
             if limits.streaming { None } else { Instant::now().checked_add(limits.message_time_max) };
-        Self { body, limits, received, parser: Parser::START, bytes: 0, deadline, timer: None }
+        Self {
+            body,
+            limits,
+            received,
+            parser: Parser::START,
+            bytes: 0,
+            complete: false,
+            last: None,
+            ended: false,
+            deadline,
+            timer: None,
+        }
     }
 
     /// Advances the framing over the bytes of a data frame and reserves them.
@@ -248,6 +272,10 @@ impl LimitedBody {
         while !data.is_empty() {
             match &mut self.parser {
                 Parser::Prefix { bytes, len } => {
+                    if self.complete {
+                        let what = "the call takes one message, and more was sent";
+                        return Err(Status::invalid_argument(what));
+                    }
                     if *len == 0 {
                         // A reader that polls for the next message has processed the previous one.
                         self.received.release();
@@ -280,8 +308,10 @@ impl LimitedBody {
 
     fn enter(&mut self, left: u64) {
         self.parser = if left > 0 { Parser::Message { left } } else { Parser::START };
-        if left == 0 && self.limits.streaming {
-            (self.deadline, self.timer) = (None, None);
+        match (left, self.limits.streaming) {
+            (0, true) => (self.deadline, self.timer) = (None, None),
+            (0, false) => self.complete = true,
+            _ => {}
         }
     }
 
@@ -315,14 +345,33 @@ impl HttpBody for LimitedBody {
         if let Err(status) = this.check_announced() {
             return Poll::Ready(Some(Err(status)));
         }
-        if let Poll::Ready(frame) = Pin::new(&mut this.body).poll_frame(context) {
-            let Some(Ok(frame)) = frame else { return Poll::Ready(frame) };
+        while !this.ended
+            && let Poll::Ready(frame) = Pin::new(&mut this.body).poll_frame(context)
+        {
+            let Some(frame) = frame else {
+                this.ended = true;
+                break;
+            };
+            let frame = match frame {
+                Ok(frame) => frame,
+                Err(status) => return Poll::Ready(Some(Err(status))),
+            };
+            let was_complete = this.complete;
             if let Some(data) = frame.data_ref()
                 && let Err(status) = this.receive(data)
             {
+                this.last = None;
                 return Poll::Ready(Some(Err(status)));
             }
-            return Poll::Ready(Some(Ok(frame)));
+            match (was_complete, this.complete) {
+                (_, false) => return Poll::Ready(Some(Ok(frame))),
+                (false, true) => this.last = Some(frame),
+                // Nothing is in it, or trailers, which gRPC's requests do not have.
+                (true, true) => {}
+            }
+        }
+        if this.ended {
+            return Poll::Ready(this.last.take().map(Ok));
         }
         let Some(deadline) = this.deadline else { return Poll::Pending };
         let timer = this.timer.get_or_insert_with(|| Box::pin(tokio::time::sleep_until(deadline)));
@@ -333,7 +382,7 @@ impl HttpBody for LimitedBody {
     }
 
     fn is_end_stream(&self) -> bool {
-        self.body.is_end_stream()
+        self.last.is_none() && self.body.is_end_stream()
     }
 
     fn size_hint(&self) -> SizeHint {
@@ -344,27 +393,29 @@ impl HttpBody for LimitedBody {
 #[cfg(test)]
 mod tests {
     use std::collections::VecDeque;
+    use std::sync::atomic::AtomicBool;
 
     use proptest::prelude::*;
     use tonic::Code;
 
     use super::*;
 
-    /// Body of these data frames that stays pending after the last.
-    struct PendingAfterFrames(VecDeque<Bytes>);
+    /// Body of these data frames that stays pending after the last, until it is closed.
+    struct PendingAfterFrames(VecDeque<Bytes>, Arc<AtomicBool>);
 
     impl HttpBody for PendingAfterFrames {
         type Data = Bytes;
         type Error = Status;
 
         fn poll_frame(
-            self: Pin<&mut Self>,
+            mut self: Pin<&mut Self>,
             _: &mut Context<'_>,
         ) -> Poll<Option<Result<Frame<Bytes>, Status>>> {
-            self.get_mut()
-                .0
-                .pop_front()
-                .map_or(Poll::Pending, |data| Poll::Ready(Some(Ok(Frame::data(data)))))
+            match self.0.pop_front() {
+                Some(data) => Poll::Ready(Some(Ok(Frame::data(data)))),
+                None if self.1.load(Ordering::Relaxed) => Poll::Ready(None),
+                None => Poll::Pending,
+            }
         }
     }
 
@@ -385,7 +436,16 @@ mod tests {
     }
 
     fn body(frames: Vec<Vec<u8>>, limits: ReceiveLimits, budget: &ReceiveBudget) -> LimitedBody {
-        let frames = PendingAfterFrames(frames.into_iter().map(Bytes::from).collect());
+        closable_body(frames, limits, budget, Arc::default())
+    }
+
+    fn closable_body(
+        frames: Vec<Vec<u8>>,
+        limits: ReceiveLimits,
+        budget: &ReceiveBudget,
+        closed: Arc<AtomicBool>,
+    ) -> LimitedBody {
+        let frames = PendingAfterFrames(frames.into_iter().map(Bytes::from).collect(), closed);
         LimitedBody::new(Body::new(frames), limits, budget.start_call())
     }
 
@@ -428,6 +488,56 @@ mod tests {
                 assert_eq!(budget.0.used.load(Ordering::Relaxed), 0);
             });
         }
+    }
+
+    proptest! {
+        /// For any split into frames, the only message is complete when the client has ended the stream, not before.
+        #[test]
+        fn the_end_of_an_only_message_waits_for_the_end_of_the_stream(
+            len in 0usize..200, cuts in prop::collection::vec(1usize..90, 1..40), more in prop::option::of(1usize..9)
+        ) {
+            let runtime = tokio::runtime::Builder::new_current_thread().enable_time().build().unwrap();
+            runtime.block_on(async {
+                let budget = budget(400);
+                let message = framed(&vec![7; len]);
+                let bytes: Vec<u8> = message.iter().copied().chain(vec![0; more.unwrap_or(0)]).collect();
+                let (mut frames, mut rest, mut cut) = (vec![vec![]], &bytes[..], cuts.iter().cycle());
+                while !rest.is_empty() {
+                    let (frame, behind) = rest.split_at(rest.len().min(*cut.next().unwrap()));
+                    frames.extend([frame.to_vec(), vec![]]);
+                    rest = behind;
+                }
+                let closed = Arc::new(AtomicBool::new(false));
+                let mut body = closable_body(frames, limits(200, false), &budget, closed.clone());
+                let before = read(&mut body).await;
+                if more.is_some() {
+                    assert_eq!(before.unwrap_err().code(), Code::InvalidArgument);
+                } else {
+                    let before = before.unwrap();
+                    assert!(before.len() < message.len() && !body.is_end_stream());
+                    assert_eq!(budget.0.used.load(Ordering::Relaxed), len as u64);
+                    closed.store(true, Ordering::Relaxed);
+                    assert_eq!([before, read(&mut body).await.unwrap()].concat(), message);
+                    assert_eq!(budget.0.used.load(Ordering::Relaxed), len as u64, "until the request is processed");
+                }
+                drop(body);
+                assert_eq!(budget.0.used.load(Ordering::Relaxed), 0);
+            });
+        }
+    }
+
+    #[test]
+    fn a_request_of_several_in_a_call_keeps_what_its_message_has_reserved() {
+        let budget = budget(100);
+        let call = budget.start_call();
+        call.reserve(60).unwrap();
+        let request = call.split();
+        assert_eq!((call.bytes(), request.bytes()), (0, 60));
+        call.reserve(40).unwrap();
+        call.release();
+        assert_eq!(budget.0.used.load(Ordering::Relaxed), 60);
+        drop(request);
+        assert_eq!(budget.0.used.load(Ordering::Relaxed), 0);
     }
 
     #[tokio::test]

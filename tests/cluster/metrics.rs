@@ -1,6 +1,6 @@
-//! Metrics of a real cluster: bounded labels, queueing time over both processes, limits, and the names of vLLM.
+//! Metrics of a real cluster: documented and bounded labels, queueing time over both processes, limits, and the names of vLLM.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use anyhow::{Context, Result, ensure};
 use futures::future::try_join_all;
@@ -17,6 +17,44 @@ fn series(samples: &Samples, name: &str) -> BTreeMap<String, f64> {
         (labels.is_empty() || labels.starts_with('{')).then(|| (labels.to_owned(), value))
     });
     of_name.collect()
+}
+
+/// Checks that the series of a scrape have the labels that `documented` has for their metrics, and returns how many series there are.
+fn check_labels<'a>(samples: &Samples, documented: &BTreeMap<&'a str, &'a [&'a str]>) -> Result<usize> {
+    let mut checked = 0;
+    for (series, _) in samples.series() {
+        let (name, labels) = series.split_once('{').unwrap_or((series, ""));
+        let histogram = ["_bucket", "_sum", "_count"].iter().find_map(|suffix| name.strip_suffix(suffix));
+        let Some(documented) = documented.get(name).or_else(|| documented.get(histogram?)) else { continue };
+        // A label's value may hold anything but an unescaped quote.
+        let names = labels.split("=\"").map(|part| part.rsplit(['"', ',']).next().unwrap_or_default());
+        let exported: BTreeSet<&str> = names.filter(|name| !["", "}", "le"].contains(name)).collect();
+        let documented: BTreeSet<&str> = documented.iter().copied().collect();
+        ensure!(exported == documented, "{series}: the labels are {exported:?}, not {documented:?}");
+        checked += 1;
+    }
+    Ok(checked)
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn every_exported_series_has_the_documented_labels() -> Result<()> {
+    let flags = ["--workers=1", "--max-sequences=2", "--device=sim:flat,pool_tokens=400"];
+    let cluster = LocalCluster::start(program(), &flags).await?;
+    let client = cluster.client().await?;
+    let calls = (0..8).map(|seed| {
+        let mut client = client.clone();
+        async move { generate(&mut client, sampled("a", 100, seed)).await }
+    });
+    try_join_all(calls).await?;
+    let worker = inflight_worker::metrics::INVENTORY.iter().map(|(name, ..)| *name);
+    let worker = worker.map(|name| (name, inflight_worker::metrics::labels(name))).collect();
+    let checked = check_labels(&scrape(cluster.workers[0].metrics).await?, &worker)?;
+    ensure!(checked > 60, "{checked} series of the worker");
+    let router =
+        inflight_router::metrics::METRICS.iter().map(|metric| (metric.name, metric.labels)).collect();
+    let checked = check_labels(&scrape(cluster.router.metrics).await?, &router)?;
+    ensure!(checked > 60, "{checked} series of the router");
+    Ok(())
 }
 
 #[tokio::test(flavor = "multi_thread")]

@@ -43,7 +43,7 @@ fn worker() -> Vec<Documented> {
             WorkerKind::Gauge => "gauge",
             WorkerKind::Histogram => "histogram",
         },
-        labels: String::new(),
+        labels: inflight_worker::metrics::labels(name).join(", "),
         help,
     };
     inflight_worker::metrics::INVENTORY.iter().map(documented).collect()

@@ -82,7 +82,9 @@ where
         }
         match self.caller(&request) {
             Ok(caller) => {
-                if let Some(peer) = request.extensions().get::<Peer>() {
+                // The anonymous tenant's callers have shown nothing: their connections are closed first.
+                let shown = !matches!(&caller, Caller::Tenant { key_id, .. } if key_id.is_empty());
+                if let Some(peer) = request.extensions().get::<Peer>().filter(|_| shown) {
                     peer.set_authenticated();
                 }
                 request.extensions_mut().insert(caller);

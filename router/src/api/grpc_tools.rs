@@ -6,7 +6,8 @@ use inflight_proto::v1;
 use serde_json::value::RawValue;
 
 use crate::api::generation::Input;
-use crate::api::http::{called_tool, message_call};
+use crate::api::http::message_call;
+use crate::api::message_list::MessageList;
 use crate::api::tool_use::{Tool, ToolChoice, ToolDefinition, ToolUse};
 use crate::outcome::Outcome;
 use crate::text::{Conversation, Message};
@@ -41,7 +42,8 @@ pub(super) fn tool_use(message: v1::ToolUse) -> Result<Option<ToolUse>, Outcome>
 
 /// Returns the conversation of a request.
 pub(super) fn conversation(chat: v1::Chat, tools: Option<&ToolUse>) -> Result<Input, Outcome> {
-    let mut messages: Vec<Message> = Vec::with_capacity(chat.messages.len());
+    MessageList::check_count(chat.messages.len())?;
+    let mut messages = MessageList::default();
     for (at, message) in chat.messages.into_iter().enumerate() {
         let place = format!("chat.messages[{at}]");
         let v1::ChatMessage { role, content, reasoning, tool_calls, tool_call_id, name } = message;
@@ -53,20 +55,20 @@ pub(super) fn conversation(chat: v1::Chat, tools: Option<&ToolUse>) -> Result<In
             read.tool_calls.push(message_call(&place, id, name, Some(&arguments))?);
         }
         if !read.tool_call_id.is_empty() {
-            let called = called_tool(&read.tool_call_id, &messages).ok_or_else(|| {
+            let called = messages.called_tool(&read.tool_call_id).ok_or_else(|| {
                 let id = &read.tool_call_id;
                 let reason =
                     format!("{place} is the result of the call {id:?}, which no message before it has");
                 Outcome::field("chat", reason)
             })?;
             if read.name.is_empty() {
-                read.name = called;
+                read.name = called.to_owned();
             }
         }
-        messages.push(read);
+        messages.push(read)?;
     }
     let tools = tools.map(ToolUse::definitions).unwrap_or_default();
-    Ok(Input::Chat(Conversation { messages, tools }))
+    Ok(Input::Chat(Conversation { messages: messages.into_messages(), tools }))
 }
 
 /// Parts of an output as a message has them.

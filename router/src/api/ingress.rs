@@ -54,8 +54,10 @@ pub(crate) struct RequestContext {
     pub(crate) caller: Caller,
     /// Admission guard, if the layer has admitted the request.
     pub(crate) admission_guard: Option<AdmissionGuard>,
-    /// Receive budget of the message, until the request is tokenized.
+    /// Receive budget of the message, until all of its requests are tokenized.
     pub(crate) received: Option<Arc<ReservedBytes>>,
+    /// Whether an earlier request of the call has the same message.
+    pub(crate) shares_message: bool,
 }
 
 impl RequestContext {
@@ -66,18 +68,26 @@ impl RequestContext {
             caller: extensions.get::<Caller>().cloned().unwrap_or(Caller::Anyone),
             admission_guard: extensions.get::<AdmissionSlot>().and_then(AdmissionSlot::take),
             received: extensions.get::<Arc<ReservedBytes>>().cloned(),
+            shares_message: false,
         }
     }
 }
 
 impl RequestContext {
-    /// Returns the context of another request in the same call, admitted on its own.
+    /// Returns the context of the request in the next message of the call, admitted on its own. It takes over what that
+    /// message has reserved of the receive budget.
+    pub(crate) fn for_next_message(&self, admission: &Admission) -> Result<Self, Outcome> {
+        let received = self.received.as_ref().map(|received| Arc::new(received.split()));
+        Ok(Self { received, shares_message: false, ..self.for_next_request(admission)? })
+    }
+
+    /// Returns the context of another request in the same message, admitted on its own.
     pub(crate) fn for_next_request(&self, admission: &Admission) -> Result<Self, Outcome> {
         let admission_guard = admission.enter(&self.caller)?;
         let arrival = CallArrival { at: clock::now(), ..self.arrival };
         let (context, caller) = (self.context.clone(), self.caller.clone());
-        // Its message counts until the next one of the call arrives.
-        Ok(Self { arrival, context, caller, admission_guard, received: None })
+        let received = self.received.clone();
+        Ok(Self { arrival, context, caller, admission_guard, received, shares_message: true })
     }
 }
 
@@ -149,13 +159,13 @@ impl Ingress {
         let permit = self.stream_permit()?;
         let open = self.open.token();
         let usage = self.usage.as_ref().map(UsageLog::admit).transpose()?;
-        let RequestContext { arrival, context, caller, admission_guard, received } = incoming;
+        let RequestContext { arrival, context, caller, admission_guard, received, shares_message } = incoming;
         let resumed = request.resume.as_ref().map(|resume| self.verify(&resume.cursor)).transpose()?;
         if let Some(cursor) = &resumed {
             request::continue_from(&mut request, cursor)?;
         }
         let terms = request::terms(&mut request, &self.options, &caller)?;
-        let bytes = received.as_ref().map_or(0, |received| received.bytes());
+        let bytes = received.as_ref().filter(|_| !shares_message).map_or(0, |received| received.bytes());
         let served = self.dispatch.served();
         let _released = self.cold_start.served(&request, &terms.tenant, bytes, arrival, served).await?;
         let required = Some(request.require_fingerprint.as_str()).filter(|required| !required.is_empty());

@@ -4,7 +4,7 @@ mod tensors;
 
 use std::pin::Pin;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, SystemTime};
 
 use futures::Stream;
 use inflight_contract::FinishReason;
@@ -31,6 +31,7 @@ use crate::api::ingress::{Ingress, RequestContext, rejected};
 use crate::api::response_stream::ResponseStream;
 use crate::clock;
 use crate::outcome::Outcome;
+use crate::tenants::Tenants;
 #[cfg(feature = "fuzz")]
 pub(crate) use tensors::fuzz;
 use tensors::{InferRequest, bytes_tensor};
@@ -43,9 +44,11 @@ const STREAM_RESPONSES_MAX: usize = 16;
 const VERSION: &str = "1";
 
 /// KServe v2 service of the router.
+#[derive(Clone)]
 pub(crate) struct Kserve {
     ingress: Arc<Ingress>,
     admission: Admission,
+    tenants: Option<Arc<Tenants>>,
     drain: CancellationToken,
 }
 
@@ -53,8 +56,13 @@ type InferStream = Pin<Box<dyn Stream<Item = Result<ModelStreamInferResponse, St
 
 impl Kserve {
     /// Creates the service. Once `drain` is cancelled, open calls accept no further requests.
-    pub(crate) fn new(ingress: Arc<Ingress>, admission: Admission, drain: CancellationToken) -> Self {
-        Self { ingress, admission, drain }
+    pub(crate) fn new(
+        ingress: Arc<Ingress>,
+        admission: Admission,
+        tenants: Option<Arc<Tenants>>,
+        drain: CancellationToken,
+    ) -> Self {
+        Self { ingress, admission, tenants, drain }
     }
 }
 
@@ -326,7 +334,7 @@ impl GrpcInferenceService for Kserve {
     ) -> Result<Response<InferStream>, Status> {
         let shared = RequestContext::new(request.extensions(), request.metadata().as_ref());
         let mut requests = request.into_inner();
-        let (ingress, admission, drain) = (self.ingress.clone(), self.admission.clone(), self.drain.clone());
+        let Self { ingress, admission, tenants, drain } = self.clone();
         let (responses, ready) = mpsc::channel(STREAM_RESPONSES_MAX);
         let reader = tokio::spawn(async move {
             let slots = Arc::new(Semaphore::new(STREAM_REQUESTS_MAX));
@@ -349,10 +357,15 @@ impl GrpcInferenceService for Kserve {
                         break;
                     }
                 };
+                let known = tenants
+                    .as_ref()
+                    .is_none_or(|tenants| tenants.still_knows(&shared.caller, SystemTime::now()));
                 let again = if drain.is_cancelled() {
                     Err(Outcome::Draining)
+                } else if !known {
+                    Err(Outcome::Unauthenticated("the API key or certificate is no longer valid".to_owned()))
                 } else {
-                    shared.for_next_request(&admission)
+                    shared.for_next_message(&admission)
                 };
                 let incoming = match again {
                     Ok(incoming) => incoming,
@@ -365,7 +378,7 @@ impl GrpcInferenceService for Kserve {
                                 ..ModelInferResponse::default()
                             }),
                         };
-                        if responses.send(Ok(message)).await.is_err() {
+                        if responses.send(Ok(message)).await.is_err() || !known {
                             break;
                         }
                         continue;

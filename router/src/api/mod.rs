@@ -18,6 +18,7 @@ pub(crate) mod http;
 pub(crate) mod ingress;
 pub(crate) mod key_failures;
 pub(crate) mod kserve;
+mod message_list;
 pub(crate) mod operations;
 pub(crate) mod output_plan;
 mod paths;

@@ -12,6 +12,7 @@ use crate::api::admission::{self, RequestTerms};
 use crate::api::cursor::{ChoicePosition, Cursor, RequestDigest, stream_id};
 use crate::api::generation::{GenerationRequest, Input};
 use crate::api::grammar_check;
+use crate::api::message_list::MessageList;
 use crate::api::output_plan::OutputPlan;
 use crate::api::prompt::{PromptJob, SpecialTokens, Truncation};
 use crate::dispatcher::ServedModel;
@@ -24,7 +25,6 @@ use crate::trace::TraceContext;
 /// Limits on fields of the API that workers do not see.
 const NAME_BYTES_MAX: usize = 128;
 const STOPS_MAX: usize = 16;
-const MESSAGES_MAX: usize = 16 << 10;
 const STOP_BYTES_MAX: usize = 256;
 
 /// Makes a request continue from a cursor: with its seed, on workers of its fingerprint.
@@ -268,15 +268,10 @@ fn digest(call: &AdmittedCall, event_path: &str) -> RequestDigest {
     digest
 }
 
-/// Checks the number of messages. To be called before a request waits for anything: each empty message of two bytes
-/// takes many times that when it is decoded.
+/// Checks the number of messages. To be called before a request waits for anything.
 pub(crate) fn check_input(input: &Input) -> Result<(), Outcome> {
     match input {
-        Input::Chat(chat) if chat.messages.len() > MESSAGES_MAX => {
-            let count = chat.messages.len();
-            let reason = format!("messages has {count} messages; at most {MESSAGES_MAX} are allowed");
-            Err(Outcome::field("messages", reason))
-        }
+        Input::Chat(chat) => MessageList::check_count(chat.messages.len()),
         _ => Ok(()),
     }
 }

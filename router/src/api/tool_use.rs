@@ -57,7 +57,7 @@ pub(crate) struct ToolDefinition<'a> {
 
 impl Tool {
     /// Maximum bytes of a name.
-    const NAME_BYTES_MAX: usize = 128;
+    pub(crate) const NAME_BYTES_MAX: usize = 128;
 
     /// Checks a definition. Error messages name `field`.
     pub(crate) fn new(definition: ToolDefinition<'_>) -> Result<Self, Outcome> {

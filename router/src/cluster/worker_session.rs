@@ -33,6 +33,8 @@ use crate::options::{Options, OptionsError, secure_endpoint};
 
 /// Path of the method that streams a bundle.
 const FETCH_BUNDLE_PATH: &str = "/inflight.v1.Worker/FetchBundle";
+/// Maximum bytes of a name in a worker's hello: routers keep them as labels of metrics.
+const HELLO_NAME_BYTES_MAX: usize = 512;
 
 /// Failure to open a session, or end of one.
 #[derive(Debug, thiserror::Error)]
@@ -409,6 +411,18 @@ pub(super) fn check_hello(hello: &v1::Hello) -> Result<(ModelLimits, u32, Credit
     if hello.model.is_empty() {
         return violation("hello without a model name".to_owned());
     }
+    let names = [
+        ("model", &hello.model),
+        ("worker id", &hello.worker_id),
+        ("incarnation", &hello.incarnation),
+        ("fingerprint", &hello.fingerprint),
+        ("architecture", &hello.architecture),
+        ("bundle digest", &hello.bundle_digest),
+    ];
+    if let Some((what, name)) = names.into_iter().find(|(_, name)| name.len() > HELLO_NAME_BYTES_MAX) {
+        let (bytes, most) = (name.len(), HELLO_NAME_BYTES_MAX);
+        return violation(format!("hello with a {what} of {bytes} bytes; at most {most} are allowed"));
+    }
     let Some(limits) = hello.limits else { return violation("hello without limits".to_owned()) };
     let v1::WorkerLimits { vocab_size, context_tokens, block_tokens, kv_blocks, max_sequences, .. } = limits;
     if [vocab_size, context_tokens, block_tokens, kv_blocks, max_sequences].contains(&0) {
@@ -470,6 +484,8 @@ mod tests {
             (v1::Hello { protocol_version: 0, ..hello.clone() }, "protocol version 0".to_owned()),
             (v1::Hello { model: String::new(), ..hello.clone() }, "hello without a model name".to_owned()),
             (v1::Hello { limits: None, ..hello.clone() }, "hello without limits".to_owned()),
+            (v1::Hello { model: "m".repeat(513), ..hello.clone() }, "a model of 513 bytes".to_owned()),
+            (v1::Hello { fingerprint: "f".repeat(513), ..hello.clone() }, "a fingerprint of 513".to_owned()),
             (v1::Hello { limits: Some(empty), ..hello.clone() }, "limits of zero".to_owned()),
         ] {
             let error = check_hello(&wrong).err().unwrap().to_string();

@@ -82,6 +82,9 @@ pub(super) struct ConnectedWorker {
     gauges: WorkerGauges,
 }
 
+/// Maximum models with gauges: an exported series stays for ever, and workers name their models.
+const MODEL_GAUGES_MAX: usize = 1024;
+
 /// Gauges of a model over all of its lanes.
 struct ModelGauges {
     workers: Gauge,
@@ -297,7 +300,8 @@ impl DispatcherState {
         for (model, gauges) in &self.model_gauges {
             gauges.set(loads.remove(model.as_str()).unwrap_or_default());
         }
-        let unknown: Vec<String> = loads.into_keys().map(str::to_owned).collect();
+        let free = MODEL_GAUGES_MAX.saturating_sub(self.model_gauges.len());
+        let unknown: Vec<String> = loads.into_keys().take(free).map(str::to_owned).collect();
         for model in unknown {
             // Set at the next tick.
             let gauges = ModelGauges::new(&model);

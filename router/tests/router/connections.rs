@@ -18,6 +18,8 @@ use tokio_rustls::rustls::pki_types::{CertificateDer, ServerName};
 use tokio_rustls::rustls::{ClientConfig, RootCertStore};
 use tonic::transport::{Certificate, Channel, ClientTlsConfig, Endpoint, Identity};
 use tonic::{Code, Request};
+use tonic_health::pb::HealthCheckRequest;
+use tonic_health::pb::health_client::HealthClient;
 
 use crate::cluster::{Cluster, bounded, text};
 use crate::http_client::with_http;
@@ -527,6 +529,41 @@ async fn a_client_that_makes_the_server_reset_streams_loses_its_connection() {
             }
         };
         assert!(ended, "the connection took {calls} such calls");
+    })
+    .await;
+}
+
+#[tokio::test]
+async fn callers_of_the_anonymous_tenant_keep_no_connection_from_a_key() {
+    bounded(async {
+        let folder = Folder::new();
+        let tenants = format!(
+            "anonymous = \"guests\"\n[tenants.guests]\n[tenants.person]\nkeys = [{{ sha256 = \"{}\" }}]\n",
+            digest("key")
+        );
+        let connections = ConnectionLimits { connections_max: 3, ..ConnectionLimits::default() };
+        let tenants_file = Some(folder.write("tenants.toml", &tenants));
+        let mut worker = ScriptedWorker::start(WorkerProfile::default()).await;
+        let options = Options { connections, tenants_file, ..Options::default() };
+        let cluster = Cluster::start(&[&worker], options).await;
+        let _session = worker.granted().await;
+        cluster.handle.ready().await;
+        let open = || async {
+            let endpoint = Endpoint::from_shared(format!("http://{}", cluster.address)).unwrap();
+            endpoint.connect().await.unwrap()
+        };
+        let mut watches = Vec::new();
+        for _ in 0..3 {
+            let channel = open().await;
+            assert_eq!(call(channel.clone(), None).await, Ok(()), "it is a guest");
+            let watch = HealthClient::new(channel).watch(HealthCheckRequest::default()).await;
+            watches.push(watch.unwrap().into_inner());
+        }
+        for _ in 0..2 {
+            assert_eq!(call(open().await, Some("key")).await, Ok(()));
+        }
+        // The oldest of them had to go, although it had a call.
+        while watches[0].message().await.is_ok_and(|message| message.is_some()) {}
     })
     .await;
 }

@@ -405,6 +405,13 @@ async fn malformed_tools_are_refused_by_their_field() {
             (r#""messages":[{"role":"tool","tool_call_id":"c","content":"x"}]"#.to_owned(), "messages"),
             (r#""messages":[{"role":"assistant","tool_calls":[{"id":"c"}]}]"#.to_owned(), "messages"),
             (
+                format!(
+                    r#""messages":[{{"role":"assistant","tool_calls":[{{"id":"c","function":{{"name":"{}"}}}}]}}]"#,
+                    "n".repeat(129)
+                ),
+                "messages",
+            ),
+            (
                 r#""messages":[{"role":"assistant","tool_calls":[{"id":"c","function":{"name":"f","arguments":"[1]"}}]}]"#.to_owned(),
                 "messages",
             ),

@@ -10,6 +10,7 @@ use tonic_health::pb::health_check_response::ServingStatus;
 use tonic_health::pb::health_client::HealthClient;
 
 use crate::cluster::{Cluster, bounded, tokens};
+use crate::tenants::{started, tenant, with_key};
 use crate::worker::{ScriptedWorker, WorkerProfile};
 
 const LENGTH: v1::FinishReason = v1::FinishReason::Length;
@@ -180,6 +181,36 @@ async fn one_call_streams_several_requests_that_fail_independently() {
         let third = session.submit().await;
         drop((answers, requests));
         assert_eq!(session.cancel().await.submission_id, third.submission_id);
+    })
+    .await;
+}
+
+#[tokio::test]
+async fn an_open_call_takes_no_requests_of_a_key_that_was_revoked() {
+    bounded(async {
+        let (cluster, mut session, folder, _worker) =
+            started(&(tenant("a", "") + &tenant("b", "")), Options::default()).await;
+        session.grant(8, 1000);
+        let mut client = GrpcInferenceServiceClient::new(cluster.channel.clone());
+        let (requests, outgoing) = tokio::sync::mpsc::unbounded_channel();
+        let outgoing = tokio_stream::wrappers::UnboundedReceiverStream::new(outgoing);
+        requests.send(ask("before", "first", false)).unwrap();
+        let mut answers = client.model_stream_infer(with_key(outgoing, "a")).await.unwrap().into_inner();
+        let first = session.submit().await;
+        folder.write("tenants.toml", &tenant("b", ""));
+        let ready = || kserve::ModelReadyRequest { name: "tiny".to_owned(), ..Default::default() };
+        while client.model_ready(with_key(ready(), "a")).await.is_ok() {
+            tokio::task::yield_now().await;
+        }
+        requests.send(ask("after", "second", false)).unwrap();
+        let refused = answers.message().await.unwrap().unwrap();
+        assert!(refused.error_message.starts_with("[Unauthenticated] "), "{}", refused.error_message);
+        assert_eq!(refused.infer_response.unwrap().id, "after");
+        // What has begun is completed, and with it the call.
+        session.finish(&first, 0, &tokens("x"), LENGTH);
+        let answer = answers.message().await.unwrap().unwrap().infer_response.unwrap();
+        assert_eq!((answer.id.as_str(), text_of(&answer).as_str()), ("before", "x"));
+        assert!(answers.message().await.unwrap().is_none());
     })
     .await;
 }

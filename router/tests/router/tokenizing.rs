@@ -1,7 +1,12 @@
 //! Tokenizing: special tokens in messages, bounds and charges of Tokenize, large prompts, and a worker that does not
 //! read what it is sent.
 
+use std::collections::BTreeMap;
+
 use inflight_fixtures::{Chat, Family};
+use inflight_proto::kserve;
+use inflight_proto::kserve::grpc_inference_service_client::GrpcInferenceServiceClient;
+use inflight_proto::kserve::infer_parameter::ParameterChoice;
 use inflight_proto::v1;
 use inflight_proto::v1::generate_request::Input;
 use inflight_proto::v1::inference_client::InferenceClient;
@@ -95,6 +100,20 @@ async fn texts_have_special_tokens_unless_the_request_says_otherwise() {
             let completion = http.post("/v1/completions", &body).await;
             assert_eq!(submitted(&mut http.session).await.prompt_token_ids, answer.token_ids);
             drop(completion);
+            let parameter = |choice| kserve::InferParameter { parameter_choice: Some(choice) };
+            let mut parameters = BTreeMap::from([(
+                "text_input".to_owned(),
+                parameter(ParameterChoice::StringParam("a<|eot_id|>b".to_owned())),
+            )]);
+            parameters.extend(
+                parse_special
+                    .map(|parse| ("parse_special".to_owned(), parameter(ParameterChoice::BoolParam(parse)))),
+            );
+            let request = kserve::ModelInferRequest { parameters, ..Default::default() };
+            let mut infer = GrpcInferenceServiceClient::new(http.cluster.channel.clone());
+            let infer = tokio::spawn(async move { infer.model_infer(request).await });
+            assert_eq!(submitted(&mut http.session).await.prompt_token_ids, answer.token_ids);
+            infer.abort();
         }
     })
     .await;

@@ -430,6 +430,21 @@ pub const BUCKETS: &[(&str, &[f64])] = &[
     (ANTICIPATION_SECONDS, ANTICIPATION_SECONDS_BUCKETS),
 ];
 
+/// Returns the names of a metric's labels.
+pub fn labels(metric: &str) -> &'static [&'static str] {
+    match metric {
+        GPU_PATH => &["path"],
+        GRAMMAR_LOOKUPS | ANTICIPATION_SECONDS => &["outcome"],
+        TENANT_SERVICE | TENANT_WEIGHT => &["tenant"],
+        MODEL_INFO => &["model", "architecture", "fingerprint"],
+        PREEMPTIONS | PREEMPTION_COST | VIOLATIONS => &["kind"],
+        SWAPPED_BLOCKS | SWAPPED_BYTES => &["direction"],
+        SLO_UNMET => &["objective"],
+        BLOCKED | ENDED | UNAUTHENTICATED => &["reason"],
+        _ => &[],
+    }
+}
+
 /// Describes every metric to the exporter.
 pub fn describe() {
     inflight_net::metrics::describe();

@@ -19,6 +19,7 @@ use super::{Call, HttpApi, Started, content, json, sse, structured};
 use crate::api::collected::{CollectedCall, CollectedChoice};
 use crate::api::generation::{GenerationRequest, Input};
 use crate::api::ingress::rejected;
+use crate::api::message_list::MessageList;
 use crate::outcome::Outcome;
 use crate::text::Message;
 
@@ -103,16 +104,17 @@ pub(super) fn messages(fields: &Fields<'_>) -> Result<Vec<Message>, Outcome> {
     if messages.is_empty() {
         return Err(Outcome::field("messages", NO_MESSAGES));
     }
-    let mut read: Vec<Message> = Vec::with_capacity(messages.len());
+    MessageList::check_count(messages.len())?;
+    let mut read = MessageList::default();
     for (at, message) in messages.into_iter().enumerate() {
         let message = read_message(at, message, &read)?;
-        read.push(message);
+        read.push(message)?;
     }
-    Ok(read)
+    Ok(read.into_messages())
 }
 
 /// Reads a message that follows others.
-fn read_message(at: usize, message: &RawValue, earlier: &[Message]) -> Result<Message, Outcome> {
+fn read_message(at: usize, message: &RawValue, earlier: &MessageList) -> Result<Message, Outcome> {
     let name = format!("messages[{at}]");
     let message: MessageBody<'_> = parse_object(&name, message, "a message with role and content")?;
     if message.function_call.is_some_and(|call| !is_empty(call)) {
@@ -145,22 +147,16 @@ fn read_message(at: usize, message: &RawValue, earlier: &[Message]) -> Result<Me
     }
     if role == "tool" {
         read.tool_call_id = message.tool_call_id.unwrap_or_default();
-        let called = called_tool(&read.tool_call_id, earlier).ok_or_else(|| {
+        let called = earlier.called_tool(&read.tool_call_id).ok_or_else(|| {
             let id = &read.tool_call_id;
             let reason = format!("{name} is the result of the call {id:?}, which no message before it has");
             Outcome::field("messages", reason)
         })?;
         if read.name.is_empty() {
-            read.name = called;
+            read.name = called.to_owned();
         }
     }
     Ok(read)
-}
-
-/// Returns the name of the tool that a call before a result has called.
-pub(crate) fn called_tool(id: &str, earlier: &[Message]) -> Option<String> {
-    let calls = earlier.iter().rev().flat_map(|message| &message.tool_calls);
-    calls.into_iter().find(|call| call.id == id && !id.is_empty()).map(|call| call.name.clone())
 }
 
 /// Output options of a call.

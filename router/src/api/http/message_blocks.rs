@@ -3,11 +3,11 @@
 use serde::{Deserialize, Serialize};
 use serde_json::value::RawValue;
 
-use super::chat::called_tool;
 use super::content;
 use super::fields::{Fields, parse, parse_object};
 use super::tools::message_call;
 use crate::api::collected::{CollectedChoice, CollectedPart};
+use crate::api::message_list::MessageList;
 use crate::api::tool_use::{Tool, ToolChoice, ToolDefinition, ToolUse};
 use crate::outcome::Outcome;
 use crate::text::Message;
@@ -39,12 +39,11 @@ pub(super) fn read_message(
     name: &str,
     role: &str,
     body: &RawValue,
-    messages: &mut Vec<Message>,
+    messages: &mut MessageList,
 ) -> Result<(), Outcome> {
     let place = format!("{name}.content");
     if !body.get().starts_with('[') {
-        messages.push(Message::new(role, content::text(&place, Some(body))?));
-        return Ok(());
+        return messages.push(Message::new(role, content::text(&place, Some(body))?));
     }
     let blocks: Vec<&RawValue> = parse(&place, body, "a string or an array of blocks")?;
     let mut message = Message::new(role, String::new());
@@ -65,7 +64,7 @@ pub(super) fn read_message(
                 message.tool_calls.push(message_call(&place, id, tool, block.input)?);
             }
             ("tool_result", "user") => {
-                messages.push(result(&place, block, messages)?);
+                messages.push(result(&place, block, messages)?)?;
                 results += 1;
             }
             ("thinking", "assistant") => message.reasoning.push_str(&block.thinking.unwrap_or_default()),
@@ -75,15 +74,15 @@ pub(super) fn read_message(
     message.content = texts.join("\n");
     // Results alone are no message of the user.
     if results == 0 || results < blocks_given {
-        messages.push(message);
+        messages.push(message)?;
     }
     Ok(())
 }
 
 /// Returns the message of a tool's result.
-fn result(place: &str, block: BlockBody<'_>, earlier: &[Message]) -> Result<Message, Outcome> {
+fn result(place: &str, block: BlockBody<'_>, earlier: &MessageList) -> Result<Message, Outcome> {
     let id = block.tool_use_id.unwrap_or_default();
-    let name = called_tool(&id, earlier).ok_or_else(|| {
+    let name = earlier.called_tool(&id).map(str::to_owned).ok_or_else(|| {
         let reason = format!("{place} is the result of the call {id:?}, which no message before it has");
         Outcome::field("messages", reason)
     })?;

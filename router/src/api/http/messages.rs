@@ -17,6 +17,7 @@ use super::usage::TimingsBody;
 use super::{Call, HttpApi, Started, content, json, sse, structured};
 use crate::api::generation::{Finished, GenerationRequest, Input, StopConditions, Usage};
 use crate::api::ingress::rejected;
+use crate::api::message_list::MessageList;
 use crate::api::request;
 use crate::api::tool_use::ToolUse;
 use crate::outcome::Outcome;
@@ -104,10 +105,11 @@ pub(super) fn conversation(fields: &Fields<'_>) -> Result<Input, Outcome> {
     if bodies.is_empty() {
         return Err(Outcome::field("messages", NO_MESSAGES));
     }
-    let mut messages = Vec::with_capacity(bodies.len() + 1);
+    MessageList::check_count(bodies.len())?;
+    let mut messages = MessageList::default();
     let system = content::text("system", fields.raw("system"))?;
     if !system.is_empty() {
-        messages.push(Message::new("system", system));
+        messages.push(Message::new("system", system))?;
     }
     let last = bodies.len().checked_sub(1);
     for (at, body) in bodies.into_iter().enumerate() {
@@ -127,7 +129,7 @@ pub(super) fn conversation(fields: &Fields<'_>) -> Result<Input, Outcome> {
         }
         message_blocks::read_message(&name, &body.role, body.content, &mut messages)?;
     }
-    Ok(Input::Chat(messages.into()))
+    Ok(Input::Chat(messages.into_messages().into()))
 }
 
 /// Reads the tools, whose definitions become part of the conversation.

@@ -54,7 +54,6 @@ use crate::cluster::bundle::Model;
 use crate::options::{HttpOptions, Options};
 use crate::outcome::Outcome;
 pub(crate) use call::Call;
-pub(crate) use chat::called_tool;
 pub(crate) use cors::CorsLayer;
 pub(crate) use errors::refuse;
 pub(crate) use faults::FaultLayer;

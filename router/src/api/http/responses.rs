@@ -8,7 +8,6 @@ use tonic::body::Body;
 use tonic::codegen::Bytes;
 use tonic::codegen::http::Response;
 
-use super::chat::called_tool;
 use super::fields::{FieldTable, Fields, honoured, ignored, parse, parse_object, refused};
 use super::logprobs::PositionBody;
 use super::response_events::ResponseEvents;
@@ -18,6 +17,7 @@ use super::tools::{self, ToolForm, message_call};
 use super::{Call, HttpApi, content, json, sse, structured};
 use crate::api::generation::{GenerationRequest, Input, StopConditions};
 use crate::api::ingress::rejected;
+use crate::api::message_list::MessageList;
 use crate::outcome::Outcome;
 use crate::text::Message;
 
@@ -95,8 +95,10 @@ struct ItemBody<'a> {
 
 /// Reads the conversation. An empty one, as clients send to probe a server, is an empty message of the user.
 fn conversation(fields: &Fields<'_>, instructions: Option<&str>) -> Result<Input, Outcome> {
-    let mut messages = Vec::new();
-    messages.extend(instructions.map(|text| Message::new("system", text.to_owned())));
+    let mut messages = MessageList::default();
+    if let Some(text) = instructions {
+        messages.push(Message::new("system", text.to_owned()))?;
+    }
     let expected = "a string or an array of items";
     match fields.raw("input") {
         Some(input) if input.get().starts_with('[') => {
@@ -106,13 +108,13 @@ fn conversation(fields: &Fields<'_>, instructions: Option<&str>) -> Result<Input
                 read_item(&format!("input[{at}]"), item, &mut reasoning, &mut messages)?;
             }
         }
-        Some(input) => messages.push(Message::new("user", parse("input", input, expected)?)),
+        Some(input) => messages.push(Message::new("user", parse("input", input, expected)?))?,
         None => {}
     }
-    if !messages.iter().any(|message| message.role != "system") {
-        messages.push(Message::new("user", String::new()));
+    if !messages.messages().iter().any(|message| message.role != "system") {
+        messages.push(Message::new("user", String::new()))?;
     }
-    Ok(Input::Chat(messages.into()))
+    Ok(Input::Chat(messages.into_messages().into()))
 }
 
 /// Reads an item. `reasoning` is that of the items before it, which belongs to the next message of the assistant.
@@ -120,7 +122,7 @@ fn read_item(
     name: &str,
     item: &RawValue,
     reasoning: &mut String,
-    messages: &mut Vec<Message>,
+    messages: &mut MessageList,
 ) -> Result<(), Outcome> {
     let item: ItemBody<'_> = parse_object(name, item, "an item")?;
     let refused = |what: &str| Err(Outcome::field("input", format!("{name} {what}")));
@@ -136,24 +138,22 @@ fn read_item(
                 return refused("is a function_call without call_id or name");
             };
             let call = message_call(name, id, tool, item.arguments)?;
-            match messages.last_mut().filter(|last| last.role == "assistant" && reasoning.is_empty()) {
-                Some(last) => last.tool_calls.push(call),
-                None => messages.push(Message {
+            let apart = if reasoning.is_empty() { messages.extend_last(call) } else { Err(call) };
+            return apart.or_else(|call| {
+                messages.push(Message {
                     reasoning: std::mem::take(reasoning),
                     tool_calls: vec![call],
                     ..Message::new("assistant", String::new())
-                }),
-            }
-            return Ok(());
+                })
+            });
         }
         Some("function_call_output") => {
             let id = item.call_id.unwrap_or_default();
-            let Some(tool) = called_tool(&id, messages) else {
+            let Some(tool) = messages.called_tool(&id).map(str::to_owned) else {
                 return refused(&format!("is the output of the call {id:?}, which no item before it has"));
             };
             let text = content::text(&format!("{name}.output"), item.output)?;
-            messages.push(Message { name: tool, tool_call_id: id, ..Message::new("tool", text) });
-            return Ok(());
+            return messages.push(Message { name: tool, tool_call_id: id, ..Message::new("tool", text) });
         }
         Some("item_reference") => return refused(&format!("refers to a stored item: {STATELESS}")),
         Some(other) => {
@@ -178,8 +178,7 @@ fn read_item(
     if role == "assistant" {
         message.reasoning = std::mem::take(reasoning);
     }
-    messages.push(message);
-    Ok(())
+    messages.push(message)
 }
 
 /// Returns the text of a reasoning item.

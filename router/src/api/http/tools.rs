@@ -170,6 +170,12 @@ pub(crate) fn message_call(
     arguments: Option<&RawValue>,
 ) -> Result<MessageCall, Outcome> {
     let top = place.split(['.', '[']).next().unwrap_or(place);
+    // Each result of the call repeats its name.
+    if name.len() > Tool::NAME_BYTES_MAX {
+        let (bytes, most) = (name.len(), Tool::NAME_BYTES_MAX);
+        let reason = format!("{place} calls a tool whose name has {bytes} bytes; at most {most} are allowed");
+        return Err(Outcome::field(top, reason));
+    }
     let refused = || {
         let reason = format!("{place} has arguments that are no JSON object, nor the text of one");
         Outcome::field(top, reason)

@@ -10,7 +10,7 @@ use crate::api::generation::{GenerationRequest, Input, SamplingOverrides, StopCo
 use crate::outcome::Outcome;
 
 /// Input tensors of a model: name and datatype.
-pub(super) const INPUTS: [(&str, &str); 18] = [
+pub(super) const INPUTS: [(&str, &str); 19] = [
     ("text_input", "BYTES"),
     ("input_ids", "INT64"),
     ("max_tokens", "INT32"),
@@ -26,6 +26,7 @@ pub(super) const INPUTS: [(&str, &str); 18] = [
     ("n", "INT32"),
     ("stop", "BYTES"),
     ("ignore_eos", "BOOL"),
+    ("parse_special", "BOOL"),
     ("stream", "BOOL"),
     ("require_fingerprint", "BYTES"),
     ("sampling_parameters", "BYTES"),
@@ -63,7 +64,7 @@ impl InferRequest {
             )));
         }
         for (name, value) in &request.parameters {
-            // AuthenticationError parameters are ignored: clients send some for other servers.
+            // Other parameters are ignored: clients send some for other servers.
             if INPUTS.iter().any(|(known, _)| known == name) || name == "timeout" {
                 said.0.insert(name.clone(), of_parameter(name, value)?);
             }
@@ -130,6 +131,7 @@ impl InferRequest {
                     ignore_eos: said.flag("ignore_eos")?.unwrap_or(false),
                     ..StopConditions::default()
                 },
+                parse_special: said.flag("parse_special")?,
                 request_id: request.id,
                 require_fingerprint: said.text("require_fingerprint")?.unwrap_or_default(),
                 resumable: false,
