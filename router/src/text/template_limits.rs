@@ -22,7 +22,7 @@ pub(super) fn apply(environment: &mut Environment<'static>) {
         });
     }
     environment.add_filter("format", |args: Rest<Value>, named: Kwargs| {
-        check_format(&args)?;
+        check_format(&args, FormatStyle::Percent)?;
         call_filter("format", args, named)
     });
     environment.set_unknown_method_callback(call_method);
@@ -38,7 +38,7 @@ fn call_filter(name: &str, mut args: Rest<Value>, named: Kwargs) -> Result<Value
 
 fn call_method(state: &mut State, value: &Value, method: &str, args: &[Value]) -> Result<Value, Error> {
     if method == "format" {
-        check_format(&[std::slice::from_ref(value), args].concat())?;
+        check_format(&[std::slice::from_ref(value), args].concat(), FormatStyle::Braces)?;
     }
     pycompat::unknown_method_callback(state, value, method, args)
 }
@@ -54,15 +54,55 @@ fn check_number(value: &Value) -> Result<(), Error> {
     Ok(())
 }
 
-/// Checks the numbers in a format string and, where it takes widths from arguments, those.
-fn check_format(args: &[Value]) -> Result<(), Error> {
+/// How the fields of a format string are written.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum FormatStyle {
+    /// `%(key)d`
+    Percent,
+    /// `{name[key]:d}`
+    Braces,
+}
+
+/// Checks the keys and numbers in a format string and, where it takes widths from arguments, those.
+fn check_format(args: &[Value], style: FormatStyle) -> Result<(), Error> {
     let Some(format) = args.first().and_then(Value::as_str) else { return Ok(()) };
+    check_keys(format, style)?;
     let mut numbers = format.split(|c: char| !c.is_ascii_digit()).filter(|digits| !digits.is_empty());
     if let Some(digits) = numbers.find(|digits| !digits.parse().is_ok_and(|number: i64| number <= WIDTH_MAX))
     {
         return Err(too_large(digits));
     }
     if format.contains('*') || format.contains(":{") { check_arguments(args) } else { Ok(()) }
+}
+
+/// Refuses keys that are not ASCII: the engine reads them byte by byte, and panics within a character.
+fn check_keys(format: &str, style: FormatStyle) -> Result<(), Error> {
+    let (field, open, close) = match style {
+        FormatStyle::Percent => ('%', '(', ')'),
+        FormatStyle::Braces => ('{', '[', ']'),
+    };
+    let mut rest = format;
+    while let Some((_, text)) = rest.split_once(field) {
+        // Doubled, it is text.
+        if let Some(text) = text.strip_prefix(field) {
+            rest = text;
+            continue;
+        }
+        rest = text;
+        let is_next = |c: char| style == FormatStyle::Percent || [open, ':', '}'].contains(&c);
+        while let Some(key) = rest.find(is_next).and_then(|at| rest[at..].strip_prefix(open)) {
+            let end = key.find(close).unwrap_or(key.len());
+            if !key[..end].is_ascii() {
+                let reason = format!("the key {:?} of a format string is not ASCII", &key[..end]);
+                return Err(Error::new(ErrorKind::InvalidOperation, reason));
+            }
+            rest = &key[end..];
+            if style == FormatStyle::Percent {
+                break;
+            }
+        }
+    }
+    Ok(())
 }
 
 fn too_large(number: &str) -> Error {
@@ -96,11 +136,28 @@ mod tests {
         }
         for (source, text) in [
             ("{{ '%5d|%s' | format(3, 'x') }}", "    3|x"),
+            ("{{ '%d%%(中) (é)' | format(3) }}", "3%(中) (é)"),
+            ("{{ '{:中>3} [é] {{[é}}'.format('a') }}", "中中a [é] {[é}"),
             ("{{ '{} {}'.format('a', 70000) }}", "a 70000"),
             ("{{ 'a\\nb' | indent(2) }}", "a\n  b"),
             ("{{ [1, 2, 3] | batch(2) | list | length }}", "2"),
         ] {
             assert_eq!(render(source).as_deref(), Ok(text), "{source}");
+        }
+    }
+
+    #[test]
+    fn keys_of_format_strings_that_are_not_ascii_are_errors() {
+        for source in [
+            "{{ '%(é)d' | format(3) }}",
+            "{{ '%(a中' | format(3) }}",
+            "{{ '%%%(%(é)d' | format(3) }}",
+            "{{ '{a[é]}'.format(a=3) }}",
+            "{{ '{0[{}:][中'.format(3) }}",
+            "{{ '{:{0[é]}}'.format(3) }}",
+        ] {
+            let refused = render(source).unwrap_err();
+            assert!(refused.contains("of a format string is not ASCII"), "{source}: {refused}");
         }
     }
 }
