@@ -120,7 +120,7 @@ pub struct EngineArgs {
     /// Objective for the time to first token: prefill gets more time while its backlog would exceed it
     #[arg(long, value_name = "DURATION", env = "INFLIGHT_WORKER_SLO_TTFT")]
     pub slo_ttft: Option<Span>,
-    /// Objective for the gap between tokens: bounds iterations with decodes and prefill; goes before --slo-ttft
+    /// Objective for the gap between tokens: bounds iterations with decodes and prefill; takes precedence over --slo-ttft
     #[arg(long, value_name = "DURATION", env = "INFLIGHT_WORKER_SLO_GAP")]
     pub slo_gap: Option<Span>,
     /// Source of drafted tokens (speculative decoding): off, or prompt-lookup, which drafts what followed the last
