@@ -55,7 +55,7 @@ impl MetricsExport {
         Ok(Self { stop, task: tokio::spawn(exporter.run(interval, stopped)) })
     }
 
-    /// Exports the last values, for at most 5 seconds in all, an export in progress included.
+    /// Flushes the last values, within 5 seconds in total, an export in progress included.
     pub async fn stop(self) {
         // Fails only if the task has panicked, which is logged.
         let _ = self.stop.send(());

@@ -255,7 +255,7 @@ fn log_panics() {
 }
 
 impl Telemetry {
-    /// Exports the remaining spans and logs and the last values of the metrics, for at most 5 seconds in all.
+    /// Flushes spans, logs and metrics to the collector, within 5 seconds in total.
     pub async fn stop(self) {
         let metrics = async {
             if let Some(metrics) = self.exported_metrics {

@@ -83,7 +83,7 @@ impl ReservedBytes {
         self.budget.release(self.held.swap(0, Ordering::AcqRel));
     }
 
-    /// Moves what is reserved to a request of its own, of several in a call.
+    /// Moves the reserved bytes to a new reservation, for one of several requests in a call.
     #[must_use]
     pub fn split(&self) -> Self {
         let held = self.held.swap(0, Ordering::AcqRel);
@@ -235,8 +235,8 @@ struct LimitedBody {
     bytes: u64,
     /// Whether the only message of a call is complete.
     complete: bool,
-    /// End of the only message of a call, until the client ends the stream: decoded, it may take many times its bytes, and the
-    /// service waits for the end before it checks anything.
+    /// Last frame of a unary message, held back until the client ends the stream. The service would decode it at once, but check
+    /// it only at the end of the stream, and a decoded message may take many times its bytes.
     last: Option<Frame<Bytes>>,
     ended: bool,
     /// Deadline of the message in reception; `None` between the messages of a stream.
@@ -366,7 +366,7 @@ impl HttpBody for LimitedBody {
             match (was_complete, this.complete) {
                 (_, false) => return Poll::Ready(Some(Ok(frame))),
                 (false, true) => this.last = Some(frame),
-                // Nothing is in it, or trailers, which gRPC's requests do not have.
+                // An empty frame, or trailers, which gRPC requests do not have.
                 (true, true) => {}
             }
         }
@@ -491,9 +491,9 @@ mod tests {
     }
 
     proptest! {
-        /// For any split into frames, the only message is complete when the client has ended the stream, not before.
+        /// For any split into frames, the last frame of a unary message is held back until the client ends the stream.
         #[test]
-        fn the_end_of_an_only_message_waits_for_the_end_of_the_stream(
+        fn the_last_frame_of_a_unary_message_waits_for_the_end_of_the_stream(
             len in 0usize..200, cuts in prop::collection::vec(1usize..90, 1..40), more in prop::option::of(1usize..9)
         ) {
             let runtime = tokio::runtime::Builder::new_current_thread().enable_time().build().unwrap();

@@ -19,7 +19,17 @@ fn series(samples: &Samples, name: &str) -> BTreeMap<String, f64> {
     of_name.collect()
 }
 
-/// Checks that the series of a scrape have the labels that `documented` has for their metrics, and returns how many series there are.
+/// Generates 100 tokens for each of eight concurrent requests.
+async fn generate_eight(cluster: &LocalCluster) -> Result<()> {
+    let client = cluster.client().await?;
+    let calls = (0..8).map(|seed| {
+        let mut client = client.clone();
+        async move { generate(&mut client, sampled("a", 100, seed)).await }
+    });
+    try_join_all(calls).await.map(drop)
+}
+
+/// Checks the label names of every series in a scrape against those documented for its metric. Returns the number of series checked.
 fn check_labels<'a>(samples: &Samples, documented: &BTreeMap<&'a str, &'a [&'a str]>) -> Result<usize> {
     let mut checked = 0;
     for (series, _) in samples.series() {
@@ -40,12 +50,7 @@ fn check_labels<'a>(samples: &Samples, documented: &BTreeMap<&'a str, &'a [&'a s
 async fn every_exported_series_has_the_documented_labels() -> Result<()> {
     let flags = ["--workers=1", "--max-sequences=2", "--device=sim:flat,pool_tokens=400"];
     let cluster = LocalCluster::start(program(), &flags).await?;
-    let client = cluster.client().await?;
-    let calls = (0..8).map(|seed| {
-        let mut client = client.clone();
-        async move { generate(&mut client, sampled("a", 100, seed)).await }
-    });
-    try_join_all(calls).await?;
+    generate_eight(&cluster).await?;
     let worker = inflight_worker::metrics::INVENTORY.iter().map(|(name, ..)| *name);
     let worker = worker.map(|name| (name, inflight_worker::metrics::labels(name))).collect();
     let checked = check_labels(&scrape(cluster.workers[0].metrics).await?, &worker)?;
@@ -105,12 +110,7 @@ async fn queueing_in_router_and_worker_is_one_histogram_and_every_limit_a_gauge(
         "--decode-reserve-tokens=40",
     ];
     let cluster = LocalCluster::start(program(), &flags).await?;
-    let client = cluster.client().await?;
-    let calls = (0..8).map(|seed| {
-        let mut client = client.clone();
-        async move { generate(&mut client, sampled("a", 100, seed)).await }
-    });
-    try_join_all(calls).await?;
+    generate_eight(&cluster).await?;
     let samples = scrape(cluster.workers[0].metrics).await?;
     let total = |name: &str| samples.total(name);
     ensure!(total("inflight_worker_total_queue_seconds_count")? == 8.0);

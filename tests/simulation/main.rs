@@ -296,8 +296,8 @@ fn apply_event(sim: &mut turmoil::Sim<'_>, event: FaultEvent, shared: &Simulatio
     }
 }
 
-/// Spawns tasks until the next one has an id that is a multiple of 64. Tokio distributes the tasks of a runtime over
-/// lists by their ids, which count over the whole process, and a crash of a host drops them list by list.
+/// Spawns tasks until the next task id is a multiple of 64. Tokio keeps the tasks of a runtime in several lists, chosen by task
+/// id, and drops them list by list when a host crashes; ids count over the whole process, so the order would differ between runs.
 fn align_task_ids() {
     let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
     loop {

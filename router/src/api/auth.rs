@@ -82,7 +82,7 @@ where
         }
         match self.caller(&request) {
             Ok(caller) => {
-                // The anonymous tenant's callers have shown nothing: their connections are closed first.
+                // Callers of the anonymous tenant have shown no credentials: at a limit, their connections are evicted first.
                 let shown = !matches!(&caller, Caller::Tenant { key_id, .. } if key_id.is_empty());
                 if let Some(peer) = request.extensions().get::<Peer>().filter(|_| shown) {
                     peer.set_authenticated();

@@ -5,11 +5,11 @@ use std::collections::HashMap;
 use crate::outcome::Outcome;
 use crate::text::{Message, MessageCall};
 
-/// Maximum messages of a conversation: an empty one of two bytes takes many times that when it is decoded.
+/// Maximum messages of a conversation. A decoded message takes many times the two bytes of an empty one on the wire.
 const MESSAGES_MAX: usize = 16 << 10;
 
-/// Messages read so far, at most 16,384, with the tool calls that later results may refer to. Finding a call takes constant
-/// time: a request may have hundreds of thousands of calls and thousands of results.
+/// Messages of a conversation read so far, with an index of their tool calls by id. A request may have hundreds of thousands of
+/// calls and thousands of results, each of which looks up its call.
 #[derive(Debug, Default)]
 pub(crate) struct MessageList {
     messages: Vec<Message>,

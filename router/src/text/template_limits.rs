@@ -63,7 +63,7 @@ enum FormatStyle {
     Braces,
 }
 
-/// Checks the keys and numbers in a format string and, where it takes widths from arguments, those.
+/// Checks the mapping keys and the widths in a format string, and the arguments that give widths.
 fn check_format(args: &[Value], style: FormatStyle) -> Result<(), Error> {
     let Some(format) = args.first().and_then(Value::as_str) else { return Ok(()) };
     check_keys(format, style)?;
