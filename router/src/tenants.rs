@@ -1,5 +1,6 @@
 //! Tenants: their keys, certificates and limits, from a file that is reloaded on changes.
 
+mod caller;
 mod file;
 
 use std::collections::BTreeMap;
@@ -14,6 +15,7 @@ use subtle::ConstantTimeEq as _;
 use time::OffsetDateTime;
 use time::format_description::well_known::Rfc3339;
 
+pub(crate) use caller::{Caller, Credential};
 use file::TenantsFile;
 
 /// Interval of checking the file for changes.
@@ -42,38 +44,6 @@ pub enum TenantsError {
         /// What is wrong, and where.
         reason: String,
     },
-}
-
-/// Authenticated caller, in the extensions of every call that passed authentication.
-#[derive(Debug, Clone)]
-pub(crate) enum Caller {
-    /// No tenants are configured: requests name their tenant, weight and priority themselves.
-    Anyone,
-    /// Tenant of the file.
-    Tenant {
-        /// The tenant.
-        tenant: Arc<Tenant>,
-        /// Key or certificate that the caller has shown, for the usage log.
-        key_id: Arc<str>,
-    },
-}
-
-impl Caller {
-    /// Returns the id of the caller's key or certificate; empty without one.
-    pub(crate) fn key_id(&self) -> &str {
-        match self {
-            Self::Anyone => "",
-            Self::Tenant { key_id, .. } => key_id,
-        }
-    }
-
-    /// Returns the tenant's name if the caller may not use the service for operators.
-    pub(crate) fn lacks_admin(&self) -> Option<&str> {
-        match self {
-            Self::Anyone => None,
-            Self::Tenant { tenant, .. } => (!tenant.lock().admin).then_some(&tenant.name),
-        }
-    }
 }
 
 /// Tenant with its usage of limits at this router.
@@ -116,6 +86,12 @@ struct ApiKey {
     digest: [u8; 32],
     expires: Option<SystemTime>,
     tenant: Arc<Tenant>,
+}
+
+impl ApiKey {
+    fn is_expired(&self, now: SystemTime) -> bool {
+        self.expires.is_some_and(|expires| expires <= now)
+    }
 }
 
 /// Parsed tenants' file, indexed for authentication.
@@ -204,21 +180,21 @@ impl Tenants {
         }
     }
 
-    /// Whether what a caller has shown is still valid.
+    /// Whether a caller's credential is still valid: in the file, for the same tenant, and not expired.
     pub(crate) fn still_knows(&self, caller: &Caller, now: SystemTime) -> bool {
         match caller {
             Caller::Anyone => false,
-            Caller::Tenant { tenant, key_id } => self.table().knows(tenant, key_id, now),
+            Caller::Tenant { tenant, credential } => self.table().knows(tenant, credential, now),
         }
     }
 
-    /// Returns the tenant of a key or, without one, of a certificate, with the id of either.
+    /// Returns the tenant of a key or, without one, of a certificate, with the credential.
     pub(crate) fn authenticate(
         &self,
         key: Option<&str>,
         certificate: Option<&Identity>,
         now: SystemTime,
-    ) -> Result<(Arc<Tenant>, Arc<str>), AuthenticationError> {
+    ) -> Result<(Arc<Tenant>, Credential), AuthenticationError> {
         let table = self.table();
         if let Some(key) = key {
             return table.of_key(key, now);
@@ -226,7 +202,7 @@ impl Tenants {
         if let Some(identity) = certificate {
             let names = identity.names.iter().chain([&identity.digest]);
             let found = names.filter_map(|name| table.certificates.get_key_value(name.as_str())).next();
-            let found = found.map(|(name, tenant)| (tenant.clone(), name.clone()));
+            let found = found.map(|(name, tenant)| (tenant.clone(), Credential::Certificate(name.clone())));
             return found.or_else(|| table.anonymous()).ok_or(AuthenticationError::Certificate);
         }
         table.anonymous().ok_or(AuthenticationError::NoKey)
@@ -234,32 +210,38 @@ impl Tenants {
 }
 
 impl TenantTable {
-    /// Whether a key, a certificate or no key at all still stands for a tenant.
-    fn knows(&self, tenant: &Arc<Tenant>, key_id: &str, now: SystemTime) -> bool {
-        let same = |other: &Arc<Tenant>| Arc::ptr_eq(other, tenant);
-        let mut keys = self.keys.values().flatten().filter(|key| *key.id == *key_id && same(&key.tenant));
-        keys.any(|key| key.expires.is_none_or(|expires| expires > now))
-            || self.certificates.get(key_id).is_some_and(same)
-            || (key_id.is_empty() && self.anonymous.as_ref().is_some_and(same))
+    /// Whether a credential is valid for a tenant.
+    fn knows(&self, tenant: &Arc<Tenant>, credential: &Credential, now: SystemTime) -> bool {
+        let owner = match credential {
+            Credential::Anonymous => self.anonymous.as_ref(),
+            Credential::Key { digest, .. } => {
+                self.key(digest).filter(|key| !key.is_expired(now)).map(|key| &key.tenant)
+            }
+            Credential::Certificate(name) => self.certificates.get(name),
+        };
+        owner.is_some_and(|owner| Arc::ptr_eq(owner, tenant))
     }
 
     /// Returns the tenant of callers without key and certificate.
-    fn anonymous(&self) -> Option<(Arc<Tenant>, Arc<str>)> {
-        self.anonymous.clone().map(|tenant| (tenant, Arc::from("")))
+    fn anonymous(&self) -> Option<(Arc<Tenant>, Credential)> {
+        self.anonymous.clone().map(|tenant| (tenant, Credential::Anonymous))
     }
 
-    fn of_key(&self, key: &str, now: SystemTime) -> Result<(Arc<Tenant>, Arc<str>), AuthenticationError> {
-        let digest: [u8; 32] = Sha256::digest(key.as_bytes()).into();
-        let same = self.keys.get(&head(&digest)).map_or(&[][..], Vec::as_slice);
+    /// Returns the key of a digest.
+    fn key(&self, digest: &[u8; 32]) -> Option<&ApiKey> {
+        let same = self.keys.get(&head(digest)).map_or(&[][..], Vec::as_slice);
         // Every candidate is compared completely, for constant time.
-        let found = same
-            .iter()
-            .fold(None, |found, key| if bool::from(key.digest.ct_eq(&digest)) { Some(key) } else { found });
-        let key = found.ok_or(AuthenticationError::UnknownKey)?;
-        match key.expires {
-            Some(expires) if expires <= now => Err(AuthenticationError::Expired { name: key.name.clone() }),
-            _ => Ok((key.tenant.clone(), key.id.clone())),
+        same.iter()
+            .fold(None, |found, key| if bool::from(key.digest.ct_eq(digest)) { Some(key) } else { found })
+    }
+
+    fn of_key(&self, key: &str, now: SystemTime) -> Result<(Arc<Tenant>, Credential), AuthenticationError> {
+        let digest: [u8; 32] = Sha256::digest(key.as_bytes()).into();
+        let key = self.key(&digest).ok_or(AuthenticationError::UnknownKey)?;
+        if key.is_expired(now) {
+            return Err(AuthenticationError::Expired { name: key.name.clone() });
         }
+        Ok((key.tenant.clone(), Credential::Key { digest, id: key.id.clone() }))
     }
 
     fn read(path: &Path, before: &Self) -> Result<Self, TenantsError> {
@@ -423,13 +405,13 @@ mod tests {
             digest_of("second").to_uppercase()
         );
         let table = parse(&text, &TenantTable::default()).unwrap();
-        let name = |found: Result<(Arc<Tenant>, Arc<str>), AuthenticationError>| {
+        let name = |found: Result<(Arc<Tenant>, Credential), AuthenticationError>| {
             found.map(|(tenant, _)| tenant.name.to_string())
         };
         assert_eq!(name(table.of_key("first", now())), Ok("acme".to_owned()));
         assert_eq!(name(table.of_key("second", now())), Ok("acme".to_owned()));
         assert_eq!(name(table.of_key("third", now())), Err(AuthenticationError::UnknownKey));
-        let id = |key: &str| table.of_key(key, now()).unwrap().1.to_string();
+        let id = |key: &str| table.of_key(key, now()).unwrap().1.id().to_owned();
         assert_eq!((id("first"), id("second")), ("ci".to_owned(), digest_of("second")[..12].to_uppercase()));
         let later = now() + Duration::from_secs(1);
         assert_eq!(
@@ -465,6 +447,45 @@ mod tests {
         assert_eq!(of(Some("")), Err(AuthenticationError::UnknownKey));
         assert_eq!(of(Some("unknown")), Err(AuthenticationError::UnknownKey));
         assert_eq!(of(Some("past")), Err(AuthenticationError::Expired { name: "k".to_owned() }));
+    }
+
+    #[test]
+    fn a_credential_is_valid_until_it_expires_or_is_removed_whatever_the_name_of_its_successor() {
+        let key = |name: &str, expires: &str| {
+            format!("{{ name = \"ci\", sha256 = {:?}, expires = \"{expires}\" }}", digest_of(name))
+        };
+        let (soon, late) = ("2026-01-01T00:00:01Z", "2030-01-01T00:00:00Z");
+        let file = |anonymous: &str, of_a: &str, of_b: &str| {
+            format!("anonymous = \"{anonymous}\"\n[tenants.a]\n{of_a}\n[tenants.b]\n{of_b}")
+        };
+        let keys = |keys: &[String]| format!("keys = [{}]", keys.join(","));
+        let certificate = "certificates = [\"spiffe://c/x\"]";
+        let (old, new) = (keys(&[key("old", soon)]), keys(&[key("new", late)]));
+        let before =
+            parse(&file("a", &format!("{old}\n{certificate}"), ""), &TenantTable::default()).unwrap();
+        let table = RwLock::new(Arc::new(before));
+        let tenants = Tenants { path: PathBuf::new(), watched: FileWatcher::new([]), table };
+        let identity = Identity { names: vec!["spiffe://c/x".to_owned()], digest: String::new() };
+        let callers = [(Some("old"), None), (None, Some(&identity)), (None, None)].map(|(key, identity)| {
+            let (tenant, credential) = tenants.authenticate(key, identity, now()).unwrap();
+            Caller::Tenant { tenant, credential }
+        });
+        let later = now() + Duration::from_secs(1);
+        let valid = |at| callers.each_ref().map(|caller| tenants.still_knows(caller, at));
+        assert_eq!((valid(now()), valid(later)), ([true; 3], [false, true, true]));
+        for (text, wanted) in [
+            // A rotated key keeps its name; both may be valid for a while.
+            (file("a", &format!("{new}\n{certificate}"), ""), [false, true, true]),
+            (file("a", &keys(&[key("old", late), key("new", late)]), ""), [true, false, true]),
+            // Another tenant's.
+            (file("b", "", &format!("{old}\n{certificate}")), [false; 3]),
+            ("[tenants.a]".to_owned(), [false; 3]),
+        ] {
+            let table = parse(&text, &tenants.table()).unwrap();
+            *tenants.table.write().unwrap() = Arc::new(table);
+            assert_eq!(valid(now()), wanted, "{text}");
+        }
+        assert!(!tenants.still_knows(&Caller::Anyone, now()));
     }
 
     #[test]

@@ -54,11 +54,12 @@ impl<S> AuthService<S> {
         let rejected = |error: AuthenticationError| self.failures.outcome(&error, address);
         let key = api_key(request.headers()).map_err(rejected)?;
         let identity = peer.and_then(Peer::identity);
-        let (tenant, key_id) = tenants.authenticate(key, identity, SystemTime::now()).map_err(rejected)?;
+        let (tenant, credential) =
+            tenants.authenticate(key, identity, SystemTime::now()).map_err(rejected)?;
         if let Some(peer) = peer {
             hold_connection(peer, &tenant)?;
         }
-        Ok(Caller::Tenant { tenant, key_id })
+        Ok(Caller::Tenant { tenant, credential })
     }
 }
 
@@ -83,8 +84,7 @@ where
         match self.caller(&request) {
             Ok(caller) => {
                 // Callers of the anonymous tenant have shown no credentials: at a limit, their connections are evicted first.
-                let shown = !matches!(&caller, Caller::Tenant { key_id, .. } if key_id.is_empty());
-                if let Some(peer) = request.extensions().get::<Peer>().filter(|_| shown) {
+                if let Some(peer) = request.extensions().get::<Peer>().filter(|_| !caller.is_anonymous()) {
                     peer.set_authenticated();
                 }
                 request.extensions_mut().insert(caller);
