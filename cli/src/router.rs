@@ -76,6 +76,9 @@ pub struct Args {
     /// Maximum bytes of all request messages that are being received or tokenized
     #[arg(long, value_name = "BYTES", default_value_t = ByteSize(Options::default().receive_bytes_max), env = "INFLIGHT_ROUTER_RECEIVE_BYTES_MAX")]
     pub receive_bytes_max: ByteSize,
+    /// Bytes of responses that clients have not read, above which the connection with the most is closed
+    #[arg(long, value_name = "BYTES", default_value_t = ByteSize(Options::default().unread_bytes_max), env = "INFLIGHT_ROUTER_UNREAD_BYTES_MAX")]
+    pub unread_bytes_max: ByteSize,
     /// max_tokens of requests that do not set it
     #[arg(long, value_name = "N", default_value_t = Options::default().default_max_tokens, env = "INFLIGHT_ROUTER_DEFAULT_MAX_TOKENS")]
     pub default_max_tokens: u32,
@@ -293,6 +296,7 @@ impl Args {
             queue_tokens_max: self.queue_tokens_max,
             message_bytes_max: usize::try_from(self.message_bytes_max.0).unwrap_or(usize::MAX),
             receive_bytes_max: self.receive_bytes_max.0,
+            unread_bytes_max: self.unread_bytes_max.0,
             default_max_tokens: self.default_max_tokens,
             streams_max: self.streams_max,
             tokenize_queue_max: self.tokenize_queue_max,

@@ -61,6 +61,9 @@ pub struct Args {
     /// [default: --port + 1]
     #[arg(long, value_name = "PORT", env = "INFLIGHT_UP_METRICS_PORT")]
     pub metrics_port: Option<u16>,
+    /// IP address of the Prometheus endpoints, which need no key and name tenants
+    #[arg(long, value_name = "IP", default_value_t = IpAddr::V4(Ipv4Addr::LOCALHOST), env = "INFLIGHT_UP_METRICS_HOST")]
+    pub metrics_host: IpAddr,
     /// File of tenants with their API keys and limits; without it no authentication is required
     #[arg(long, value_name = "FILE", env = "INFLIGHT_ROUTER_TENANTS_FILE")]
     pub tenants_file: Option<PathBuf>,
@@ -179,7 +182,7 @@ impl ClusterPlan {
                 let message = format!("metrics port {port} is above 65535; choose a lower --metrics-port");
                 CommandError::new(Exit::Usage, message)
             })?;
-            Ok(SocketAddr::new(args.host, port))
+            Ok(SocketAddr::new(args.metrics_host, port))
         };
         let router_address = SocketAddr::new(args.host, args.port);
         let router_metrics = metrics(0)?;

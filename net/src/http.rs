@@ -1,5 +1,6 @@
 //! HTTP server for many streams of small messages: one task per connection writes all its responses.
 
+use std::any::Any;
 use std::convert::Infallible;
 use std::future::Future;
 use std::pin::Pin;
@@ -23,8 +24,12 @@ use tonic::codegen::http::{Request, Response};
 use tonic::transport::server::Connected;
 use tower::{Service, ServiceExt as _};
 
+use crate::connection::Peer;
 use crate::drained_body::DrainedBody;
+use crate::metrics;
 use crate::response_streams::{ResponseStream, ResponseStreams};
+use crate::unread::{ConnectionUnread, UnreadBudget};
+use crate::unread_body::UnreadBody;
 use crate::write_timeout::WriteTimeout;
 
 /// Streams that a client may make this side reset before its connection is closed; h2's own default.
@@ -52,8 +57,10 @@ pub enum Protocols {
 /// that is ready. With one task per stream, as under hyper's usual executors, a worker's update would wake as
 /// many tasks as it has tokens, on several threads, each of which locks the connection and writes a few
 /// frames. Layers and handlers run in a separate task per call, so a slow call does not block its connection.
-#[derive(Debug, Clone, Copy)]
+#[derive(Clone)]
 pub struct HttpServer {
+    /// Value of the metrics' `listener` label.
+    pub listener: &'static str,
     /// Accepted versions of HTTP.
     pub protocols: Protocols,
     /// Interval of HTTP/2 keep-alive pings, and timeout of their acknowledgements.
@@ -65,6 +72,8 @@ pub struct HttpServer {
     /// Time after which a connection whose peer reads nothing of what is written is closed. HTTP/1.1 has no
     /// pings that would find such a peer.
     pub write_timeout: Duration,
+    /// Budget of the response data that clients do not read.
+    pub unread: UnreadBudget,
     /// Response to a call whose handler panicked.
     pub fault: fn() -> Response<Body>,
 }
@@ -96,7 +105,8 @@ impl HttpServer {
                 };
                 match next {
                     Some(Ok(connection)) => {
-                        connections.spawn(self.connection(connection, service.clone(), drain.clone()));
+                        let (server, drain) = (self.clone(), drain.clone());
+                        connections.spawn(server.connection(connection, service.clone(), drain));
                     }
                     Some(Err(error)) => tracing::debug!(%error, "cannot accept connection"),
                     None => break,
@@ -137,19 +147,38 @@ impl HttpServer {
             .initial_stream_window_size(STREAM_WINDOW_BYTES)
             .max_header_list_size(self.header_bytes_max)
             .max_concurrent_streams(self.streams_max);
-        let calls = CallSpawner { service, connect_info: connection.connect_info(), fault: self.fault };
+        let unread = self.unread.connect();
+        let connect_info = connection.connect_info();
+        let peer = (&connect_info as &dyn Any).downcast_ref::<Peer>().and_then(Peer::address);
+        let calls = CallSpawner { service, connect_info, unread: unread.account(), fault: self.fault };
         let connection = TokioIo::new(WriteTimeout::new(connection, self.write_timeout));
         let connection = Box::pin(builder.serve_connection(connection, calls));
         let mut task = ConnectionTask { connection, responses: ResponseStreams::default(), pending };
-        let ended = tokio::select! {
-            ended = &mut task => ended,
-            () = drain.cancelled() => {
-                task.connection.as_mut().graceful_shutdown();
-                task.await
+        let serving = async {
+            tokio::select! {
+                ended = &mut task => ended,
+                () = drain.cancelled() => {
+                    task.connection.as_mut().graceful_shutdown();
+                    task.await
+                }
             }
         };
-        if let Err(error) = ended {
-            tracing::debug!(%error, "connection failed");
+        // Counts and logs it before the connection is dropped.
+        let evicted = async {
+            let (unread_bytes, listener) = (unread.evicted().await, self.listener);
+            metrics::closed(listener, "unread");
+            tracing::warn!(
+                listener,
+                ?peer,
+                unread_bytes,
+                "connection closed: its client does not read responses"
+            );
+        };
+        tokio::select! {
+            ended = serving => if let Err(error) = ended {
+                tracing::debug!(%error, "connection failed");
+            },
+            () = evicted => {}
         }
     }
 }
@@ -214,6 +243,8 @@ struct CallSpawner<S, I> {
     service: S,
     /// Connection information, inserted into the extensions of every request.
     connect_info: I,
+    /// Account of the responses.
+    unread: Arc<ConnectionUnread>,
     /// Response to a call whose handler panicked.
     fault: fn() -> Response<Body>,
 }
@@ -224,17 +255,20 @@ where
     S::Future: Send,
     I: Clone + Send + Sync + 'static,
 {
-    type Response = Response<Body>;
+    type Response = Response<UnreadBody>;
     type Error = Infallible;
-    type Future = BoxFuture<'static, Result<Response<Body>, Infallible>>;
+    type Future = BoxFuture<'static, Result<Response<UnreadBody>, Infallible>>;
 
     fn call(&self, request: Request<Incoming>) -> Self::Future {
         let mut request = request.map(|body| Body::new(DrainedBody::new(body)));
         request.extensions_mut().insert(self.connect_info.clone());
         // Aborted when its stream is reset or its connection ends.
         let call = AbortOnDropHandle::new(tokio::spawn(self.service.clone().oneshot(request)));
-        let fault = self.fault;
-        // An error means that the handler panicked; the panic hook has logged the message.
-        Box::pin(async move { call.await.unwrap_or_else(|_| Ok(fault())) })
+        let (unread, fault) = (self.unread.clone(), self.fault);
+        Box::pin(async move {
+            // An error means that the handler panicked; the panic hook has logged the message.
+            let response = call.await.unwrap_or_else(|_| Ok(fault()));
+            response.map(|response| response.map(|body| UnreadBody::new(body, unread.open())))
+        })
     }
 }

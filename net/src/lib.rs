@@ -18,6 +18,8 @@ mod response_streams;
 mod secret_file;
 mod sync;
 mod tls;
+mod unread;
+mod unread_body;
 mod wakeups;
 mod write_timeout;
 
@@ -36,4 +38,5 @@ pub use receive::{
 pub use registry::AddressKey;
 pub use secret_file::{SECRET_BYTES_MIN, SecretError, SecretFile, Secrets, read_secrets};
 pub use tls::{ClientTls, ServerTls, ServerTlsFiles, TlsError};
+pub use unread::UnreadBudget;
 pub use wakeups::batch_wakeups;

@@ -2,8 +2,8 @@
 
 use std::sync::{Mutex, PoisonError};
 
-/// Resources of a call that count against the router's limits (permits, admission, drain token), until the
-/// call ends or is ended for a stalled client. Each one is released by its drop.
+/// Resources of a call that count against the router's limits (permits, admission, drain token), until its
+/// stream has taken the last event or is ended for a stalled client. Each one is released by its drop.
 #[derive(Default)]
 pub(crate) struct CallGuard(Mutex<Vec<Box<dyn Send>>>);
 

@@ -62,6 +62,8 @@ metrics_table! {
         "Fields of HTTP requests that had no effect, by API and name; `unknown` for those of no API";
     RECEIVE_BYTES = "inflight_router_receive_bytes", MetricKind::Gauge, Unit::Bytes, [],
         "Bytes of request messages that are being received or tokenized";
+    UNREAD_BYTES = "inflight_router_unread_bytes", MetricKind::Gauge, Unit::Bytes, [],
+        "Bytes of response data that clients have not read, with 8 KiB for each frame";
     TASK_PANICS = "inflight_router_task_panics_total", MetricKind::Counter, Unit::Count, ["task"],
         "Panics of background tasks, each followed by a restart, by task";
     QUEUE_BYPASSES = "inflight_router_queue_bypasses_total", MetricKind::Counter, Unit::Count, [],
@@ -98,6 +100,8 @@ metrics_table! {
         "Maximum open Generate calls (--streams-max)";
     RECEIVE_BYTES_MAX = "inflight_router_receive_bytes_max", MetricKind::Gauge, Unit::Bytes, [],
         "Maximum bytes of request messages that are being received or tokenized (--receive-bytes-max)";
+    UNREAD_BYTES_MAX = "inflight_router_unread_bytes_max", MetricKind::Gauge, Unit::Bytes, [],
+        "Maximum bytes of response data that clients have not read (--unread-bytes-max)";
     TOKENIZE_WAITING_MAX = "inflight_router_tokenize_queue_requests_max", MetricKind::Gauge, Unit::Count, [],
         "Maximum requests with large prompts that wait for a tokenizer thread (--tokenize-queue-max)";
     BYPASS_MAX = "inflight_router_bypass_max", MetricKind::Gauge, Unit::Count, [],

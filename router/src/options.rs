@@ -160,6 +160,8 @@ pub struct Options {
     pub message_bytes_max: usize,
     /// Maximum bytes of all messages being received, or received and not yet tokenized.
     pub receive_bytes_max: u64,
+    /// Bytes of response data that clients have not read, above which the connection with the most is closed.
+    pub unread_bytes_max: u64,
     /// Default max_tokens of a request.
     pub default_max_tokens: u32,
     /// Timeout of a connection to a worker, its hello and each chunk of its bundle.
@@ -270,6 +272,7 @@ impl Default for Options {
             reasoning_format: FormatChoice::default(),
             message_bytes_max: 4 << 20,
             receive_bytes_max: 256 << 20,
+            unread_bytes_max: 256 << 20,
             default_max_tokens: 1024,
             connect_timeout: Duration::from_secs(5),
             reconnect_backoff_max: Duration::from_secs(5),
@@ -370,6 +373,7 @@ impl Options {
         metrics::gauge!(names::QUEUE_TOKENS_MAX).set(self.queue_tokens_max as f64);
         metrics::gauge!(names::STREAMS_MAX).set(self.streams_max as f64);
         metrics::gauge!(names::RECEIVE_BYTES_MAX).set(self.receive_bytes_max as f64);
+        metrics::gauge!(names::UNREAD_BYTES_MAX).set(self.unread_bytes_max as f64);
         metrics::gauge!(names::TOKENIZE_WAITING_MAX).set(self.tokenize_queue_max as f64);
         metrics::gauge!(names::BYPASS_MAX).set(self.bypass_max);
         metrics::gauge!(names::WORKER_COMMANDS_MAX).set(self.worker_commands_max as f64);
@@ -409,6 +413,7 @@ impl Options {
             ("connection_streams_max", self.connection_streams_max == 0),
             ("aging_threshold", self.aging_threshold.is_zero()),
             ("message_bytes_max", self.message_bytes_max == 0),
+            ("unread_bytes_max", self.unread_bytes_max == 0),
             ("default_max_tokens", self.default_max_tokens == 0),
             ("tokenize_queue_max", self.tokenize_queue_max == 0),
             ("tokenize_tokens_max", self.tokenize_tokens_max == 0),

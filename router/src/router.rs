@@ -10,7 +10,7 @@ use std::time::Duration;
 
 use futures::stream::Empty;
 use futures::{Stream, StreamExt as _};
-use inflight_net::{Acceptor, ClientTls, Protocols, ServerTls, TlsError};
+use inflight_net::{Acceptor, ClientTls, Protocols, ServerTls, TlsError, UnreadBudget};
 use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::net::TcpListener;
 use tokio::sync::watch;
@@ -310,6 +310,10 @@ impl Core {
             tasks.spawn(restart_on_panic("tenants_file", move || tenants.clone().follow()));
         }
 
+        let unread = UnreadBudget::new(options.unread_bytes_max, metrics::gauge!(names::UNREAD_BYTES));
+        let enforced = unread.clone();
+        tasks.spawn(restart_on_panic("unread_responses", move || enforced.clone().enforce()));
+
         let admission = Admission::new(dispatch.clone());
         let operations = dispatch.live().map(|hub| {
             let (hub, drain, tenants) = (hub.clone(), drain.clone(), tenants.clone());
@@ -324,6 +328,7 @@ impl Core {
             admission,
             ingress,
             operations,
+            unread,
             open,
             drain: drain.clone(),
         };

@@ -103,6 +103,8 @@ struct TenantTable {
     certificates: BTreeMap<Arc<str>, Arc<Tenant>>,
     anonymous: Option<Arc<Tenant>>,
     tenants: BTreeMap<Arc<str>, Arc<Tenant>>,
+    /// Tenants that the file had before: one that returns has used its limits.
+    removed: BTreeMap<Arc<str>, Arc<Tenant>>,
 }
 
 /// Authentication failure.
@@ -274,7 +276,8 @@ impl TenantTable {
                 .over(&file.defaults)
                 .check()
                 .map_err(|reason| format!("tenant {name:?}: {reason}"))?;
-            let tenant = match before.tenants.get(name.as_str()) {
+            let known = before.tenants.get(name.as_str()).or_else(|| before.removed.get(name.as_str()));
+            let tenant = match known {
                 Some(tenant) => tenant.clone(),
                 None => Arc::new(Tenant::new(&name, limits)),
             };
@@ -306,6 +309,9 @@ impl TenantTable {
             table.anonymous =
                 Some(tenant.cloned().ok_or_else(|| format!("anonymous names {name:?}, which is no tenant"))?);
         }
+        let gone = before.removed.iter().chain(&before.tenants);
+        let gone = gone.filter(|(name, _)| !table.tenants.contains_key(*name));
+        table.removed = gone.map(|(name, tenant)| (name.clone(), tenant.clone())).collect();
         // Existing tenants change only after the whole file is validated. Those that are gone lose what they may.
         before.tenants.values().for_each(|tenant| tenant.lock().admin = false);
         for (tenant, limits, admin) in changed {
@@ -543,6 +549,16 @@ mod tests {
         let (again, _) = tenants.authenticate(Some("new"), None, now()).unwrap();
         assert!(Arc::ptr_eq(&tenant, &again));
         assert!(enter(&again) && !enter(&again), "one of two was used before");
+        let text = std::fs::read_to_string(&path).unwrap();
+        for without in ["", "[tenants.other]"] {
+            std::fs::write(&path, without).unwrap();
+            tenants.reload().unwrap();
+            assert!(tenants.authenticate(Some("new"), None, now()).is_err());
+        }
+        std::fs::write(&path, text).unwrap();
+        tenants.reload().unwrap();
+        let (again, _) = tenants.authenticate(Some("new"), None, now()).unwrap();
+        assert!(!enter(&again), "a tenant that was removed for a while has used its limits");
         std::fs::remove_file(&path).unwrap();
         assert!(matches!(tenants.reload(), Err(TenantsError::Read { .. })));
         assert!(tenants.authenticate(Some("new"), None, now()).is_ok());

@@ -4,6 +4,7 @@
 mod connections;
 mod endurance;
 mod exhaustion;
+mod lying_router;
 mod lying_worker;
 mod model_files;
 mod secrets;

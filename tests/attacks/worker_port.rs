@@ -18,14 +18,14 @@ use crate::lying_worker::LyingWorker;
 use crate::secrets::{NEW, OLD, Secrets};
 use crate::{program, short_request};
 
-async fn start_worker(secrets: Option<&Secrets>) -> Result<RoleProcess> {
+pub async fn start_worker(secrets: Option<&Secrets>) -> Result<RoleProcess> {
     let mut flags =
         ["--threads=1", "--kv-cache-bytes=16MiB", "--host-cache-bytes=0"].map(str::to_owned).to_vec();
     flags.extend(secrets.map(|secrets| secrets.flag("secret-file")));
     RoleProcess::start(program().to_owned(), "worker", &flags).await
 }
 
-async fn start_router(worker: &RoleProcess, secrets: Option<&Secrets>) -> Result<RoleProcess> {
+pub async fn start_router(worker: &RoleProcess, secrets: Option<&Secrets>) -> Result<RoleProcess> {
     let mut flags = vec![format!("--workers={}", worker.address)];
     flags.extend(secrets.map(|secrets| secrets.flag("worker-secret-file")));
     RoleProcess::start(program().to_owned(), "router", &flags).await
@@ -48,7 +48,7 @@ fn open() -> impl futures::Stream<Item = SessionRequest> + Send + 'static {
 }
 
 /// Waits until the router has a worker, and completes a request.
-async fn serve(router: &RoleProcess) -> Result<()> {
+pub async fn serve(router: &RoleProcess) -> Result<()> {
     eventually("a worker is connected", || async {
         let models = router.client()?.list_models(ListModelsRequest {}).await?.into_inner().models;
         ensure!(!models.is_empty(), "the router has no models");

@@ -135,9 +135,14 @@ async fn queueing_in_router_and_worker_is_one_histogram_and_every_limit_a_gauge(
     ] {
         ensure!(total(name)? == limit, "{name} is {}", total(name)?);
     }
-    for name in
-        ["queue_requests_max", "queue_tokens_max", "open_calls_max", "receive_bytes_max", "bypass_max"]
-    {
+    for name in [
+        "queue_requests_max",
+        "queue_tokens_max",
+        "open_calls_max",
+        "receive_bytes_max",
+        "unread_bytes_max",
+        "bypass_max",
+    ] {
         ensure!(router.total(&format!("inflight_router_{name}"))? > 0.0, "{name}");
     }
     Ok(())

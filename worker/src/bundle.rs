@@ -29,11 +29,16 @@ impl Bundle {
     }
 
     /// Iterates over (name, chunk) with chunks of at most `bytes_max` bytes, in order; an empty file has one
-    /// empty chunk.
-    pub fn chunks(&self, bytes_max: usize) -> impl Iterator<Item = (&str, &[u8])> {
-        self.files.iter().flat_map(move |(name, data)| {
-            let empty = data.is_empty().then_some((name.as_str(), data.as_slice()));
-            data.chunks(bytes_max).map(move |chunk| (name.as_str(), chunk)).chain(empty)
+    /// empty chunk. Each is copied when the iterator reaches it.
+    pub fn chunks(&self, bytes_max: usize) -> impl Iterator<Item = (String, Vec<u8>)> + use<> {
+        let files = self.files.clone();
+        let (mut file, mut start) = (0, 0);
+        std::iter::from_fn(move || {
+            let (name, data) = files.get(file)?;
+            let end = data.len().min(start + bytes_max);
+            let chunk = (name.clone(), data[start..end].to_vec());
+            (file, start) = if end == data.len() { (file + 1, 0) } else { (file, end) };
+            Some(chunk)
         })
     }
 }

@@ -31,8 +31,8 @@ use crate::device;
 use crate::engine::{Engine, EngineOptions};
 use crate::options::{Device, Drafts, Options, OptionsError};
 use crate::session::{
-    AuthenticationLayer, Authenticator, COMMANDS_MAX, Clock, EngineExecution, EngineThread, Message,
-    OBSERVERS_MAX, ServiceTables, SessionContext, Watchdog, WorkerService,
+    AuthenticationLayer, Authenticator, BUNDLES_MAX, COMMANDS_MAX, Clock, EngineExecution, EngineThread,
+    Message, OBSERVERS_MAX, QUEUED_KIB_MAX, ServiceTables, SessionContext, Watchdog, WorkerService,
 };
 
 /// Maximum connections of routers, probes and tools.
@@ -298,6 +298,8 @@ impl Core {
             heartbeat: options.heartbeat,
             clock,
             engine: sender,
+            queued: Arc::new(Semaphore::new(QUEUED_KIB_MAX)),
+            bundles: Arc::new(Semaphore::new(BUNDLES_MAX)),
             permits: Arc::new(Semaphore::new(options.max_sessions as usize)),
             observers: Arc::new(Semaphore::new(OBSERVERS_MAX)),
             draining: Arc::new(AtomicBool::new(false)),

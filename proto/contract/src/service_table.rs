@@ -27,9 +27,9 @@ pub fn plausible_growth(since: Duration) -> u64 {
 ///
 /// Bounds: `incarnations_max` incarnations, `tenants_max` tenants of each, `16 * tenants_max` counters.
 /// Eviction beyond a bound: the least recently updated incarnation without a session here
-/// ([`ServiceTable::open`]), and within an incarnation the tenant with the least service. Evicted service
-/// that is reported again is not counted twice: of an incarnation only the growth after its return counts,
-/// of a tenant only what exceeds all evicted counters.
+/// ([`ServiceTable::open`]), and within an incarnation the tenants with the least service, a sixteenth of them at a
+/// time, which amortizes the search. Evicted service that is reported again is not counted twice: of an incarnation
+/// only the growth after its return counts, of a tenant only what exceeds all evicted counters.
 ///
 /// An incarnation that never had a session here is known from other routers' reports alone; it expires
 /// ([`ServiceTable::expire`]), so that a false report does no lasting harm.
@@ -42,8 +42,12 @@ pub struct ServiceTable {
     len: usize,
     /// Number of merges so far: the logical clock of recency.
     merges: u64,
-    /// Names of evicted incarnations, the latest last.
-    evicted: VecDeque<String>,
+    /// Evicted incarnations by name, with the number of their eviction.
+    evicted: BTreeMap<String, u64>,
+    /// Evictions, the latest last; one is outdated if `evicted` has another number for its name.
+    evictions: VecDeque<(u64, String)>,
+    /// Number of the next eviction.
+    next_eviction: u64,
     /// Time of the last call of [`ServiceTable::expire`].
     now: Duration,
 }
@@ -85,9 +89,17 @@ struct Incarnation {
 impl ServiceTable {
     /// Creates an empty table with the given bounds.
     pub fn new(incarnations_max: usize, tenants_max: usize) -> Self {
-        let (incarnations, evicted) = (BTreeMap::new(), VecDeque::new());
-        let now = Duration::ZERO;
-        Self { incarnations, incarnations_max, tenants_max, len: 0, merges: 0, evicted, now }
+        Self {
+            incarnations: BTreeMap::new(),
+            incarnations_max,
+            tenants_max,
+            len: 0,
+            merges: 0,
+            evicted: BTreeMap::new(),
+            evictions: VecDeque::new(),
+            next_eviction: 0,
+            now: Duration::ZERO,
+        }
     }
 
     /// Marks an incarnation as connected: its worker has a session here.
@@ -127,19 +139,12 @@ impl ServiceTable {
         } else {
             charged.cost.saturating_sub(charged.base.max(entry.evicted_cost_max))
         };
-        let full = entry.counters.len() >= tenants_max;
-        if full {
-            let costs = entry.counters.iter().map(|(name, counter)| (counter.charged.cost, name));
-            if let Some((cost, evicted)) = costs.min().map(|(cost, name)| (cost, name.clone())) {
-                entry.counters.remove(&evicted);
-                entry.evicted_cost_max = entry.evicted_cost_max.max(cost);
-            }
+        if entry.counters.len() >= tenants_max {
+            self.len -= entry.evict_least((tenants_max / 16).max(1));
         }
         entry.counters.insert(tenant.to_owned(), MergedCounter { charged, grown });
-        if !full {
-            self.len += 1;
-            self.shrink(incarnation);
-        }
+        self.len += 1;
+        self.shrink(incarnation);
         grown
     }
 
@@ -200,8 +205,7 @@ impl ServiceTable {
         if let Some(entry) = self.incarnations.get_mut(incarnation) {
             entry.updated = self.merges;
         } else {
-            let index = self.evicted.iter().position(|evicted| evicted == incarnation);
-            let returned = index.and_then(|index| self.evicted.remove(index)).is_some();
+            let returned = self.evicted.remove(incarnation).is_some();
             let entry = Incarnation {
                 updated: self.merges,
                 returned,
@@ -241,11 +245,33 @@ impl ServiceTable {
     fn remove(&mut self, name: String) -> BTreeMap<String, MergedCounter> {
         let counters = self.incarnations.remove(&name).map(|entry| entry.counters).unwrap_or_default();
         self.len -= counters.len();
-        self.evicted.push_back(name);
-        if self.evicted.len() > 16 * self.incarnations_max {
-            self.evicted.pop_front();
+        self.evicted.insert(name.clone(), self.next_eviction);
+        self.evictions.push_back((self.next_eviction, name));
+        self.next_eviction += 1;
+        if self.evictions.len() > 16 * self.incarnations_max
+            && let Some((number, oldest)) = self.evictions.pop_front()
+            && self.evicted.get(&oldest) == Some(&number)
+        {
+            self.evicted.remove(&oldest);
         }
         counters
+    }
+}
+
+impl Incarnation {
+    /// Evicts `count` tenants with the least service. Returns how many there were.
+    fn evict_least(&mut self, count: usize) -> usize {
+        let mut costs: Vec<_> =
+            self.counters.iter().map(|(name, counter)| (counter.charged.cost, name.clone())).collect();
+        if count < costs.len() {
+            costs.select_nth_unstable(count);
+            costs.truncate(count);
+        }
+        for (cost, name) in &costs {
+            self.counters.remove(name);
+            self.evicted_cost_max = self.evicted_cost_max.max(*cost);
+        }
+        costs.len()
     }
 }
 
@@ -348,6 +374,35 @@ mod tests {
         table.open("late");
         assert_eq!(table.expire(second(100), second(10)).len(), 0);
         assert_eq!(table.total("t"), 12);
+    }
+
+    #[test]
+    fn a_full_table_evicts_many_tenants_at_a_time() {
+        const TENANTS: u64 = 1600;
+        let mut table = ServiceTable::new(2, TENANTS as usize);
+        let (mut evictions, mut len) = (0, 0);
+        for tenant in 0..4 * TENANTS {
+            table.merge("a", &tenant.to_string(), 1000 + tenant);
+            evictions += u64::from(table.len < len);
+            len = table.len;
+            assert_eq!(table.iter().count(), len);
+        }
+        // Each search through the table makes room for a hundred.
+        assert_eq!(evictions, 3 * TENANTS / 100);
+        let least = table.iter().map(|(.., counter)| counter.cost).min();
+        assert_eq!(least, Some(1000 + 3 * TENANTS), "those with the least service are evicted");
+    }
+
+    #[test]
+    fn an_incarnation_that_is_evicted_again_and_again_is_never_counted_twice() {
+        let mut table = ServiceTable::new(1, 2);
+        assert_eq!(table.merge("a", "t", 5u64), 5);
+        for other in 0..100u32 {
+            // The evictions of `a` are many; those of the others are forgotten beyond sixteen.
+            assert_eq!(table.merge(&other.to_string(), "t", 1u64), 1);
+            assert_eq!(table.merge("a", "t", 5u64), 0, "after {other}");
+        }
+        assert!(table.evicted.len() <= 17 && table.evictions.len() <= 16, "{table:?}");
     }
 
     #[test]

@@ -1,6 +1,7 @@
 //! Grammars of tool calls, in llguidance's dialect of Lark.
 
-use std::fmt::Write as _;
+use std::collections::BTreeSet;
+use std::fmt::{self, Write};
 
 use serde_json::{Map, Value, json};
 
@@ -16,6 +17,14 @@ pub struct GrammarTool<'a> {
     pub parameters: &'a Value,
     /// Whether arguments must match the schema; else they are any object.
     pub strict: bool,
+}
+
+/// Grammar that would be larger than allowed. Its size is unknown: no more of it was written.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+#[error("the grammar of the tool calls has more than {most} bytes; send fewer tools, or shorter schemas")]
+pub struct GrammarTooLarge {
+    /// Maximum number of bytes.
+    pub most: usize,
 }
 
 /// Grammar of an output that calls tools.
@@ -37,9 +46,19 @@ pub struct CallGrammar<'a> {
 }
 
 impl CallGrammar<'_> {
-    /// Returns the grammar's text.
-    pub fn lark(&self) -> String {
-        let mut rules = String::new();
+    /// Returns the grammar's text. Its rules have at most `most` bytes, as definitions of a schema that every parameter
+    /// repeats could make gigabytes of a short request.
+    ///
+    /// # Errors
+    /// The rules are longer.
+    pub fn lark(&self, most: usize) -> Result<String, GrammarTooLarge> {
+        let mut rules = Rules { text: String::new(), most, has_any_param: false };
+        let start = self.write_rules(&mut rules).map_err(|fmt::Error| GrammarTooLarge { most })?;
+        Ok(format!("start: {start}\n{}", rules.text))
+    }
+
+    /// Writes the rules; returns what the output is made of.
+    fn write_rules(&self, rules: &mut Rules) -> Result<String, fmt::Error> {
         let several =
             |separator: &str| if self.several { format!(" ({separator}call)*") } else { String::new() };
         let begin = self.marker(Marker::CallBegin).unwrap_or_default();
@@ -47,13 +66,13 @@ impl CallGrammar<'_> {
             (ToolCallFormat::Mistral, _) if self.named_arguments() => self.free(&begin, &several("")),
             (ToolCallFormat::Mistral, _) => {
                 let more = if self.several { " (\", \" tool)*" } else { "" };
-                self.rule(&mut rules, "list", &format!("\"[\" tool{more} \"]\""));
+                writeln!(rules, "list: \"[\" tool{more} \"]\"")?;
                 self.free(&begin, "")
             }
             // The object alone: any other text begins otherwise.
             (ToolCallFormat::Llama3, true) => format!("call{}", several("\"; \" ")),
             (ToolCallFormat::Llama3, false) => {
-                rules.push_str("PLAIN: /[^{](.|\\n)*/\n");
+                rules.write_str("PLAIN: /[^{](.|\\n)*/\n")?;
                 format!("PLAIN? | call{}", several("\"; \" "))
             }
             (ToolCallFormat::Hermes | ToolCallFormat::QwenXml, true) => {
@@ -61,33 +80,29 @@ impl CallGrammar<'_> {
             }
             (ToolCallFormat::Hermes | ToolCallFormat::QwenXml, false) => self.free(&begin, &several("")),
         };
-        self.rule(&mut rules, "call", &self.call(&begin));
+        writeln!(rules, "call: {}", self.call(&begin))?;
         let names: Vec<String> = (0..self.tools.len()).map(|at| format!("tool_{at}")).collect();
-        self.rule(&mut rules, "tool", &names.join(" | "));
+        writeln!(rules, "tool: {}", names.join(" | "))?;
         for (at, tool) in self.tools.iter().enumerate() {
             match self.format {
-                ToolCallFormat::QwenXml => self.xml_tool(&mut rules, at, tool),
-                _ => self.json_tool(&mut rules, at, tool),
+                ToolCallFormat::QwenXml => self.xml_tool(rules, at, tool)?,
+                _ => self.json_tool(rules, at, tool)?,
             }
         }
-        let first = self.reasoning_rules(&mut rules);
-        rules.push_str("GAP: /\\n{1,2}/\n");
+        let first = self.reasoning_rules(rules)?;
+        rules.write_str("GAP: /\\n{1,2}/\n")?;
         if !self.required && self.format != ToolCallFormat::Llama3 {
-            rules.push_str("TEXT: /(.|\\n)+/\n");
+            rules.write_str("TEXT: /(.|\\n)+/\n")?;
         }
         if !self.required && begin.starts_with('"') && self.format != ToolCallFormat::Llama3 {
-            let _ = writeln!(rules, "head[lazy]: /(.|\\n)*{}/", escaped(self.marker_text(Marker::CallBegin)));
+            writeln!(rules, "head[lazy]: /(.|\\n)*{}/", escaped(self.marker_text(Marker::CallBegin)))?;
         }
-        format!("start: {first}{start}\n{rules}")
+        Ok(format!("{first}{start}"))
     }
 
     /// Whether calls are a name and its arguments, each behind a marker.
     fn named_arguments(&self) -> bool {
         (self.special)("[ARGS]").is_some()
-    }
-
-    fn rule(&self, rules: &mut String, name: &str, body: &str) {
-        let _ = writeln!(rules, "{name}: {body}");
     }
 
     fn marker_text(&self, marker: Marker) -> &'static str {
@@ -128,69 +143,54 @@ impl CallGrammar<'_> {
         }
     }
 
-    fn json_tool(&self, rules: &mut String, at: usize, tool: &GrammarTool<'_>) {
+    fn json_tool(&self, rules: &mut Rules, at: usize, tool: &GrammarTool<'_>) -> fmt::Result {
         let name = Value::from(tool.name).to_string();
         if self.format == ToolCallFormat::Mistral && self.named_arguments() {
             let arguments = self.marker(Marker::Arguments).unwrap_or_default();
-            let _ = writeln!(rules, "tool_{at}: {} {arguments} args_{at}", literal(tool.name));
+            writeln!(rules, "tool_{at}: {} {arguments} args_{at}", literal(tool.name))?;
         } else {
             let key = if self.format == ToolCallFormat::Llama3 { "parameters" } else { "arguments" };
             let head = literal(&format!("{{\"name\": {name}, \"{key}\": "));
-            let _ = writeln!(rules, "tool_{at}: {head} args_{at} \"}}\"");
+            writeln!(rules, "tool_{at}: {head} args_{at} \"}}\"")?;
         }
-        let schema = if tool.strict { tool.parameters.clone() } else { json!({"type": "object"}) };
-        let _ = writeln!(rules, "args_{at}: %json {}", compact(schema, None));
+        write!(rules, "args_{at}: ")?;
+        if tool.strict {
+            return rules.json(tool.parameters, None);
+        }
+        rules.json(&json!({"type": "object"}), None)
     }
 
     /// Writes the rules of a tool whose parameters are tags.
-    fn xml_tool(&self, rules: &mut String, at: usize, tool: &GrammarTool<'_>) {
+    fn xml_tool(&self, rules: &mut Rules, at: usize, tool: &GrammarTool<'_>) -> fmt::Result {
         let mut body = literal(&format!("<function={}>\n", tool.name));
         let none = Map::new();
         let properties = tool.parameters["properties"].as_object().unwrap_or(&none);
-        let required: Vec<&str> = match tool.parameters["required"].as_array() {
-            Some(names) => names.iter().filter_map(Value::as_str).collect(),
-            None => Vec::new(),
-        };
+        let required = tool.parameters["required"].as_array();
+        let required: BTreeSet<&str> = required.into_iter().flatten().filter_map(Value::as_str).collect();
         for (index, (key, schema)) in properties.iter().enumerate() {
-            let optional = if required.contains(&key.as_str()) { "" } else { "?" };
-            let _ = write!(body, " param_{at}_{index}{optional}");
+            let optional = if required.contains(key.as_str()) { "" } else { "?" };
+            write!(body, " param_{at}_{index}{optional}")?;
             let open = literal(&format!("<parameter={key}>\n"));
-            let (value, close) = self.xml_value(schema, tool.parameters);
-            let _ = writeln!(rules, "param_{at}_{index}: {open} value_{at}_{index}{close}");
-            let _ = writeln!(rules, "value_{at}_{index}{value}");
+            let close = if is_any_text(schema) { "" } else { " \"\\n</parameter>\\n\"" };
+            writeln!(rules, "param_{at}_{index}: {open} value_{at}_{index}{close}")?;
+            write!(rules, "value_{at}_{index}")?;
+            write_xml_value(rules, schema, tool.parameters)?;
         }
         if properties.is_empty() && !tool.strict {
-            let _ = write!(body, " any_param*");
-            if !rules.contains("\nany_param:") {
-                rules.push_str("any_param: \"<parameter=\" KEY \">\\n\" any_value\n");
-                rules
-                    .push_str("any_value[lazy]: /(.|\\n)*\\n<\\/parameter>\\n/\nKEY: /[A-Za-z0-9_]{1,64}/\n");
+            body.push_str(" any_param*");
+            if !std::mem::replace(&mut rules.has_any_param, true) {
+                rules.write_str("any_param: \"<parameter=\" KEY \">\\n\" any_value\n")?;
+                rules.write_str(
+                    "any_value[lazy]: /(.|\\n)*\\n<\\/parameter>\\n/\nKEY: /[A-Za-z0-9_]{1,64}/\n",
+                )?;
             }
         }
-        let _ = writeln!(rules, "tool_{at}: {body} \"</function>\"");
-    }
-
-    /// Returns the rest of a value's rule, and what follows the value.
-    fn xml_value(&self, schema: &Value, root: &Value) -> (String, &'static str) {
-        let close = " \"\\n</parameter>\\n\"";
-        match ParameterKind::of_schema(schema) {
-            ParameterKind::Json => (format!(": %json {}", compact(schema.clone(), Some(root))), close),
-            ParameterKind::Text | ParameterKind::NullableText => match schema["enum"].as_array() {
-                Some(values) if !values.is_empty() => {
-                    let texts = values.iter().map(|value| match value {
-                        Value::String(text) => literal(text),
-                        other => literal(&other.to_string()),
-                    });
-                    (format!(": {}", texts.collect::<Vec<_>>().join(" | ")), close)
-                }
-                _ => ("[lazy]: /(.|\\n)*\\n<\\/parameter>\\n/".to_owned(), ""),
-            },
-        }
+        writeln!(rules, "tool_{at}: {body} \"</function>\"")
     }
 
     /// Writes the rules of reasoning; returns what the start begins with.
-    fn reasoning_rules(&self, rules: &mut String) -> String {
-        let Some(reasoning) = self.reasoning else { return "GAP? ".to_owned() };
+    fn reasoning_rules(&self, rules: &mut Rules) -> Result<String, fmt::Error> {
+        let Some(reasoning) = self.reasoning else { return Ok("GAP? ".to_owned()) };
         let text = |marker| {
             let found = reasoning.markers().iter().find(|(other, _)| *other == marker);
             found.map_or("", |(_, text)| text)
@@ -198,16 +198,82 @@ impl CallGrammar<'_> {
         let (begin, end) = (text(Marker::ReasoningBegin), text(Marker::ReasoningEnd));
         match ((self.special)(begin), (self.special)(end)) {
             (Some(begin), Some(end)) => {
-                let _ = writeln!(rules, "thought: <[{begin}]> THOUGHT? <[{end}]>\nTHOUGHT: /(.|\\n)+/");
+                writeln!(rules, "thought: <[{begin}]> THOUGHT? <[{end}]>\nTHOUGHT: /(.|\\n)+/")?;
             }
             _ => {
                 let begin = if self.begins_in_reasoning { String::new() } else { escaped(begin) };
-                let _ = writeln!(rules, "thought[lazy]: /{begin}(.|\\n)*{}/", escaped(end));
+                writeln!(rules, "thought[lazy]: /{begin}(.|\\n)*{}/", escaped(end))?;
             }
         }
         let optional = if self.begins_in_reasoning { "" } else { "?" };
-        format!("thought{optional} GAP? ")
+        Ok(format!("thought{optional} GAP? "))
     }
+}
+
+/// Rules of a grammar, up to a number of bytes.
+struct Rules {
+    text: String,
+    most: usize,
+    /// Whether the rules of parameters that no schema names are written.
+    has_any_param: bool,
+}
+
+impl Rules {
+    /// Writes the end of a rule: JSON of a schema. `root` has the definitions that a part of a schema refers to.
+    fn json(&mut self, schema: &Value, root: Option<&Value>) -> fmt::Result {
+        // Before anything is copied: what is counted here is written, or is the end of the grammar.
+        let mut left = BytesLeft(self.most.saturating_sub(self.text.len()));
+        write!(left, "{schema}")?;
+        for (_, shared) in definitions(schema, root) {
+            write!(left, "{shared}")?;
+        }
+        writeln!(self, "%json {}", compact(schema.clone(), root))
+    }
+}
+
+impl Write for Rules {
+    fn write_str(&mut self, text: &str) -> fmt::Result {
+        if self.text.len() + text.len() > self.most {
+            return Err(fmt::Error);
+        }
+        self.text.push_str(text);
+        Ok(())
+    }
+}
+
+/// Counts down bytes; an error once there are none left.
+struct BytesLeft(usize);
+
+impl Write for BytesLeft {
+    fn write_str(&mut self, text: &str) -> fmt::Result {
+        self.0 = self.0.checked_sub(text.len()).ok_or(fmt::Error)?;
+        Ok(())
+    }
+}
+
+/// Whether a value between tags is any text, up to the tag that closes it.
+fn is_any_text(schema: &Value) -> bool {
+    let is_enum = schema["enum"].as_array().is_some_and(|values| !values.is_empty());
+    ParameterKind::of_schema(schema) != ParameterKind::Json && !is_enum
+}
+
+/// Writes the rest of the rule of a value between tags.
+fn write_xml_value(rules: &mut Rules, schema: &Value, root: &Value) -> fmt::Result {
+    if is_any_text(schema) {
+        return rules.write_str("[lazy]: /(.|\\n)*\\n<\\/parameter>\\n/\n");
+    }
+    rules.write_str(": ")?;
+    if ParameterKind::of_schema(schema) == ParameterKind::Json {
+        return rules.json(schema, Some(root));
+    }
+    for (at, value) in schema["enum"].as_array().into_iter().flatten().enumerate() {
+        rules.write_str(if at == 0 { "" } else { " | " })?;
+        match value {
+            Value::String(text) => rules.write_str(&literal(text))?,
+            other => rules.write_str(&literal(&other.to_string()))?,
+        }
+    }
+    rules.write_str("\n")
 }
 
 /// Returns a text as a string of the grammar.
@@ -227,15 +293,22 @@ fn escaped(text: &str) -> String {
     escaped
 }
 
+/// Returns the definitions of `root` that a part of it refers to and has not itself, with their keys.
+fn definitions<'a>(
+    schema: &'a Value,
+    root: Option<&'a Value>,
+) -> impl Iterator<Item = (&'static str, &'a Value)> {
+    let missing = ["$defs", "definitions"].into_iter().filter(|key| schema.get(key).is_none());
+    missing.filter_map(move |key| Some((key, root?.get(key)?)))
+}
+
 /// Returns a schema without freedom of whitespace, with the separators that models are trained on. `root` has the
 /// definitions that a part of a schema refers to.
 fn compact(mut schema: Value, root: Option<&Value>) -> Value {
+    let definitions: Vec<_> =
+        definitions(&schema, root).map(|(key, value)| (key.to_owned(), value.clone())).collect();
     if let Value::Object(fields) = &mut schema {
-        for key in ["$defs", "definitions"] {
-            if let Some(definitions) = root.and_then(|root| root.get(key)) {
-                fields.entry(key).or_insert_with(|| definitions.clone());
-            }
-        }
+        fields.extend(definitions);
         let options = json!({"whitespace_flexible": false, "item_separator": ", ", "key_separator": ": "});
         fields.insert("x-guidance".to_owned(), options);
     }

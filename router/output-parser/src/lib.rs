@@ -23,7 +23,7 @@ mod tool_types;
 pub use call_ids::{CallIdStyle, CallIds};
 pub use event::OutputEvent;
 pub use format::{FormatError, ReasoningFormat, ToolCallFormat};
-pub use grammar::{CallGrammar, GrammarTool};
+pub use grammar::{CallGrammar, GrammarTooLarge, GrammarTool};
 pub use marker::Marker;
 pub use parser::{MarkerToken, OutputFormat, OutputParser};
 pub use tool_types::{ParameterKind, ToolTypes};

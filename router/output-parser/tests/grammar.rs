@@ -7,8 +7,8 @@ use std::sync::Arc;
 use inflight_contract::Grammar;
 use inflight_grammar::{Compiler, MaskOutcome, Matcher, Vocabulary};
 use inflight_output_parser::{
-    CallGrammar, CallIdStyle, CallIds, GrammarTool, MarkerToken, OutputEvent, OutputFormat, OutputParser,
-    ReasoningFormat, ToolCallFormat, ToolTypes,
+    CallGrammar, CallIdStyle, CallIds, GrammarTooLarge, GrammarTool, MarkerToken, OutputEvent, OutputFormat,
+    OutputParser, ReasoningFormat, ToolCallFormat, ToolTypes,
 };
 use serde_json::{Value, json};
 
@@ -164,7 +164,7 @@ fn required_outputs_are_calls_of_the_tools_with_arguments_of_their_schemas() {
                     begins_in_reasoning: false,
                     special,
                 };
-                let lark = grammar.lark();
+                let lark = grammar.lark(Grammar::BYTES_MAX).unwrap();
                 let mut whole = 0;
                 for seed in 0..12 {
                     let Some(output) = generate(&compiler, &lark, &mut Random(seed)) else { continue };
@@ -240,7 +240,8 @@ fn grammars_of_free_text_with_strict_calls_and_of_reasoning_compile_and_allow_bo
                 begins_in_reasoning: false,
                 special: &special,
             }
-            .lark()
+            .lark(Grammar::BYTES_MAX)
+            .unwrap()
         };
         let call = call(format);
         let free = grammar(false, None);
@@ -254,5 +255,41 @@ fn grammars_of_free_text_with_strict_calls_and_of_reasoning_compile_and_allow_bo
         assert!(accepts(&thinking, call), "{thinking}");
         assert!(accepts(&thinking, &format!("<think>\nhm\n</think>\n\n{call}")), "{thinking}");
         assert!(!accepts(&thinking, "text"), "{thinking}");
+    }
+}
+
+/// The definitions alone, once for each property, would be 20 GB.
+#[test]
+fn a_grammar_of_many_properties_with_large_definitions_ends_at_the_limit() {
+    let definitions = json!({"p": {"enum": vec![7; 1 << 20]}});
+    let names: Vec<String> = (0..10_000).map(|at| format!("p{at}")).collect();
+    let properties: serde_json::Map<String, Value> =
+        names.iter().map(|name| (name.clone(), json!({"type": "integer"}))).collect();
+    let large = json!({"type": "object", "properties": properties, "required": names, "$defs": definitions});
+    let small = json!({"type": "object", "properties": {"a": {"type": "integer"}}, "$defs": {"p": true}});
+    let special = |_: &str| None;
+    for format in ToolCallFormat::ALL {
+        let lark = |parameters: &Value, count: usize, most: usize| {
+            let tools = vec![GrammarTool { name: "t", parameters, strict: true }; count];
+            let (reasoning, begins_in_reasoning) = (None, false);
+            let grammar = CallGrammar {
+                format,
+                tools: &tools,
+                required: true,
+                several: true,
+                reasoning,
+                begins_in_reasoning,
+                special: &special,
+            };
+            grammar.lark(most)
+        };
+        let most = Grammar::BYTES_MAX;
+        assert_eq!(lark(&large, 512, most), Err(GrammarTooLarge { most }), "{format}");
+        assert_eq!(lark(&small, 5000, most), Err(GrammarTooLarge { most }), "{format}");
+        let whole = lark(&small, 1, most).unwrap();
+        let rules = whole.len() - whole.find('\n').unwrap() - 1;
+        assert_eq!(lark(&small, 1, rules), Ok(whole), "{format}");
+        let most = rules - 1;
+        assert_eq!(lark(&small, 1, most), Err(GrammarTooLarge { most }), "{format}");
     }
 }

@@ -27,6 +27,12 @@ impl BadWords {
     /// # Errors
     /// There are too many words, or one is empty or too long.
     pub(crate) fn new(served: ServedModel, words: Vec<String>) -> Result<Self, Outcome> {
+        Self::check(&words)?;
+        Ok(Self { served, words, tokens: Vec::new() })
+    }
+
+    /// Checks the number of words and their sizes.
+    pub(crate) fn check(words: &[String]) -> Result<(), Outcome> {
         if words.len() > WORDS_MAX {
             return invalid(format!("bad_words has {} words; at most {WORDS_MAX} are allowed", words.len()));
         }
@@ -37,7 +43,7 @@ impl BadWords {
                 "bad_words[{index}] has {bytes} bytes; each must have 1 to {WORD_BYTES_MAX}, not only spaces"
             ));
         }
-        Ok(Self { served, words, tokens: Vec::new() })
+        Ok(())
     }
 
     /// Whether tokenizing them needs a blocking thread.

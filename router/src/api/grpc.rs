@@ -20,7 +20,7 @@ use crate::api::generation::{
 };
 use crate::api::grpc_tools::{self, MessageParts};
 use crate::api::ingress::{Ingress, RequestContext, rejected};
-use crate::api::response_stream::ResponseStream;
+use crate::api::response_stream::{GenerationEvents, ResponseStream};
 use crate::dispatcher::ServedModel;
 use crate::outcome::Outcome;
 
@@ -47,7 +47,7 @@ impl Grpc {
 
 /// Response stream as protobuf messages.
 pub(crate) struct GenerateStream {
-    stream: ResponseStream,
+    stream: GenerationEvents,
     /// Cursor of a resumable stream.
     cursor: Option<CursorTracker>,
 }
@@ -78,7 +78,7 @@ impl Stream for GenerateStream {
 
 /// Returns the status of a request that failed after it was queued: if it was dispatched, with its token
 /// counts in the metadata of google.rpc.ErrorInfo, under the field names of `Usage`.
-fn failed(outcome: Outcome, stream: &ResponseStream) -> Status {
+fn failed(outcome: Outcome, stream: &GenerationEvents) -> Status {
     let info = stream.usage().map_or_else(HashMap::new, |usage| {
         let counts = [
             ("prompt_tokens", usage.prompt_tokens),
@@ -306,7 +306,7 @@ impl Inference for Grpc {
     ) -> Result<Response<GenerateStream>, Status> {
         let stream = self.start(request).await?;
         let cursor = self.ingress.track(&stream);
-        Ok(Response::new(GenerateStream { stream, cursor }))
+        Ok(Response::new(GenerateStream { stream: stream.into_events(), cursor }))
     }
 
     /// Dropping the call drops its stream, which cancels the request.
@@ -318,7 +318,7 @@ impl Inference for Grpc {
             let reason = "a response in one message cannot be resumed; call Generate";
             return Err(rejected(Outcome::field("resume", reason)).into_status());
         }
-        let mut stream = self.start(request).await?;
+        let mut stream = self.start(request).await?.into_events();
         let mut collected = Collected::default();
         while let Some(event) = stream.next().await {
             collected.add(event.map_err(|outcome| failed(outcome, &stream))?);

@@ -28,7 +28,7 @@ use tonic::{Request, Response, Status, Streaming};
 use crate::api::admission::Admission;
 use crate::api::generation::{GenerationEvent, Usage};
 use crate::api::ingress::{Ingress, RequestContext, rejected};
-use crate::api::response_stream::ResponseStream;
+use crate::api::response_stream::{GenerationEvents, ResponseStream};
 use crate::clock;
 use crate::outcome::Outcome;
 use crate::tenants::Tenants;
@@ -173,13 +173,13 @@ async fn begin(
     ingress: &Ingress,
     infer: InferRequest,
     mut incoming: RequestContext,
-) -> Result<ResponseStream, Outcome> {
+) -> Result<GenerationEvents, Outcome> {
     if let Some(timeout) = infer.timeout_us {
         let until = clock::now().checked_add(Duration::from_micros(timeout));
         let earlier = [until, incoming.arrival.deadline].into_iter().flatten().min();
         incoming.arrival.deadline = earlier;
     }
-    ingress.start(infer.request, incoming).await
+    ingress.start(infer.request, incoming).await.map(ResponseStream::into_events)
 }
 
 /// Runs a request of a stream to its end and sends its responses.

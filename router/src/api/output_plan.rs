@@ -152,7 +152,8 @@ fn request_constraint(
         begins_in_reasoning: format.begins_in_reasoning,
         special: &special,
     };
-    Ok(Some(Constraint { grammar: Grammar::Lark(grammar.lark()), begins_after }))
+    let lark = grammar.lark(Grammar::BYTES_MAX).map_err(|error| Outcome::field("tools", error))?;
+    Ok(Some(Constraint { grammar: Grammar::Lark(lark), begins_after }))
 }
 
 /// Sets the constraint of a request.

@@ -92,6 +92,8 @@ pub(crate) struct PromptJob {
     bound: Bound,
     /// The prompt until it is rendered.
     input: Option<Input>,
+    /// Size of the prompt's text before it is rendered; counted once, as that visits every number of a definition.
+    bytes: usize,
     text: PromptText,
     /// Whether the model's special tokens are added around the text.
     around: bool,
@@ -128,7 +130,8 @@ impl PromptJob {
         let text = PromptText::with_special_tokens(String::new());
         let around = matches!(input, Input::Text(_));
         let (pieces, tokens) = (VecDeque::new(), Vec::new());
-        Self { served, special, bound, input: Some(input), text, around, pieces, tokens, charge: None }
+        let (bytes, input, charge) = (text_bytes(&input), Some(input), None);
+        Self { served, special, bound, input, bytes, text, around, pieces, tokens, charge }
     }
 
     /// Sets the charge that the job's tokens use up.
@@ -139,28 +142,21 @@ impl PromptJob {
 
     /// Whether the job needs a blocking thread.
     pub(crate) fn is_large(&self) -> bool {
-        match &self.input {
-            Some(Input::Chat(chat)) => {
-                self.bytes() > LARGE_TEXT_BYTES || chat.messages.len() > LARGE_CHAT_MESSAGES
-            }
-            Some(Input::TokenIds(_)) => false,
-            _ => self.bytes() > LARGE_TEXT_BYTES,
-        }
+        let messages = match &self.input {
+            Some(Input::Chat(chat)) => chat.messages.len(),
+            _ => 0,
+        };
+        self.bytes > LARGE_TEXT_BYTES || messages > LARGE_CHAT_MESSAGES
     }
 
-    /// Returns the size of the prompt's text in bytes, before it is rendered, with [`MESSAGE_BYTES`] for what a
-    /// template adds to each message.
+    /// Returns the size of the prompt's text in bytes, before it is rendered.
     pub(crate) fn bytes(&self) -> usize {
-        match &self.input {
-            Some(Input::Text(text) | Input::RawText(text)) => text.len(),
-            Some(Input::Chat(chat)) => chat.bytes() + chat.messages.len() * MESSAGE_BYTES,
-            Some(Input::TokenIds(_)) | None => 0,
-        }
+        self.bytes
     }
 
     /// Returns the first step.
     pub(crate) fn first(&self) -> TokenizePiece {
-        let bytes = self.bytes();
+        let bytes = self.bytes;
         // Rendering and checking a text cost little beside tokenizing it.
         if bytes <= ONE_STEP_BYTES {
             TokenizePiece { bytes: bytes as u64, last: true }
@@ -278,6 +274,15 @@ impl PromptJob {
     }
 }
 
+/// Returns the size of a prompt's text in bytes, with [`MESSAGE_BYTES`] for what a template adds to each message.
+fn text_bytes(input: &Input) -> usize {
+    match input {
+        Input::Text(text) | Input::RawText(text) => text.len(),
+        Input::Chat(chat) => chat.bytes() + chat.messages.len() * MESSAGE_BYTES,
+        Input::TokenIds(_) => 0,
+    }
+}
+
 fn context_exceeded(size: &str, contexts: usize, most: u32) -> Outcome {
     if contexts > 1 {
         return Outcome::ContextExceeded(format!(
@@ -295,4 +300,19 @@ fn answer_exceeded(answer: usize) -> Outcome {
 
 pub(crate) fn encoding(error: TokenizerError) -> Outcome {
     Outcome::invalid(error)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::text::Message;
+
+    #[test]
+    fn a_definition_of_numbers_is_a_large_text() {
+        let numbers = serde_json::json!({"x": vec![1; LARGE_TEXT_BYTES / 2]}).to_string();
+        let tools = vec![serde_json::from_str(&numbers).unwrap()];
+        let messages = vec![Message::new("user", "a".to_owned())];
+        let bytes = text_bytes(&Input::Chat(Conversation { messages, tools }));
+        assert!(bytes >= numbers.len() && numbers.len() > LARGE_TEXT_BYTES, "{bytes}");
+    }
 }

@@ -9,6 +9,7 @@ use inflight_router_core::RequestSpec;
 use sha2::{Digest as _, Sha256};
 
 use crate::api::admission::{self, RequestTerms};
+use crate::api::bad_words::BadWords;
 use crate::api::cursor::{ChoicePosition, Cursor, RequestDigest, stream_id};
 use crate::api::generation::{GenerationRequest, Input};
 use crate::api::grammar_check;
@@ -26,6 +27,8 @@ use crate::trace::TraceContext;
 const NAME_BYTES_MAX: usize = 128;
 const STOPS_MAX: usize = 16;
 const STOP_BYTES_MAX: usize = 256;
+/// Maximum bytes of a model's name, like of one that a worker gives.
+const MODEL_BYTES_MAX: usize = 512;
 
 /// Makes a request continue from a cursor: with its seed, on workers of its fingerprint.
 pub(crate) fn continue_from(request: &mut GenerationRequest, cursor: &Cursor) -> Result<(), Outcome> {
@@ -273,6 +276,28 @@ pub(crate) fn check_input(input: &Input) -> Result<(), Outcome> {
     match input {
         Input::Chat(chat) => MessageList::check_count(chat.messages.len()),
         _ => Ok(()),
+    }
+}
+
+/// Checks the sizes of what each prompt of a call has a copy of. To be called before the copies are made.
+pub(crate) fn check_shared(request: &GenerationRequest) -> Result<(), Outcome> {
+    if request.model.len() > MODEL_BYTES_MAX {
+        let bytes = request.model.len();
+        let reason = format!("model has {bytes} bytes; at most {MODEL_BYTES_MAX} are allowed");
+        return Err(Outcome::field("model", reason));
+    }
+    check_fields(request)?;
+    let GenerationRequest { sampling, stop, .. } = request;
+    check_stops("stop", &stop.stop)?;
+    BadWords::check(&sampling.bad_words)?;
+    let counts = [
+        ("stop_token_ids", stop.stop_token_ids.len(), SamplingSpec::STOP_TOKEN_IDS_MAX),
+        ("logit_bias", sampling.logit_bias.len(), SamplingSpec::LOGIT_BIAS_MAX),
+        ("allowed_token_ids", sampling.allowed_token_ids.len(), SamplingSpec::ALLOWED_TOKEN_IDS_MAX),
+    ];
+    match counts.into_iter().find(|(_, len, most)| len > most) {
+        Some((name, len, most)) => Err(Outcome::field(name, SamplingError::TooMany { name, len, most })),
+        None => Ok(()),
     }
 }
 

@@ -3,7 +3,7 @@
 use std::collections::VecDeque;
 use std::future::Future as _;
 use std::pin::Pin;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::task::{Context, Poll, ready};
 use std::time::Instant;
 
@@ -20,7 +20,9 @@ use crate::api::generation::{Completed, GenerationEvent, Started, Timings, Usage
 use crate::clock;
 use crate::cluster::bundle::Model;
 use crate::dispatcher::Ticket;
-use crate::dispatcher::request::{AdmittedCall, FingerprintChange, StreamRead, UnreadOutput};
+use crate::dispatcher::request::{
+    ActiveRequest, AdmittedCall, ClientStream, FingerprintChange, StreamRead, UnreadOutput,
+};
 use crate::metrics as names;
 use crate::outcome::Outcome;
 use crate::usage::log::UsageSlot;
@@ -29,13 +31,127 @@ use crate::usage::{UsageRecord, timestamp};
 /// Maximum entries of one event with log probabilities of the prompt.
 const PROMPT_LOGPROBS_MAX: usize = 512;
 
+/// Response stream of a queued request, before its first event is read.
+pub(crate) struct ResponseStream {
+    active: Arc<ActiveRequest>,
+    model: Arc<Model>,
+    events: GenerationEvents,
+}
+
+impl ResponseStream {
+    pub(crate) fn new(
+        ticket: Ticket,
+        model: Arc<Model>,
+        span: Span,
+        charge: Option<TokenCharge>,
+        usage: Option<UsageSlot>,
+    ) -> Self {
+        let active = ticket.active.clone();
+        let open = OpenStream::new(ticket, model.clone(), span, charge, usage);
+        let shared = Arc::new(SharedStream(Mutex::new(Phase::Open(Box::new(open)))));
+        let stream: Weak<SharedStream> = Arc::downgrade(&shared);
+        active.attach(stream);
+        Self { active, model, events: GenerationEvents(shared) }
+    }
+
+    /// Returns the request.
+    pub(crate) fn call(&self) -> &AdmittedCall {
+        &self.active.call
+    }
+
+    /// Returns the bundle of the request's model.
+    pub(crate) fn bundle(&self) -> Arc<Model> {
+        self.model.clone()
+    }
+
+    /// Returns the cursor at the start of the stream; `None` if it cannot be resumed.
+    pub(crate) fn cursor(&self) -> Option<Cursor> {
+        self.call().cursor.clone()
+    }
+
+    /// Returns the events, which alone hold the request from then on.
+    pub(crate) fn into_events(self) -> GenerationEvents {
+        self.events
+    }
+}
+
+/// Events of a request, up to the last one or the failure. With it the request ends and all that it holds is
+/// released: a transport whose client does not read may keep the stream without polling it again.
+pub(crate) struct GenerationEvents(Arc<SharedStream>);
+
+/// Stream that the dispatcher can end, too.
+struct SharedStream(Mutex<Phase>);
+
+enum Phase {
+    Open(Box<OpenStream>),
+    Ended {
+        /// Failure to report, if the transport has not polled it.
+        failure: Option<Outcome>,
+        /// Token counts of a failed request.
+        usage: Option<Usage>,
+    },
+}
+
+impl SharedStream {
+    fn lock(&self) -> MutexGuard<'_, Phase> {
+        // A stream whose poll has panicked is only dropped.
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl ClientStream for SharedStream {
+    fn end(&self, outcome: Outcome) {
+        let mut phase = self.lock();
+        let Phase::Open(open) = &mut *phase else { return };
+        open.outcome.get_or_insert_with(|| outcome.clone());
+        let usage = open.usage();
+        let ended = std::mem::replace(&mut *phase, Phase::Ended { failure: Some(outcome), usage });
+        drop(phase);
+        drop(ended);
+    }
+}
+
+impl GenerationEvents {
+    /// Returns the token counts of a failed request; `None` if it was not dispatched.
+    pub(crate) fn usage(&self) -> Option<Usage> {
+        match &*self.0.lock() {
+            Phase::Open(open) => open.usage(),
+            Phase::Ended { usage, .. } => usage.clone(),
+        }
+    }
+}
+
+impl Stream for GenerationEvents {
+    type Item = Result<GenerationEvent, Outcome>;
+
+    fn poll_next(self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Option<Self::Item>> {
+        let mut phase = self.0.lock();
+        let open = match &mut *phase {
+            Phase::Open(open) => open,
+            Phase::Ended { failure, .. } => return Poll::Ready(failure.take().map(Err)),
+        };
+        let polled = open.poll_event(context);
+        if open.is_over() {
+            let failed = matches!(polled, Poll::Ready(Err(_)));
+            let usage = if failed { open.usage() } else { None };
+            let ended = std::mem::replace(&mut *phase, Phase::Ended { failure: None, usage });
+            drop(phase);
+            drop(ended);
+        } else if open.is_ending() {
+            open.ticket.active.set_unread(clock::now());
+        }
+        polled.map(Some)
+    }
+}
+
 /// Client side of a request: reads the journal when there is new output and the client has room, detokenizes
 /// it and ends the call. Runs in the task that writes the client's stream, so a slow client delays no other.
-pub(crate) struct ResponseStream {
+struct OpenStream {
     ticket: Ticket,
     model: Arc<Model>,
     choices: Vec<ChoiceOutput>,
     started: bool,
+    /// Whether nothing follows the events in `ready`.
     over: bool,
     /// Failure to report once `ready` is delivered.
     failure: Option<Outcome>,
@@ -59,8 +175,8 @@ pub(crate) struct ResponseStream {
     written: Option<oneshot::Receiver<()>>,
 }
 
-impl ResponseStream {
-    pub(crate) fn new(
+impl OpenStream {
+    fn new(
         ticket: Ticket,
         model: Arc<Model>,
         span: Span,
@@ -89,19 +205,14 @@ impl ResponseStream {
         }
     }
 
-    /// Returns the request.
-    pub(crate) fn call(&self) -> &AdmittedCall {
-        &self.ticket.active.call
+    /// Whether the last event or the failure was taken.
+    fn is_over(&self) -> bool {
+        self.over && self.ready.is_empty()
     }
 
-    /// Returns the bundle of the request's model.
-    pub(crate) fn bundle(&self) -> Arc<Model> {
-        self.model.clone()
-    }
-
-    /// Returns the cursor at the start of the stream; `None` if it cannot be resumed.
-    pub(crate) fn cursor(&self) -> Option<Cursor> {
-        self.call().cursor.clone()
+    /// Whether the journal has nothing more, so that only `ready` tells if the client reads.
+    fn is_ending(&self) -> bool {
+        self.over || self.failure.is_some()
     }
 
     /// Resolves at the deadline.
@@ -217,7 +328,7 @@ impl ResponseStream {
     }
 
     /// Returns the token counts so far; `None` before the request was dispatched.
-    pub(crate) fn usage(&self) -> Option<Usage> {
+    fn usage(&self) -> Option<Usage> {
         self.started.then(|| self.count())
     }
 
@@ -307,48 +418,41 @@ impl ResponseStream {
 
     fn end_with(&mut self, outcome: Outcome) -> Outcome {
         self.over = true;
+        self.ready.clear();
         self.outcome = Some(outcome.clone());
         outcome
     }
-}
 
-/// Events, up to the last one or the failure.
-impl Stream for ResponseStream {
-    type Item = Result<GenerationEvent, Outcome>;
-
-    fn poll_next(self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Option<Self::Item>> {
-        let this = self.get_mut();
+    /// Returns the next event, or the failure.
+    fn poll_event(&mut self, context: &mut Context<'_>) -> Poll<Result<GenerationEvent, Outcome>> {
         loop {
             if let (Some(GenerationEvent::Completed(_)), Some(written)) =
-                (this.ready.front(), &mut this.written)
+                (self.ready.front(), &mut self.written)
             {
                 // Fails if the writer has ended, which has reported it.
                 let _ = ready!(Pin::new(written).poll(context));
-                this.written = None;
+                self.written = None;
             }
-            if let Some(event) = this.ready.pop_front() {
-                return Poll::Ready(Some(Ok(event)));
+            if let Some(event) = self.ready.pop_front() {
+                return Poll::Ready(Ok(event));
             }
-            if this.over {
-                return Poll::Ready(None);
+            if let Some(failure) = self.failure.take() {
+                return Poll::Ready(Err(self.end_with(failure)));
             }
-            if let Some(failure) = this.failure.take() {
-                return Poll::Ready(Some(Err(this.end_with(failure))));
-            }
-            let Poll::Ready(read) = this.ticket.active.poll_read(context) else {
-                return this.poll_end(context).map(|outcome| Some(Err(this.end_with(outcome))));
+            let Poll::Ready(read) = self.ticket.active.poll_read(context) else {
+                return self.poll_end(context).map(|outcome| Err(self.end_with(outcome)));
             };
             if read.paused {
-                this.ticket.resume();
+                self.ticket.resume();
             }
-            if let Err(outcome) = this.take(read) {
-                return Poll::Ready(Some(Err(this.end_with(outcome))));
+            if let Err(outcome) = self.take(read) {
+                return Poll::Ready(Err(self.end_with(outcome)));
             }
         }
     }
 }
 
-impl Drop for ResponseStream {
+impl Drop for OpenStream {
     fn drop(&mut self) {
         let active = &self.ticket.active;
         let call = &active.call;

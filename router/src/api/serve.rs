@@ -5,7 +5,7 @@ use std::io;
 use std::sync::Arc;
 
 use futures::Stream;
-use inflight_net::{Framing, HttpServer, Protocols, ReceiveBudget, ReceiveLayer};
+use inflight_net::{Framing, HttpServer, Protocols, ReceiveBudget, ReceiveLayer, UnreadBudget};
 use inflight_proto::FILE_DESCRIPTOR_SET;
 use inflight_proto::kserve::grpc_inference_service_server::GrpcInferenceServiceServer;
 use inflight_proto::v1::admin_server::AdminServer;
@@ -45,6 +45,8 @@ pub(crate) struct Shared {
     pub(crate) ingress: Arc<Ingress>,
     /// The service for operators, if it is served.
     pub(crate) operations: Option<Operations>,
+    /// Budget of the response data that clients do not read.
+    pub(crate) unread: UnreadBudget,
     /// Open API calls.
     pub(crate) open: TaskTracker,
     pub(crate) drain: CancellationToken,
@@ -86,7 +88,7 @@ impl Shared {
             routes = routes.add_service(builder().build_v1()?).add_service(builder().build_v1alpha()?);
         }
         let fault = || Status::internal("the call failed on a fault of the server").into_http();
-        let server = self.server(Protocols::Http2, fault);
+        let server = self.server("grpc", Protocols::Http2, fault);
         let receiving = options.clone();
         let limits = move |path: &str| receive_limits(path, &receiving, Framing::Grpc);
         let refuse: Refuse = refusal::grpc;
@@ -118,7 +120,7 @@ impl Shared {
         // Of the layers outside of `FaultLayer`.
         let fault =
             || http::refuse("", Outcome::Internal("the call failed on a fault of the server".to_owned()));
-        let server = self.server(Protocols::Any, fault);
+        let server = self.server("http", Protocols::Any, fault);
         let receiving = self.options.clone();
         let limits = move |path: &str| receive_limits(path, &receiving, Framing::Whole);
         let refuse: Refuse = http::refuse;
@@ -139,14 +141,21 @@ impl Shared {
         AuthLayer { tenants: self.tenants.clone(), failures: self.key_failures.clone(), refuse }
     }
 
-    fn server(&self, protocols: Protocols, fault: fn() -> Response<Body>) -> HttpServer {
+    fn server(
+        &self,
+        listener: &'static str,
+        protocols: Protocols,
+        fault: fn() -> Response<Body>,
+    ) -> HttpServer {
         let options = &self.options;
         HttpServer {
+            listener,
             protocols,
             keepalive_interval: options.keepalive_interval,
             header_bytes_max: options.header_bytes_max,
             streams_max: options.connection_streams_max,
             write_timeout: options.stall_timeout,
+            unread: self.unread.clone(),
             fault,
         }
     }

@@ -104,7 +104,7 @@ impl SharedDispatcher {
     /// Passes something to a client's stream.
     fn pass(
         &self,
-        state: &DispatcherState,
+        state: &mut DispatcherState,
         request: RequestId,
         command: ClientCommand,
         now: Instant,
@@ -142,13 +142,13 @@ impl SharedDispatcher {
             ClientCommand::Fail(failure) => {
                 // The stream may not be polled: its client does not read.
                 if matches!(failure, Failure::DeadlineExceeded | Failure::ClientStalled { .. }) {
-                    aftermath.released.push(active.clone());
+                    state.ended.push(request);
                 }
                 let outcome = self.outcome(failure, &active.call.model);
                 if let Some(live) = &active.live {
                     live.ended(outcome.label(), now);
                 }
-                active.fail(outcome, readers);
+                active.fail(outcome, now, readers);
             }
         }
         DeliveryEffect::Taken

@@ -60,8 +60,6 @@ struct Aftermath {
     /// Streams with something to read, woken together so that those of one connection write all their tokens
     /// at once.
     readers: Vec<Waker>,
-    /// Ended calls whose resources are released.
-    released: Vec<Arc<ActiveRequest>>,
     violation: Option<Violation>,
 }
 
@@ -332,8 +330,8 @@ impl SharedDispatcher {
         aftermath.finish();
     }
 
-    /// Runs the time-driven work, and ends calls whose clients have read nothing for the stall timeout. Their
-    /// streams are not polled and would hold their resources until the connections end.
+    /// Runs the time-driven work, and ends calls whose clients have read nothing for the stall timeout or until the
+    /// deadline. Their streams are not polled and would hold their resources until the connections end.
     pub(crate) fn tick(&self) {
         let waited = self.options.stall_timeout;
         let mut state = self.lock();
@@ -342,6 +340,7 @@ impl SharedDispatcher {
         for request in state.stalled_requests(now, waited) {
             aftermath.merge(self.apply(&mut state, Event::ClientStalled { request, waited }));
         }
+        let unread = state.take_unread_failures(now);
         state.set_slow_gauges();
         state.flush_recording();
         if let Some(hub) = &self.live {
@@ -350,23 +349,22 @@ impl SharedDispatcher {
         }
         drop(state);
         aftermath.finish();
+        // A stream that is polled takes its own lock before the dispatcher's.
+        unread.iter().for_each(|active| active.end_stream());
     }
 }
 
 impl Aftermath {
-    /// Wakes the streams and releases the resources of ended calls; outside the dispatcher's lock. Returns the
-    /// protocol violation, if there was one.
+    /// Wakes the streams; outside the dispatcher's lock. Returns the protocol violation, if there was one.
     fn finish(self) -> Option<Violation> {
         if !self.readers.is_empty() {
             batch_wakeups(|| self.readers.into_iter().for_each(Waker::wake));
         }
-        self.released.iter().for_each(|active| active.guard.end());
         self.violation
     }
 
     fn merge(&mut self, other: Self) {
         self.readers.extend(other.readers);
-        self.released.extend(other.released);
         self.violation = self.violation.take().or(other.violation);
     }
 }

@@ -1,7 +1,7 @@
 //! An admitted request: the validated call, and the hand-off between the dispatcher and its client's stream.
 
 use std::collections::VecDeque;
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock, Weak};
 use std::task::{Context, Poll, Waker};
 use std::time::{Duration, Instant};
 
@@ -143,13 +143,22 @@ pub(crate) struct StreamRead {
     pub(crate) failure: Option<Outcome>,
 }
 
+/// Client side of a request.
+pub(crate) trait ClientStream: Send + Sync {
+    /// Ends the request with an error and drops what the stream holds. Its transport, which need not poll it,
+    /// gets the error.
+    fn end(&self, outcome: Outcome);
+}
+
 /// Request shared by the dispatcher, which delivers output, and its client's stream, which reads it at its own
-/// pace. Lock order: the dispatcher's lock before this one.
+/// pace. Lock order: the stream's lock, the dispatcher's, this one.
 #[derive(Debug)]
 pub(crate) struct ActiveRequest {
     id: RequestId,
     pub(crate) call: AdmittedCall,
     state: Handoff<StreamState>,
+    /// Its stream, which holds the request.
+    stream: OnceLock<Weak<dyn ClientStream>>,
     /// Resources held against the router's limits.
     pub(crate) guard: CallGuard,
     /// Reports to the live view; `None` without one.
@@ -182,8 +191,8 @@ struct StreamState {
     running: u32,
     spans: PhaseSpans,
     stalled: bool,
-    /// Time since which the stream has something unread. A transport whose client does not read does not
-    /// poll.
+    /// Time since which the stream has something unread, a failure included. A transport whose client does not
+    /// read does not poll.
     unread_since: Option<Instant>,
 }
 
@@ -286,12 +295,18 @@ impl ActiveRequest {
             stalled: false,
             unread_since: None,
         };
-        Self { id, call, state: Handoff::new(state), guard, live }
+        Self { id, call, state: Handoff::new(state), stream: OnceLock::new(), guard, live }
     }
 
     /// Returns its id in the dispatcher.
     pub(super) fn id(&self) -> RequestId {
         self.id
+    }
+
+    /// Sets its stream, once.
+    pub(crate) fn attach(&self, stream: Weak<dyn ClientStream>) {
+        // Fails if it has one.
+        let _ = self.stream.set(stream);
     }
 
     /// Records that it was not admitted.
@@ -375,11 +390,31 @@ impl ActiveRequest {
     }
 
     /// Ends it with an error; the first one counts.
-    pub(super) fn fail(&self, outcome: Outcome, readers: &mut Vec<Waker>) {
+    pub(super) fn fail(&self, outcome: Outcome, now: Instant, readers: &mut Vec<Waker>) {
         self.state.change(readers, |state| {
             state.failure.get_or_insert(outcome);
+            state.unread_since.get_or_insert(now);
             state.spans.end();
         });
+    }
+
+    /// Whether it has failed and its transport is assumed not to poll for the failure.
+    pub(super) fn has_unread_failure(&self, now: Instant) -> bool {
+        self.state.access(|state| state.failure.is_some() && state.unread_for(now) > Self::UNPOLLED_MIN)
+    }
+
+    /// Ends the stream of a failed request, whose transport does not poll. Takes the locks of the stream and the
+    /// dispatcher.
+    pub(super) fn end_stream(&self) {
+        let failure = self.state.access(|state| state.failure.clone());
+        if let (Some(failure), Some(stream)) = (failure, self.stream.get().and_then(Weak::upgrade)) {
+            stream.end(failure);
+        }
+    }
+
+    /// Records that its stream has taken all there will be, and that the transport has not read all of that yet.
+    pub(crate) fn set_unread(&self, now: Instant) {
+        self.state.access(|state| state.unread_since = Some(now));
     }
 
     /// Returns how long output has been unread.
@@ -486,10 +521,14 @@ mod tests {
         assert!(read.paused, "reading resumes the request");
         assert_eq!(read.fresh[0].1.tokens, [5, 5]);
         assert!(active.poll_read(&context).is_pending());
-        active.fail(Outcome::DeadlineExceeded, &mut readers);
+        assert!(!active.has_unread_failure(later));
+        active.fail(Outcome::DeadlineExceeded, later, &mut readers);
         assert_eq!(readers.len(), 1);
+        assert!(!active.has_unread_failure(later), "its transport may be about to poll");
+        assert!(active.has_unread_failure(later + 2 * ActiveRequest::UNPOLLED_MIN));
         let Poll::Ready(read) = active.poll_read(&context) else { panic!("there is a failure") };
         assert!(!read.paused && read.fresh.is_empty());
         assert_eq!(read.failure, Some(Outcome::DeadlineExceeded));
+        assert!(!active.has_unread_failure(later + 2 * ActiveRequest::UNPOLLED_MIN), "it was read");
     }
 }

@@ -132,6 +132,8 @@ pub(super) struct DispatcherState {
     pub(super) commands: Vec<Command>,
     /// Admitted requests whose streams are open.
     pub(super) requests: SlotMap<RequestId, Arc<ActiveRequest>>,
+    /// Requests that were ended by the deadline or for a stalled client, until their streams have ended.
+    pub(super) ended: Vec<RequestId>,
     workers: BTreeMap<WorkerId, ConnectedWorker>,
     pub(super) models: BTreeMap<LaneId, Arc<Model>>,
     next_session: SessionId,
@@ -166,6 +168,7 @@ impl DispatcherState {
             core,
             commands: Vec::new(),
             requests: SlotMap::with_key(),
+            ended: Vec::new(),
             workers: BTreeMap::new(),
             models: BTreeMap::new(),
             next_session: SessionId(0),
@@ -257,6 +260,19 @@ impl DispatcherState {
         }
         let stalled = self.requests.iter().filter(|(_, active)| active.unread_for(now) >= patience);
         stalled.map(|(request, _)| request).collect()
+    }
+
+    /// Takes the ended requests whose transports do not poll for the failure.
+    pub(super) fn take_unread_failures(&mut self, now: Instant) -> Vec<Arc<ActiveRequest>> {
+        let Self { requests, ended, .. } = self;
+        let mut unread = Vec::new();
+        ended.retain(|request| {
+            let Some(active) = requests.get(*request) else { return false };
+            let is_unread = active.has_unread_failure(now);
+            unread.extend(is_unread.then(|| active.clone()));
+            !is_unread
+        });
+        unread
     }
 
     /// Writes the recording through to its file. After a failed write nothing more is recorded.

@@ -1,5 +1,7 @@
 //! Conversations as chat templates read them: messages, tool calls and tool definitions.
 
+use std::fmt::{self, Write as _};
+
 use minijinja::value::{Value, ValueKind};
 
 /// Message of a conversation.
@@ -65,11 +67,14 @@ impl Message {
         }
     }
 
-    /// Returns the bytes of all texts.
+    /// Returns the bytes of all texts, and of the calls as JSON.
     pub(crate) fn bytes(&self) -> usize {
-        let mut bytes = 0;
-        self.visit(&mut |text| bytes += text.len());
-        bytes
+        let texts = [&self.role, &self.content, &self.reasoning, &self.tool_call_id, &self.name];
+        let call = |call: &MessageCall| {
+            CALL_BYTES + text_bytes(&call.id) + text_bytes(&call.name) + json_bytes(&call.arguments)
+        };
+        let calls: usize = self.tool_calls.iter().map(call).sum();
+        texts.into_iter().map(String::len).sum::<usize>() + calls
     }
 
     /// Returns the message as templates read it: as in OpenAI's API, with arguments as objects.
@@ -134,12 +139,69 @@ pub(super) fn visit(value: &Value, seen: &mut dyn FnMut(&str)) {
     }
 }
 
-/// Returns the bytes of all texts of a conversation; each text of a tool's definition counts some more, for what JSON
-/// puts around it.
+/// Bytes of a call as JSON beside its id, name and arguments.
+const CALL_BYTES: usize = r#"{"type": "function", "id": , "function": {"name": , "arguments": }}, "#.len();
+/// Bytes between two values of an array or an object, or between a key and its value.
+const SEPARATOR_BYTES: usize = 2;
+/// Bytes by which Rust's text of a float may be shorter than that in JSON, which has an exponent later.
+const EXPONENT_BYTES: usize = 4;
+
+/// Returns the bytes of a value's JSON text on one line, or a few more.
+fn json_bytes(value: &Value) -> usize {
+    let items = value.try_iter().into_iter().flatten();
+    match (value.kind(), value.as_str()) {
+        (ValueKind::String, Some(text)) => text_bytes(text),
+        (ValueKind::Seq, _) => 2 + items.map(|item| json_bytes(&item) + SEPARATOR_BYTES).sum::<usize>(),
+        (ValueKind::Map, _) => {
+            let entry = |key: Value| {
+                let item = value.get_item(&key).unwrap_or_default();
+                json_bytes(&key) + json_bytes(&item) + 2 * SEPARATOR_BYTES
+            };
+            2 + items.map(entry).sum::<usize>()
+        }
+        (ValueKind::Number, _) => number_bytes(value),
+        _ => "false".len(),
+    }
+}
+
+/// Returns the bytes of a text as JSON, at most.
+fn text_bytes(text: &str) -> usize {
+    let escaped = |byte| match byte {
+        b'"' | b'\\' => 1,
+        // As \u and four digits.
+        0..0x20 => 5,
+        _ => 0,
+    };
+    2 + text.len() + text.bytes().map(escaped).sum::<usize>()
+}
+
+/// Returns the bytes of a number as JSON, at most.
+fn number_bytes(value: &Value) -> usize {
+    let mut count = ByteCount(0);
+    // The counter accepts any text.
+    let _ = match f64::try_from(value.clone()) {
+        // With an exponent where that is shorter, as in JSON.
+        Ok(number) if !value.is_integer() => write!(count, "{number:?}"),
+        _ => write!(count, "{value}"),
+    };
+    count.0 + if value.is_integer() { 0 } else { EXPONENT_BYTES }
+}
+
+/// Counts bytes that are written.
+struct ByteCount(usize);
+
+impl fmt::Write for ByteCount {
+    fn write_str(&mut self, text: &str) -> fmt::Result {
+        self.0 += text.len();
+        Ok(())
+    }
+}
+
+/// Returns the bytes of a conversation: of all texts of messages, and of their calls and the tools' definitions as JSON. Not
+/// only of texts, as a schema of numbers takes as long to render and to tokenize.
 pub(super) fn bytes(messages: &[Message], tools: &[Value]) -> usize {
-    let mut bytes = messages.iter().map(Message::bytes).sum();
-    tools.iter().for_each(|tool| visit(tool, &mut |text| bytes += text.len() + 4));
-    bytes
+    let tools = tools.iter().map(|tool| json_bytes(tool) + SEPARATOR_BYTES);
+    messages.iter().map(Message::bytes).sum::<usize>() + tools.sum::<usize>()
 }
 
 /// Conversation with the definitions of its tools, as in OpenAI's API.
@@ -152,7 +214,7 @@ pub struct Conversation {
 }
 
 impl Conversation {
-    /// Returns the bytes of all texts.
+    /// Returns the bytes of all texts, and of calls and definitions as JSON.
     pub(crate) fn bytes(&self) -> usize {
         bytes(&self.messages, &self.tools)
     }
@@ -161,5 +223,52 @@ impl Conversation {
 impl From<Vec<Message>> for Conversation {
     fn from(messages: Vec<Message>) -> Self {
         Self { messages, tools: Vec::new() }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    fn value() -> impl Strategy<Value = serde_json::Value> {
+        let scalar = prop_oneof![
+            Just(serde_json::Value::Null),
+            any::<bool>().prop_map(Into::into),
+            any::<i64>().prop_map(Into::into),
+            any::<u64>().prop_map(Into::into),
+            any::<f64>().prop_map(Into::into),
+            (-9i32..9, 0i32..20).prop_map(|(digits, places)| (f64::from(digits) / 10f64.powi(places)).into()),
+            any::<String>().prop_map(Into::into),
+        ];
+        scalar.prop_recursive(4, 64, 8, |inner| {
+            prop_oneof![
+                prop::collection::vec(inner.clone(), 0..8).prop_map(Into::into),
+                prop::collection::btree_map(any::<String>(), inner, 0..8)
+                    .prop_map(|fields| fields.into_iter().collect::<serde_json::Map<_, _>>().into()),
+            ]
+        })
+    }
+
+    proptest! {
+        #[test]
+        fn the_bytes_of_definitions_and_of_arguments_are_at_least_those_of_their_json(json in value()) {
+            let value: Value = serde_json::from_str(&json.to_string()).unwrap();
+            let text = serde_json::to_string(&value).unwrap();
+            let definition = Conversation { messages: Vec::new(), tools: vec![value.clone()] };
+            prop_assert!(definition.bytes() >= text.len(), "{} for {text}", definition.bytes());
+            let call = MessageCall { id: String::new(), name: String::new(), arguments: value };
+            let message = Message { tool_calls: vec![call], ..Message::default() };
+            prop_assert!(message.bytes() >= text.len(), "{} for {text}", message.bytes());
+        }
+    }
+
+    #[test]
+    fn the_bytes_of_values_are_few_more_than_those_of_their_json() {
+        for (json, most) in [("[1, 22, -3]", 13), ("[1.5, 2e300]", 24), (r#"{"a": "b\n"}"#, 19)] {
+            let parsed: Value = serde_json::from_str(json).unwrap();
+            let bytes = json_bytes(&parsed);
+            assert!((json.len()..=most).contains(&bytes), "{bytes} for {json}");
+        }
     }
 }

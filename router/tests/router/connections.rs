@@ -9,9 +9,8 @@ use inflight_proto::v1;
 use inflight_proto::v1::inference_client::InferenceClient;
 use inflight_router::{HttpOptions, Options};
 use rcgen::{BasicConstraints, CertificateParams, CertifiedIssuer, IsCa, KeyPair, SanType};
-use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _, BufReader};
+use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::TcpStream;
-use tokio::net::tcp::{OwnedReadHalf, OwnedWriteHalf};
 use tokio_rustls::TlsConnector;
 use tokio_rustls::rustls::pki_types::pem::PemObject as _;
 use tokio_rustls::rustls::pki_types::{CertificateDer, ServerName};
@@ -23,6 +22,7 @@ use tonic_health::pb::health_client::HealthClient;
 
 use crate::cluster::{Cluster, bounded, text};
 use crate::http_client::with_http;
+use crate::http2_client::{Frame, Frames, frame, headers};
 use crate::tenants::{Folder, digest, with_key};
 use crate::worker::{ScriptedWorker, WorkerProfile};
 
@@ -423,55 +423,6 @@ async fn an_unauthenticated_connection_has_few_open_calls_and_small_messages() {
     .await;
 }
 
-/// Encodes an HTTP/2 frame.
-fn frame(kind: u8, flags: u8, stream: u32, payload: &[u8]) -> Vec<u8> {
-    let [_, length @ ..] = u32::try_from(payload.len()).unwrap().to_be_bytes();
-    [&length[..], &[kind, flags], &stream.to_be_bytes(), payload].concat()
-}
-
-/// HTTP/2 connection, frame by frame.
-struct Frames {
-    reader: BufReader<OwnedReadHalf>,
-    writer: OwnedWriteHalf,
-}
-
-impl Frames {
-    const DATA: u8 = 0;
-    const HEADERS: u8 = 1;
-    const SETTINGS: u8 = 4;
-    const GOAWAY: u8 = 7;
-    const WINDOW_UPDATE: u8 = 8;
-    const END_STREAM: u8 = 1;
-    const END_HEADERS: u8 = 4;
-
-    async fn connect(cluster: &Cluster) -> Self {
-        let (reader, writer) = TcpStream::connect(cluster.address).await.unwrap().into_split();
-        let mut frames = Self { reader: BufReader::new(reader), writer };
-        frames.writer.write_all(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n").await.unwrap();
-        frames.write(&[frame(Self::SETTINGS, 0, 0, &[])]).await.unwrap();
-        frames
-    }
-
-    async fn write(&mut self, frames: &[Vec<u8>]) -> std::io::Result<()> {
-        self.writer.write_all(&frames.concat()).await
-    }
-
-    /// Reads the next frame's kind, flags and stream; `None` at the end of the connection.
-    async fn read(&mut self) -> Option<(u8, u8, u32)> {
-        let mut head = [0; 9];
-        self.reader.read_exact(&mut head).await.ok()?;
-        let [a, b, c, kind, flags, stream @ ..] = head;
-        let mut payload = vec![0; u32::from_be_bytes([0, a, b, c]) as usize];
-        self.reader.read_exact(&mut payload).await.ok()?;
-        Some((kind, flags, u32::from_be_bytes(stream)))
-    }
-}
-
-/// HPACK headers without indexing: POST, http, a path, and the authority `a`.
-fn headers(path: &str) -> Vec<u8> {
-    [&[0x83, 0x86, 0x04, path.len() as u8], path.as_bytes(), &[0x01, 1, b'a']].concat()
-}
-
 /// Data of rejected calls that arrives after the response belongs to closed streams, of which a peer may send
 /// only so much: a proxy with many clients must not lose its connection by it.
 #[tokio::test]
@@ -481,7 +432,7 @@ async fn a_connection_survives_thousands_of_calls_rejected_before_their_messages
         let worker = ScriptedWorker::start(WorkerProfile::default()).await;
         let options = Options { tenants_file: one_tenant(&folder), ..Options::default() };
         let cluster = Cluster::start(&[&worker], options).await;
-        let mut frames = Frames::connect(&cluster).await;
+        let mut frames = Frames::connect(&cluster, &[]).await;
         let generate = headers("/inflight.v1.Inference/Generate");
         for round in 0..20 {
             let streams = (0..100).map(|call| 200 * round + 2 * call + 1);
@@ -489,7 +440,7 @@ async fn a_connection_survives_thousands_of_calls_rejected_before_their_messages
             frames.write(&calls.collect::<Vec<_>>()).await.unwrap();
             let mut refused = 0;
             while refused < 100 {
-                let (kind, flags, _) = frames.read().await.expect("the connection has ended");
+                let Frame { kind, flags, .. } = frames.read().await.expect("the connection has ended");
                 assert_ne!(kind, Frames::GOAWAY, "after {} calls", 100 * round);
                 refused += u32::from(kind == Frames::HEADERS && flags & Frames::END_STREAM != 0);
             }
@@ -507,7 +458,7 @@ async fn a_client_that_makes_the_server_reset_streams_loses_its_connection() {
     bounded(async {
         let worker = ScriptedWorker::start(WorkerProfile::default()).await;
         let cluster = Cluster::start(&[&worker], Options::default()).await;
-        let mut frames = Frames::connect(&cluster).await;
+        let mut frames = Frames::connect(&cluster, &[]).await;
         let watch = headers("/grpc.health.v1.Health/Watch");
         let mut calls = 0;
         let ended = loop {
@@ -522,8 +473,8 @@ async fn a_client_that_makes_the_server_reset_streams_loses_its_connection() {
             // RST_STREAM of this stream.
             loop {
                 match frames.read().await {
-                    None | Some((Frames::GOAWAY, ..)) => break,
-                    Some((_, _, stream)) if stream == id => break,
+                    None | Some(Frame { kind: Frames::GOAWAY, .. }) => break,
+                    Some(Frame { stream, .. }) if stream == id => break,
                     Some(_) => {}
                 }
             }

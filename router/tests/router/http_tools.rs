@@ -433,6 +433,24 @@ async fn malformed_tools_are_refused_by_their_field() {
 }
 
 #[tokio::test]
+async fn definitions_that_every_parameter_repeats_end_the_grammar_at_its_limit() {
+    bounded(async {
+        let formats = Options { tool_call_format: "qwen-xml".parse().unwrap(), ..options() };
+        let http = HttpCluster::over(profile(TEMPLATE), formats).await;
+        let integer = json!({"type": "integer"});
+        let properties: BTreeMap<String, &Value> = (0..1000).map(|at| (format!("p{at}"), &integer)).collect();
+        let schema = json!({"properties": properties, "$defs": {"p": {"enum": vec![7; 100_000]}}});
+        let tools = json!([{"type": "function", "function": {"name": "f", "parameters": schema}}]);
+        let body =
+            json!({"messages": [{"role": "user", "content": "a"}], "tools": tools, "tool_choice": "required"});
+        let (status, error) = http.refused("/v1/chat/completions", &body.to_string()).await;
+        assert_eq!((status, &error["param"]), (400, &json!("tools")), "{error}");
+        assert!(error["message"].as_str().unwrap().contains("more than 262144 bytes"), "{error}");
+    })
+    .await;
+}
+
+#[tokio::test]
 async fn an_unknown_format_refuses_tools_and_a_flag_sets_it() {
     bounded(async {
         let template =

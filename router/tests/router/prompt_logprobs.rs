@@ -1,7 +1,7 @@
 //! Log probabilities of prompts: order and failover, workers that break the rules, the HTTP APIs.
 
 use inflight_proto::v1;
-use inflight_router::{HttpOptions, Options};
+use inflight_router::{HttpOptions, Options, RouterStats};
 use serde_json::{Value, json};
 
 use crate::cluster::{Cluster, bounded, text, tokens};
@@ -151,6 +151,30 @@ async fn answer(http: &mut HttpCluster, path: &str, body: &str) -> (Value, v1::S
         None => response.json(),
     };
     (body, submit)
+}
+
+#[tokio::test]
+async fn log_probabilities_of_more_prompt_tokens_in_all_choices_than_a_response_has_are_refused() {
+    bounded(async {
+        let http = HttpCluster::ungranted(WorkerProfile::default(), with_http(HttpOptions::default())).await;
+        let prompts = json!(vec![vec![97; 65]; 128]);
+        for (more, param) in [
+            (r#""echo": true, "logprobs": 20"#, "logprobs"),
+            (r#""echo": true, "logprobs": 20, "stream": true"#, "logprobs"),
+            (r#""prompt_logprobs": 20"#, "prompt_logprobs"),
+        ] {
+            let body = format!(r#"{{"prompt": {prompts}, "max_tokens": 1, "n": 16, {more}}}"#);
+            let (status, error) = http.refused("/v1/completions", &body).await;
+            assert_eq!((status, &error["param"]), (400, &json!(param)), "{more}: {error}");
+            let words = "of 8320 prompt tokens in each of 16 choices; at most 131072 are returned";
+            assert!(error["message"].as_str().unwrap().contains(words), "{error}");
+            // Its requests leave the queue.
+            while http.cluster.handle.stats() != RouterStats::default() {
+                tokio::task::yield_now().await;
+            }
+        }
+    })
+    .await;
 }
 
 #[tokio::test]

@@ -172,6 +172,34 @@ async fn tokenize_is_bounded_and_charged() {
     .await;
 }
 
+/// Whether a template renders them is known only afterwards.
+#[tokio::test]
+async fn numbers_in_the_arguments_of_a_call_are_charged_like_text() {
+    bounded(async {
+        let file = tenant("small", "tokens_per_day = 2000");
+        let (cluster, _session, _folder, _worker) = started(&file, Options::default()).await;
+        let tokenize = async |numbers: usize| {
+            let arguments = format!("{{\"x\": {:?}}}", vec![1; numbers]);
+            let call = v1::ToolCall { id: "c".to_owned(), name: "f".to_owned(), arguments };
+            let message = v1::ChatMessage {
+                role: "assistant".to_owned(),
+                tool_calls: vec![call],
+                ..Default::default()
+            };
+            let input = Some(tokenize_request::Input::Chat(v1::Chat { messages: vec![message] }));
+            let request = v1::TokenizeRequest { input, ..Default::default() };
+            cluster.client.clone().tokenize(with_key(request, "small")).await
+        };
+        tokenize(100).await.unwrap();
+        let refused = tokenize(1000).await.unwrap_err();
+        assert_eq!(refused.code(), Code::ResourceExhausted, "{refused}");
+        let violations = refused.get_details_quota_failure().unwrap().violations;
+        assert_eq!(violations[0].description, "tokens_per_day");
+        tokenize(100).await.unwrap();
+    })
+    .await;
+}
+
 #[tokio::test]
 async fn a_large_prompt_is_tokenized_in_pieces_like_a_whole() {
     bounded(async {

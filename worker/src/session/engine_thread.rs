@@ -9,7 +9,7 @@ use std::time::Duration;
 use inflight_contract::CostCoefficients;
 use inflight_proto::v1;
 use inflight_worker_core::{Anticipation, CacheEvent, CacheTier, Conditions, Grant, Load, Time};
-use tokio::sync::{mpsc, oneshot};
+use tokio::sync::{OwnedSemaphorePermit, mpsc, oneshot};
 
 use super::load_report;
 use super::observation::{Collector, Feed};
@@ -48,8 +48,8 @@ pub enum EngineExecution {
 pub(crate) enum Message {
     /// Session opened by this router; its updates go to the outbox.
     Open(SessionId, RouterName, Arc<Outbox>),
-    /// Command of an open session.
-    Command(Command),
+    /// Command of an open session, with its place in the queue's memory until the engine has it.
+    Command(Command, Option<OwnedSemaphorePermit>),
     /// The session's router requests a snapshot of the prefix cache.
     Resync(SessionId),
     /// Diagnose the worker's bottlenecks.
@@ -210,7 +210,7 @@ impl EngineThread {
                 break;
             };
             let Some(message) = message else { return false };
-            followed += u32::from(matches!(message, Message::Command(Command::Submit(_))));
+            followed += u32::from(matches!(message, Message::Command(Command::Submit(_), _)));
             if !self.handle(message) {
                 return false;
             }
@@ -270,7 +270,7 @@ impl EngineThread {
                     outbox.request_cache_snapshot();
                 }
             }
-            Message::Command(command) => {
+            Message::Command(command, _queued) => {
                 if let Command::Submit(request) = &command
                     && let Some(outbox) = self.outboxes.get(&request.key.session)
                 {

@@ -19,6 +19,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use futures::{Stream, StreamExt as _};
+use inflight_contract::Grammar;
 use inflight_grammar::Grammars;
 use inflight_net::Peer;
 use inflight_proto::AnswerProof;
@@ -39,8 +40,15 @@ pub(crate) use watchdog::Watchdog;
 
 /// Maximum time from the start of a session to its `open` message.
 const OPEN_TIMEOUT: Duration = Duration::from_secs(10);
-/// Bundle bytes per message; far below gRPC's default message limit of 4 MiB.
-const BUNDLE_CHUNK_BYTES: usize = 1 << 20;
+/// Bundle bytes per message: what a call holds for a router that does not read.
+const BUNDLE_CHUNK_BYTES: usize = 16 << 10;
+/// Maximum bundles being sent, and time that a call waits for its turn.
+pub(crate) const BUNDLES_MAX: usize = 64;
+const BUNDLE_WAIT_MAX: Duration = Duration::from_secs(10);
+/// Maximum bytes of a router's name: the worker keeps it with each of its requests.
+const ROUTER_NAME_BYTES_MAX: usize = 512;
+/// Maximum memory of the submissions that the engine has not taken, in KiB; beyond it the sessions' streams wait.
+pub(crate) const QUEUED_KIB_MAX: usize = 256 << 10;
 
 /// State shared by all sessions.
 pub(crate) struct SessionContext {
@@ -51,6 +59,10 @@ pub(crate) struct SessionContext {
     pub heartbeat: Duration,
     pub clock: Clock,
     pub engine: mpsc::Sender<Message>,
+    /// KiB of [`QUEUED_KIB_MAX`].
+    pub queued: Arc<Semaphore>,
+    /// Turns of sending a bundle.
+    pub bundles: Arc<Semaphore>,
     pub permits: Arc<Semaphore>,
     /// Places of observers.
     pub observers: Arc<Semaphore>,
@@ -139,10 +151,16 @@ impl worker_server::Worker for WorkerService {
             let own = bundle.digest();
             return Err(Status::not_found(format!("no bundle {digest} here; this worker has {own}")));
         }
-        let chunks = bundle
-            .chunks(BUNDLE_CHUNK_BYTES)
-            .map(|(file, data)| Ok(v1::FetchBundleResponse { file: file.to_owned(), data: data.to_vec() }));
-        let chunks: Vec<_> = chunks.collect();
+        let turn = tokio::time::timeout(BUNDLE_WAIT_MAX, self.0.bundles.clone().acquire_owned()).await;
+        let Ok(Ok(turn)) = turn else {
+            let what =
+                format!("the worker is sending {BUNDLES_MAX} bundles, as many as it may; try again later");
+            return Err(Status::resource_exhausted(what));
+        };
+        let chunks = bundle.chunks(BUNDLE_CHUNK_BYTES).map(move |(file, data)| {
+            let _held = &turn;
+            Ok(v1::FetchBundleResponse { file, data })
+        });
         Ok(Response::new(Box::pin(futures::stream::iter(chunks))))
     }
 
@@ -174,6 +192,12 @@ async fn receive_open(requests: &mut Streaming<v1::SessionRequest>) -> Result<(R
     let first = tokio::time::timeout(OPEN_TIMEOUT, requests.message()).await;
     let first = first.map_err(|_| Status::deadline_exceeded("the session was not opened in time"))??;
     match first.and_then(|request| request.message) {
+        Some(session_request::Message::Open(open))
+            if open.router_id.len().max(open.incarnation.len()) > ROUTER_NAME_BYTES_MAX =>
+        {
+            let what = format!("a router's id and incarnation have at most {ROUTER_NAME_BYTES_MAX} bytes");
+            Err(Status::invalid_argument(what))
+        }
         Some(session_request::Message::Open(open)) if open.protocol_version >= 1 => {
             let router = RouterName { id: open.router_id, incarnation: open.incarnation };
             Ok((router, open.protocol_version.min(inflight_proto::PROTOCOL_VERSION)))
@@ -195,11 +219,13 @@ async fn receive(
     outbox: Arc<Outbox>,
     dropped: CancellationToken,
 ) {
-    while !outbox.is_closed() {
+    loop {
         let message = tokio::select! {
             () = dropped.cancelled() => break,
+            () = outbox.closed() => break,
             message = requests.message() => message,
         };
+        let mut queued = None;
         let command = match message {
             Ok(Some(v1::SessionRequest { message: Some(message) })) => match message {
                 session_request::Message::Submit(submit) => {
@@ -207,6 +233,7 @@ async fn receive(
                     match submission::decode(submit, id, sessions.clock.now()) {
                         Ok(request) => {
                             prepare(&sessions.grammars, &request).await;
+                            queued = sessions.queued.clone().acquire_many_owned(kib(&request)).await.ok();
                             Command::Submit(Box::new(request))
                         }
                         Err(rejections) => {
@@ -257,14 +284,22 @@ async fn receive(
                 break;
             }
         };
-        if sessions.engine.send(Message::Command(command)).await.is_err() {
+        if sessions.engine.send(Message::Command(command, queued)).await.is_err() {
             break;
         }
     }
     outbox.close();
     sessions.service_tables.close(id, sessions.clock.now());
     // Cancel its requests now, even if the router still reads updates; closing twice is harmless.
-    let _ = sessions.engine.send(Message::Command(Command::Close(id))).await;
+    let _ = sessions.engine.send(Message::Command(Command::Close(id), None)).await;
+}
+
+/// Returns the memory that a request takes in the engine's queue, in KiB.
+fn kib(request: &EngineRequest) -> u32 {
+    let resumed: usize = request.choices.iter().map(|choice| choice.tokens.len()).sum();
+    let grammar = request.sampling.constraint.as_ref().map_or(0, |_| Grammar::BYTES_MAX);
+    let bytes = size_of::<u32>() * (request.prompt.len() + resumed) + grammar;
+    (1 + bytes.div_ceil(1 << 10)).min(QUEUED_KIB_MAX) as u32
 }
 
 /// Compiles the grammar of a request off the engine's thread, which then finds it in the cache. The messages behind it wait,
@@ -312,7 +347,7 @@ impl Drop for SessionGuard {
         self.inbound.cancel();
         crate::metrics::sessions(-1.0);
         tracing::info!(session = self.id.0, "session closed");
-        let close = Message::Command(Command::Close(self.id));
+        let close = Message::Command(Command::Close(self.id), None);
         let engine = self.engine.clone();
         if let Err(mpsc::error::TrySendError::Full(close)) = engine.try_send(close)
             && let Ok(runtime) = tokio::runtime::Handle::try_current()

@@ -7,6 +7,7 @@ use inflight_contract::{FinishReason, ServiceCounter};
 use inflight_proto::v1;
 use inflight_worker_core::{BlockHash, CacheEvent, CacheTier, Grant};
 use tokio::sync::Notify;
+use tokio_util::sync::CancellationToken;
 
 use super::cache_feed::CacheFeed;
 use crate::engine::{ChoiceEvent, Failure, Finish};
@@ -16,6 +17,8 @@ use crate::engine::{ChoiceEvent, Failure, Finish};
 const PENDING_MAX: usize = 1 << 20;
 /// Maximum service counters of other incarnations in one update, beyond the first table.
 const COUNTERS_PER_UPDATE: usize = 10_000;
+/// Maximum tenants whose charges are pending; routers accept no more in one update.
+const CHARGES_MAX: usize = 1 << 16;
 
 /// Pending update of a session, written by the engine thread and taken by the session's response stream.
 ///
@@ -24,6 +27,8 @@ const COUNTERS_PER_UPDATE: usize = 10_000;
 pub(crate) struct Outbox {
     state: Mutex<OutboxState>,
     wake: Notify,
+    /// Cancelled when it is closed.
+    closed: CancellationToken,
 }
 
 #[derive(Default)]
@@ -72,7 +77,7 @@ pub(crate) struct WorkerReport {
 
 impl Outbox {
     pub fn new() -> Self {
-        Self { state: Mutex::default(), wake: Notify::new() }
+        Self { state: Mutex::default(), wake: Notify::new(), closed: CancellationToken::new() }
     }
 
     fn state(&self) -> MutexGuard<'_, OutboxState> {
@@ -82,7 +87,16 @@ impl Outbox {
 
     /// Adds one event without waking the session.
     pub fn push(&self, event: ChoiceEvent) {
-        self.state().extend(std::iter::once(event));
+        let mut state = self.state();
+        state.extend(std::iter::once(event));
+        self.tell_closed(&state);
+    }
+
+    /// Ends what waits for the close of the outbox, if it is closed.
+    fn tell_closed(&self, state: &OutboxState) {
+        if state.closed {
+            self.closed.cancel();
+        }
     }
 
     /// Adds the events and the report of a step atomically: no update has a token without the end that came
@@ -103,6 +117,7 @@ impl Outbox {
         state.grant = grant;
         state.draining = report.draining;
         state.routers = report.routers;
+        self.tell_closed(&state);
         if state.changed || state.closed {
             drop(state);
             self.wake.notify_one();
@@ -143,14 +158,24 @@ impl Outbox {
         self.state().arrived += 1;
     }
 
-    /// Sets a tenant's total charges for the next update, without waking the session.
+    /// Sets a tenant's total charges for the next update, without waking the session. Closes the outbox if there
+    /// are too many.
     pub fn set_charged(&self, tenant: &str, charged: ServiceCounter) {
         let mut state = self.state();
+        if state.closed {
+            return; // no update is sent any more
+        }
         match state.charges.get_mut(tenant) {
             Some(known) => *known = charged,
             None => {
                 state.charges.insert(tenant.to_owned(), charged);
             }
+        }
+        if state.charges.len() > CHARGES_MAX {
+            state.overflow();
+            self.tell_closed(&state);
+            drop(state);
+            self.wake.notify_one();
         }
     }
 
@@ -175,14 +200,15 @@ impl Outbox {
         self.wake.notify_one();
     }
 
-    /// Returns whether the outbox is closed.
-    pub fn is_closed(&self) -> bool {
-        self.state().closed
+    /// Waits until the outbox is closed.
+    pub async fn closed(&self) {
+        self.closed.cancelled().await;
     }
 
     /// Closes the outbox: the session ends after it has sent the pending update.
     pub fn close(&self) {
         self.state().closed = true;
+        self.closed.cancel();
         self.wake.notify_one();
     }
 
@@ -254,9 +280,14 @@ impl OutboxState {
         events.for_each(|event| self.push(event));
         // Checked after all events, so that events of one step stay together.
         if self.pending > PENDING_MAX {
-            tracing::warn!("closing session: the router does not read its updates");
-            self.closed = true;
+            self.overflow();
         }
+    }
+
+    /// Closes the outbox of a router that does not read, without its pending update, which may never be taken.
+    fn overflow(&mut self) {
+        tracing::warn!("closing session: the router does not read its updates");
+        *self = Self { closed: true, ..Self::default() };
     }
 
     fn push(&mut self, event: ChoiceEvent) {
@@ -346,6 +377,31 @@ mod tests {
         assert_eq!(outbox.take().unwrap().sequences.len(), 1, "taken events are not sent again");
     }
 
+    #[tokio::test]
+    async fn the_outbox_of_a_router_that_does_not_read_is_bounded_and_closes() {
+        let charged = ServiceCounter { cost: 1, base: 0 };
+        let by_charges = Outbox::new();
+        for tenant in 0..2 * CHARGES_MAX {
+            by_charges.set_charged(&tenant.to_string(), charged);
+        }
+        let by_events = Outbox::new();
+        for token in 0..PENDING_MAX as u32 + 2 {
+            by_events.push(event(7, token));
+        }
+        for outbox in [by_charges, by_events] {
+            outbox.closed().await;
+            assert!(outbox.take().is_none(), "nothing is kept for it");
+        }
+        let read = Outbox::new();
+        for tenant in 0..2 * CHARGES_MAX {
+            read.set_charged(&tenant.to_string(), charged);
+            if tenant % CHARGES_MAX == 0 {
+                assert!(read.take().is_some());
+            }
+        }
+        assert!(!read.state().closed);
+    }
+
     #[test]
     fn service_tables_are_sent_in_pieces_that_fit_a_message() {
         let outbox = Outbox::new();
@@ -411,15 +467,5 @@ mod tests {
             }
             assert_eq!(received, STEPS + 1);
         });
-    }
-
-    #[test]
-    fn a_router_that_never_reads_loses_its_session() {
-        let outbox = Outbox::new();
-        for token in 0..=PENDING_MAX as u32 {
-            outbox.push(event(7, token));
-        }
-        assert!(outbox.take().is_some());
-        assert!(outbox.take().is_none(), "the session is over");
     }
 }

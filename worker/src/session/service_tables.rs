@@ -25,6 +25,9 @@ pub(crate) enum ImplausibleReport {
     /// A counter exceeds what any worker can have served.
     #[error("service counter {counter} of incarnation {incarnation:?} exceeds the limit of {most}")]
     Counter { incarnation: String, counter: u64, most: u64 },
+    /// More tenants than any router reports of an incarnation.
+    #[error("{tenants} service counters of incarnation {incarnation:?}; at most {most} are allowed")]
+    Tenants { incarnation: String, tenants: usize, most: usize },
     /// Counters grew faster than any worker serves.
     #[error(
         "service counters of incarnation {incarnation:?} grew by {grown} since the last report, more than {most}"
@@ -77,6 +80,11 @@ impl ServiceTables {
         let incarnation = &report.incarnation;
         if *incarnation == self.own || incarnation.is_empty() || !valid(incarnation) {
             return Ok(());
+        }
+        let tenants = report.tenants.len();
+        if tenants > TENANTS_MAX {
+            let (incarnation, most) = (incarnation.clone(), TENANTS_MAX);
+            return Err(ImplausibleReport::Tenants { incarnation, tenants, most });
         }
         let mut state = self.lock();
         state.forget_orphaned(now);
@@ -183,6 +191,12 @@ mod tests {
             refused.to_string(),
             "service counter 9223372036854775808 of incarnation \"ghost\" exceeds the limit of 1125899906842624"
         );
+        let many = v1::ServiceTable {
+            tenants: vec![v1::TenantServiceCounter::default(); 10_001],
+            ..table("ghost", 1)
+        };
+        let refused = tables.report(SessionId(1), &many, NOW).unwrap_err();
+        assert!(matches!(refused, ImplausibleReport::Tenants { .. }), "{refused}");
         assert_eq!(tables.all(NOW), []);
         tables.report(SessionId(1), &table("gone", 1000), NOW).unwrap();
         let refused = tables.report(SessionId(1), &table("gone", 1 << 40), after(1)).unwrap_err();

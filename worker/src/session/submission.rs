@@ -11,6 +11,9 @@ use tracing_opentelemetry::OpenTelemetrySpanExt as _;
 
 use crate::engine::{ChoiceEvent, Failure, Finish, Request, RequestKey, ResumedChoice, SessionId};
 
+/// Maximum bytes of a tenant's name, as in the API: the engine keeps names, and sends them to all routers.
+const TENANT_BYTES_MAX: usize = 128;
+
 /// Decodes a submission into a request of the engine.
 ///
 /// # Errors
@@ -37,6 +40,10 @@ pub(crate) fn decode(submit: v1::Submit, session: SessionId, now: Time) -> Resul
 }
 
 fn request(submit: v1::Submit, key: RequestKey, now: Time) -> Result<Request, String> {
+    if submit.tenant.len() > TENANT_BYTES_MAX {
+        let bytes = submit.tenant.len();
+        return Err(format!("the tenant's name has {bytes} bytes; at most {TENANT_BYTES_MAX} are allowed"));
+    }
     let span = span(&submit);
     let stop = submit.stop.unwrap_or_default();
     let sampling = submit.sampling.unwrap_or_default().to_spec(&stop, &SamplingSpec::default());
@@ -105,7 +112,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_submission_with_an_invalid_weight_is_rejected_for_each_choice() {
+    fn a_submission_with_an_invalid_weight_or_tenant_is_rejected_for_each_choice() {
         for weight in [0.0, -1.0, f32::NAN, f32::INFINITY, 1000.5] {
             let sampling = v1::SamplingParams { n: Some(2), ..v1::SamplingParams::default() };
             let submit = v1::Submit { weight, sampling: Some(sampling), ..v1::Submit::default() };
@@ -114,7 +121,10 @@ mod tests {
             assert_eq!(whys.len(), 2);
             assert!(whys.iter().all(|why| why.contains("weight is")), "{whys:?}");
         }
-        let submit = v1::Submit { weight: 1.0, ..v1::Submit::default() };
-        assert!(decode(submit, SessionId(0), Time::ZERO).is_ok());
+        let submit = v1::Submit { weight: 1.0, tenant: "t".repeat(128), ..v1::Submit::default() };
+        assert!(decode(submit.clone(), SessionId(0), Time::ZERO).is_ok());
+        let longer = v1::Submit { tenant: "t".repeat(129), ..submit };
+        let refused = decode(longer, SessionId(0), Time::ZERO).err().unwrap_or_default();
+        assert!(refused.len() == 1 && format!("{:?}", refused[0].finish).contains("129 bytes"));
     }
 }

@@ -11,7 +11,7 @@ use tonic::codegen::http::Response;
 
 use super::chat_stream::ChatStream;
 use super::fields::{FieldTable, Fields, honoured, ignored, is_empty, parse_object, refused};
-use super::logprobs::{ChatLogprobs, PromptBody};
+use super::logprobs::{ChatLogprobs, PromptBody, check_prompts};
 use super::sampling::{self, StreamOptions};
 use super::tools::{self, ToolForm};
 use super::usage::{TimingsBody, UsageBody};
@@ -298,6 +298,9 @@ pub(super) async fn create(api: Arc<HttpApi>, call: Call, body: Bytes) -> Result
     let (request, output) = read(&body).map_err(rejected)?;
     drop(body);
     let started = Box::pin(api.start(vec![request], output.stream, call)).await.map_err(rejected)?;
+    // All choices share those of the prompt.
+    let tokens = started.streams.iter().map(|stream| stream.call().prompt.len()).sum();
+    check_prompts(tokens, 1, &[("prompt_logprobs", output.prompt_logprobs)])?;
     if output.stream {
         let encoder = ChatStream::new(&started, output.stream_options, output.logprobs, api.http.timings);
         return sse::respond(started, encoder, api.http.keepalive).await;

@@ -46,8 +46,8 @@ pub(super) struct CompletionStream {
 /// State of a choice.
 #[derive(Default)]
 struct ChoiceState {
-    /// Text of the prompt, until it is sent.
-    echo: Option<String>,
+    /// Text of the prompt, until it is sent; all choices of a prompt share it.
+    echo: Option<Arc<str>>,
     offset: TextOffset,
 }
 
@@ -92,6 +92,7 @@ impl CompletionStream {
     pub(super) fn new(started: &Started, output: Output, echoed: &[String], timings: bool) -> Self {
         let choices_per_prompt = started.choices();
         let count = started.streams.len() * choices_per_prompt as usize;
+        let echoed: Vec<Arc<str>> = echoed.iter().map(|text| text.as_str().into()).collect();
         let choice = |index: usize| {
             let echo = echoed.get(index / choices_per_prompt as usize).cloned();
             ChoiceState { offset: TextOffset::after(echo.as_deref().unwrap_or_default()), echo }
@@ -158,7 +159,7 @@ impl CompletionStream {
             let alternatives = self.output.logprobs.unwrap_or(0);
             TextLogprobs::echo(tokens, logprobs, alternatives, model.tokenizer.vocabulary())
         });
-        (text, logprobs)
+        (text.as_ref().to_owned(), logprobs)
     }
 }
 

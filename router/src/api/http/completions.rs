@@ -11,12 +11,13 @@ use tonic::codegen::http::Response;
 use super::chat::finish_reason;
 use super::completion_stream::CompletionStream;
 use super::fields::{FieldTable, Fields, honoured, ignored, parse, refused};
-use super::logprobs::{PromptBody, TextLogprobs, TextOffset};
+use super::logprobs::{PromptBody, TextLogprobs, TextOffset, check_prompts};
 use super::sampling::{self, StreamOptions};
 use super::usage::{TimingsBody, UsageBody};
 use super::{Call, HttpApi, Started, json, sse, structured};
 use crate::api::generation::{GenerationRequest, Input};
 use crate::api::ingress::rejected;
+use crate::api::response_stream::ResponseStream;
 use crate::outcome::Outcome;
 
 /// Fields of `/v1/completions`.
@@ -58,6 +59,8 @@ pub(super) const PARSE_SPECIAL: &str = "Extension: special tokens are recognised
 
 /// Maximum prompts of a call.
 const PROMPTS_MAX: usize = 128;
+/// Maximum bytes of the prompts that a response echoes, each counted in all of its choices.
+const ECHO_BYTES_MAX: usize = 64 << 20;
 /// Default of `max_tokens`, OpenAI's.
 const MAX_TOKENS: u32 = 16;
 
@@ -177,6 +180,8 @@ pub(super) async fn create(api: Arc<HttpApi>, call: Call, body: Bytes) -> Result
     drop(body);
     let echoed = if output.echo { requests.iter().map(text_of).collect() } else { Vec::new() };
     let started = Box::pin(api.start(requests, output.stream, call)).await.map_err(rejected)?;
+    // Only now the prompts have tokens. A refusal cancels their requests, which are counted as such.
+    check_repeated(&started, output, &echoed)?;
     let echoed = started.prompt_texts(echoed);
     if output.stream {
         let encoder = CompletionStream::new(&started, output, &echoed, api.http.timings);
@@ -193,6 +198,34 @@ fn text_of(request: &GenerationRequest) -> Option<String> {
         }
         _ => None,
     }
+}
+
+/// Checks the size of what the choices repeat of their prompts, which are `echoed` or token ids.
+fn check_repeated(started: &Started, output: Output, echoed: &[Option<String>]) -> Result<(), Outcome> {
+    let choices = started.choices() as usize;
+    let tokens: usize = started.streams.iter().map(|stream| stream.call().prompt.len()).sum();
+    let echoed_logprobs = output.logprobs.filter(|_| output.echo);
+    let wanted = [("logprobs", echoed_logprobs), ("prompt_logprobs", output.prompt_logprobs)];
+    check_prompts(tokens, choices, &wanted)?;
+    let bytes = |(given, stream): (&Option<String>, &ResponseStream)| match given {
+        Some(text) => text.len(),
+        None => {
+            let model = stream.bundle();
+            let vocabulary = model.tokenizer.vocabulary();
+            stream.call().prompt.iter().map(|id| vocabulary.bytes(*id).len()).sum()
+        }
+    };
+    check_echo(choices * echoed.iter().zip(&started.streams).map(bytes).sum::<usize>())
+}
+
+fn check_echo(bytes: usize) -> Result<(), Outcome> {
+    if bytes <= ECHO_BYTES_MAX {
+        return Ok(());
+    }
+    let reason = format!(
+        "echo would return {bytes} bytes of prompts, those of n choices n times; at most {ECHO_BYTES_MAX} are returned: lower n, or send fewer or shorter prompts"
+    );
+    Err(Outcome::field("echo", reason))
 }
 
 async fn complete(
@@ -284,5 +317,43 @@ mod tests {
             |more: &str| read(format!("{{\"prompt\": \"a\"{more}}}").as_bytes()).unwrap_err().message();
         assert!(refused(", \"suffix\": \"b\"").starts_with("suffix is refused"));
         assert!(refused(", \"prompt_logprobs\": 1, \"stream\": true").contains("with stream is refused"));
+    }
+
+    #[test]
+    fn echoed_prompts_beyond_the_limit_are_refused() {
+        assert_eq!(check_echo(ECHO_BYTES_MAX), Ok(()));
+        let refused = check_echo(ECHO_BYTES_MAX + 1).unwrap_err().message();
+        assert!(refused.contains("67108865 bytes") && refused.contains("at most 67108864"), "{refused}");
+    }
+
+    #[test]
+    fn what_every_prompt_has_a_copy_of_is_bounded_before_it_is_copied() {
+        let (ids, words) =
+            (|count| format!("{:?}", vec![7; count]), |count| format!("{:?}", vec!["x"; count]));
+        let biases = |count| {
+            let biases: Vec<String> = (0..count).map(|id| format!("\"{id}\": 1")).collect();
+            format!("{{{}}}", biases.join(","))
+        };
+        let text = |bytes| format!("{:?}", "x".repeat(bytes));
+        for (field, most, beyond) in [
+            ("stop_token_ids", ids(128), ids(129)),
+            ("allowed_token_ids", ids(65_536), ids(65_537)),
+            ("logit_bias", biases(1024), biases(1025)),
+            ("bad_words", words(256), words(257)),
+            ("bad_words", format!("[{}]", text(128)), format!("[{}]", text(129))),
+            ("stop", words(16), words(17)),
+            ("stop", text(256), text(257)),
+            ("require_fingerprint", text(128), text(129)),
+            ("model", text(512), text(513)),
+        ] {
+            let read = |value: &str| {
+                read(format!("{{\"prompt\": [\"a\", \"b\"], \"{field}\": {value}}}").as_bytes())
+            };
+            assert_eq!(read(&most).unwrap().0.len(), 2, "{field}");
+            match read(&beyond) {
+                Err(Outcome::InvalidField { field: found, .. }) => assert_eq!(found, field),
+                other => panic!("{field}: {:?}", other.map(|(requests, _)| requests.len())),
+            }
+        }
     }
 }

@@ -7,20 +7,21 @@ use futures::{Stream, StreamExt as _};
 
 use crate::api::collected::Collected;
 use crate::api::generation::GenerationEvent;
-use crate::api::response_stream::ResponseStream;
+use crate::api::response_stream::{GenerationEvents, ResponseStream};
 use crate::outcome::Outcome;
 
 /// Response streams of a call, one for each prompt. Yields the index of the prompt with each event; ends with
 /// the last stream or at the first failure, which cancels the others.
 pub(super) struct Generations {
-    streams: Vec<Option<ResponseStream>>,
+    streams: Vec<Option<GenerationEvents>>,
     /// Prompt whose stream is polled first.
     next: usize,
 }
 
 impl Generations {
     pub(super) fn new(streams: Vec<ResponseStream>) -> Self {
-        Self { streams: streams.into_iter().map(Some).collect(), next: 0 }
+        let streams = streams.into_iter().map(|stream| Some(stream.into_events()));
+        Self { streams: streams.collect(), next: 0 }
     }
 
     /// Reads all streams to their ends.

@@ -2,10 +2,46 @@
 
 use std::collections::BTreeMap;
 
-use inflight_contract::{PositionLogprobs, PromptLogprobs, TokenLogprob};
+use inflight_contract::{PositionLogprobs, PromptLogprobs, SamplingSpec, TokenLogprob};
 use serde::{Serialize, Serializer};
 
+use crate::outcome::Outcome;
 use crate::text::{Detokenizer, Vocabulary};
+
+/// Size of a prompt token in a response beside its alternatives, in alternatives.
+const TOKEN_SIZE: usize = 4;
+/// Maximum size of the log probabilities of prompts in a response, in alternatives: that of 131,072 tokens with the most
+/// alternatives, whose JSON has up to 180 MB. Each choice of a text completion has those of its prompt.
+const PROMPTS_SIZE_MAX: usize = 131_072 * (TOKEN_SIZE + SamplingSpec::LOGPROBS_MAX as usize);
+
+/// Checks the number of prompt tokens whose log probabilities are in each of so many choices of a response. `wanted` are the
+/// fields that ask for them, with their alternatives.
+///
+/// # Errors
+/// There are too many for the alternatives.
+pub(super) fn check_prompts(
+    tokens: usize,
+    choices: usize,
+    wanted: &[(&str, Option<u32>)],
+) -> Result<(), Outcome> {
+    let wanted: Vec<(&str, usize)> =
+        wanted.iter().filter_map(|(name, top)| Some((*name, TOKEN_SIZE + (*top)? as usize))).collect();
+    let Some((field, _)) = wanted.first() else { return Ok(()) };
+    let most = PROMPTS_SIZE_MAX / wanted.iter().map(|(_, size)| size).sum::<usize>();
+    if tokens * choices <= most {
+        return Ok(());
+    }
+    let names: Vec<&str> = wanted.iter().map(|(name, _)| *name).collect();
+    let names = names.join(" and ");
+    let (each, lower) = match choices {
+        1 => (String::new(), ""),
+        choices => (format!(" in each of {choices} choices"), "n or "),
+    };
+    let reason = format!(
+        "{names} would return log probabilities of {tokens} prompt tokens{each}; at most {most} are returned in all with so many alternatives: lower {lower}{names}, or send fewer or shorter prompts"
+    );
+    Err(Outcome::field(*field, reason))
+}
 
 /// Log probability that stands for minus infinity, which JSON cannot express.
 const MINUS_INFINITY: f32 = -9999.0;
@@ -69,8 +105,25 @@ pub(super) struct TextLogprobs {
     tokens: Vec<String>,
     /// Null for the first token of an echoed prompt.
     token_logprobs: Vec<Option<f32>>,
-    top_logprobs: Vec<Option<BTreeMap<String, f32>>>,
+    top_logprobs: Vec<Option<NamedLogprobs>>,
     text_offset: Vec<usize>,
+}
+
+/// Log probabilities by the names of their tokens, sorted. Of several with one name, the last counts. Kept as a list: the nodes
+/// of a map have room for many, and most positions of a prompt have few.
+#[derive(Debug)]
+struct NamedLogprobs(Vec<(String, f32)>);
+
+impl FromIterator<(String, f32)> for NamedLogprobs {
+    fn from_iter<I: IntoIterator<Item = (String, f32)>>(named: I) -> Self {
+        Self(BTreeMap::from_iter(named).into_iter().collect())
+    }
+}
+
+impl Serialize for NamedLogprobs {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        serializer.collect_map(self.0.iter().map(|(name, logprob)| (name, logprob)))
+    }
 }
 
 /// Log probability of a token with its rank, by token id.
@@ -175,8 +228,7 @@ impl TextLogprobs {
         for PositionLogprobs { chosen, top } in positions {
             let named = |one: &TokenLogprob| (name(vocabulary.bytes(one.token)), in_json(one.logprob));
             let (token, logprob) = named(chosen);
-            let mut alternatives: BTreeMap<String, f32> = top.iter().map(named).collect();
-            alternatives.insert(token.clone(), logprob);
+            let alternatives = top.iter().map(named).chain([(token.clone(), logprob)]).collect();
             self.text_offset.push(offset.next(vocabulary.bytes(chosen.token)));
             self.tokens.push(token);
             self.token_logprobs.push(Some(logprob));
@@ -207,5 +259,24 @@ mod tests {
         assert_eq!(offsets, [2, 3, 3, 4, 6]);
         assert_eq!((name(b"ok"), name(&emoji[..2])), ("ok".to_owned(), "bytes:\\xf0\\x9f".to_owned()));
         assert_eq!((in_json(-0.5), in_json(f32::NEG_INFINITY)), (-0.5, MINUS_INFINITY));
+    }
+
+    #[test]
+    fn fewer_prompt_tokens_have_log_probabilities_the_more_alternatives_are_wanted() {
+        let (echo, field) = ("logprobs", "prompt_logprobs");
+        for (wanted, most) in [
+            ([(echo, Some(20)), (field, None)], 131_072),
+            ([(echo, None), (field, Some(20))], 131_072),
+            ([(echo, Some(20)), (field, Some(20))], 65_536),
+            ([(echo, Some(1)), (field, None)], 629_145),
+        ] {
+            assert_eq!(check_prompts(most / 16, 16, &wanted), Ok(()), "{wanted:?}");
+            for (tokens, choices) in [(most + 1, 1), (most / 16 + 1, 16)] {
+                let refused = check_prompts(tokens, choices, &wanted).unwrap_err().message();
+                assert!(refused.contains(&format!("at most {most} are returned")), "{refused}");
+                assert_eq!(refused.contains("lower n or"), choices > 1, "{refused}");
+            }
+        }
+        assert_eq!(check_prompts(usize::MAX, 1, &[(echo, None), (field, None)]), Ok(()));
     }
 }

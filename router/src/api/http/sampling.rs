@@ -8,6 +8,7 @@ use super::fields::{Field, Fields, honoured, ignored, refused};
 use super::usage::UsageBody;
 use super::{request_id, structured};
 use crate::api::generation::{GenerationRequest, SamplingOverrides, StopConditions};
+use crate::api::request::check_shared;
 use crate::outcome::Outcome;
 
 /// Fields of OpenAI's chat and text completions.
@@ -104,7 +105,7 @@ pub(super) fn read(fields: &Fields<'_>, request: &mut GenerationRequest) -> Resu
         request.request_id = id;
     }
     request.require_fingerprint = fields.text("require_fingerprint")?.unwrap_or_default();
-    Ok(())
+    check_shared(request)
 }
 
 /// Returns the number of alternatives in a field of log probabilities.
