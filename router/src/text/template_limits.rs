@@ -1,5 +1,5 @@
-//! Limits of the filters and methods that take a width or a count: a huge one would make a rendering allocate without bound,
-//! at the cost of one instruction.
+//! Limits of the filters and methods that take a width or a count, or multiply a text by another: a huge one would make a
+//! rendering allocate without bound, at the cost of one instruction.
 
 use minijinja::value::{Kwargs, Rest, Value};
 use minijinja::{Environment, Error, ErrorKind, State};
@@ -7,6 +7,8 @@ use minijinja_contrib::pycompat;
 
 /// Maximum width, precision or count.
 const WIDTH_MAX: i64 = 4096;
+/// Maximum bytes of a text that a single `join` or `replace` makes: several in a row multiply.
+const TEXT_BYTES_MAX: usize = 16 << 20;
 /// Filters whose numeric arguments are widths or counts.
 const FILTERS: [&str; 3] = ["batch", "indent", "slice"];
 
@@ -25,7 +27,54 @@ pub(super) fn apply(environment: &mut Environment<'static>) {
         check_format(&args, FormatStyle::Percent)?;
         call_filter("format", args, named)
     });
+    environment.add_filter("join", |mut args: Rest<Value>, named: Kwargs| {
+        let separators = args.iter().skip(1).cloned();
+        let named_values = named.args().map(|name| named.peek::<Value>(name));
+        let separators = separators.map(Ok).chain(named_values).collect::<Result<Vec<Value>, Error>>()?;
+        let separator = separators.iter().filter_map(Value::as_str).map(str::len).max().unwrap_or(0);
+        if let Some(values) = args.first_mut() {
+            check_join(values, separator)?;
+        }
+        call_filter("join", args, named)
+    });
+    environment.add_filter("replace", |args: Rest<Value>, named: Kwargs| {
+        if let [text, from, to, ..] = &args[..] {
+            check_replace(text, from, to)?;
+        }
+        call_filter("replace", args, named)
+    });
     environment.set_unknown_method_callback(call_method);
+}
+
+/// Checks the text of a `join`. Values that are not a text are replaced by a list, because some can be read only once.
+fn check_join(values: &mut Value, separator: usize) -> Result<(), Error> {
+    let (count, bytes) = if let Some(text) = values.as_str() {
+        (text.chars().count(), text.len())
+    } else {
+        // The engine says what is wrong with a value that is no sequence.
+        let Ok(items) = values.try_iter() else { return Ok(()) };
+        let items: Vec<Value> = items.collect();
+        let bytes = items.iter().filter_map(Value::as_str).map(str::len).fold(0, usize::saturating_add);
+        let count = items.len();
+        *values = Value::from(items);
+        (count, bytes)
+    };
+    check_text(count.saturating_mul(separator).saturating_add(bytes))
+}
+
+fn check_replace(text: &Value, from: &Value, to: &Value) -> Result<(), Error> {
+    let [text, from, to] = [text, from, to].map(|value| value.as_str().unwrap_or_default());
+    // Without a text to replace, the other one is put before each character and at the end.
+    let found = if from.is_empty() { text.chars().count() + 1 } else { text.matches(from).count() };
+    check_text(found.saturating_mul(to.len()).saturating_add(text.len()))
+}
+
+fn check_text(bytes: usize) -> Result<(), Error> {
+    if bytes > TEXT_BYTES_MAX {
+        let reason = format!("a text of {bytes} bytes is too large; at most {TEXT_BYTES_MAX} are allowed");
+        return Err(Error::new(ErrorKind::InvalidOperation, reason));
+    }
+    Ok(())
 }
 
 /// Calls the engine's own filter.
@@ -39,6 +88,15 @@ fn call_filter(name: &str, mut args: Rest<Value>, named: Kwargs) -> Result<Value
 fn call_method(state: &mut State, value: &Value, method: &str, args: &[Value]) -> Result<Value, Error> {
     if method == "format" {
         check_format(&[std::slice::from_ref(value), args].concat(), FormatStyle::Braces)?;
+    }
+    match (method, args, value.as_str()) {
+        ("join", [values], Some(separator)) => {
+            let mut values = values.clone();
+            check_join(&mut values, separator.len())?;
+            return pycompat::unknown_method_callback(state, value, method, &[values]);
+        }
+        ("replace", [from, to, ..], Some(_)) => check_replace(value, from, to)?,
+        _ => {}
     }
     pycompat::unknown_method_callback(state, value, method, args)
 }
@@ -144,6 +202,35 @@ mod tests {
         ] {
             assert_eq!(render(source).as_deref(), Ok(text), "{source}");
         }
+    }
+
+    #[test]
+    fn a_text_that_joins_and_replacements_multiply_is_bounded() {
+        let long = "s".repeat(4000);
+        for one in
+            [format!("join('{long}')"), format!("replace('', '{long}')"), format!("replace('s', '{long}')")]
+        {
+            let filters = format!(" | {one}").repeat(3);
+            let refused = render(&format!("{{{{ 'ss'{filters} }}}}")).unwrap_err();
+            assert!(refused.contains("bytes is too large; at most 16777216"), "{one}: {refused}");
+        }
+        for method in [format!("'{long}'.join(TEXT)"), format!("TEXT.replace('s', '{long}')")] {
+            let twice =
+                method.replace("TEXT", &format!("({})", method.replace("TEXT", &format!("'{long}'"))));
+            let refused = render(&format!("{{{{ {twice} }}}}")).unwrap_err();
+            assert!(refused.contains("bytes is too large; at most 16777216"), "{refused}");
+        }
+        for (source, text) in [
+            ("{{ [1, 'a', none] | join(', ') }}", "1, a, none"),
+            ("{{ 'abc' | join('-') }}", "a-b-c"),
+            ("{{ [{'a': 1}, {'a': 2}] | join('|', attribute='a') }}", "1|2"),
+            ("{{ [{'a': 1}, {'a': 2}] | map(attribute='a') | join }}", "12"),
+            ("{{ 'abab' | replace('b', 'cc') }}", "accacc"),
+            ("{{ '-'.join(['a', 'b']) }}{{ 'aXa'.replace('a', 'b', 1) }}", "a-bbXa"),
+        ] {
+            assert_eq!(render(source).as_deref(), Ok(text), "{source}");
+        }
+        assert!(render("{{ 3 | join(',') }}").is_err());
     }
 
     #[test]
