@@ -1,25 +1,20 @@
 //! Routers that know the secret and break the protocol: the worker ends their sessions and serves others meanwhile.
 
 use anyhow::{Context, Result, ensure};
-use futures::StreamExt as _;
 use inflight_proto::v1::worker_client::WorkerClient;
 use inflight_proto::v1::{self, session_request, session_response};
 use inflight_proto::{PROTOCOL_VERSION, SESSION_PATH, prove};
 use tokio::sync::mpsc;
-use tonic::transport::{Channel, Endpoint};
+use tonic::transport::Channel;
 use tonic::{Code, Status, Streaming};
 
 use crate::secrets::{OLD, Secrets};
 use crate::worker_port::{serve, start_router, start_worker};
 
-/// Bundles that a worker sends at a time.
-const BUNDLES_MAX: usize = 64;
-
 /// Session with a worker, by hand.
 struct Session {
     requests: mpsc::Sender<v1::SessionRequest>,
     updates: Streaming<v1::SessionResponse>,
-    hello: v1::Hello,
 }
 
 impl Session {
@@ -38,10 +33,8 @@ impl Session {
         let (request, _) = prove(client, &secret, SESSION_PATH, outgoing).await?;
         let mut updates = client.session(request).await?.into_inner();
         let first = updates.message().await?.and_then(|response| response.message);
-        let Some(session_response::Message::Hello(hello)) = first else {
-            anyhow::bail!("no hello: {first:?}")
-        };
-        Ok(Self { requests, updates, hello })
+        ensure!(matches!(first, Some(session_response::Message::Hello(_))), "no hello: {first:?}");
+        Ok(Self { requests, updates })
     }
 
     async fn send(&self, request: session_request::Message) -> Result<()> {
@@ -114,35 +107,4 @@ async fn names_without_bound_and_reports_of_too_many_tenants_end_with_a_reason()
     while session.updates.message().await.is_ok_and(|message| message.is_some()) {}
     ensure!(worker.log().contains("10001 service counters"), "{}", worker.log());
     serve(&router).await
-}
-
-#[tokio::test(flavor = "multi_thread")]
-async fn bundles_that_nobody_reads_are_few_and_leave_room_for_others() -> Result<()> {
-    let secrets = Secrets::new(&[OLD])?;
-    let worker = start_worker(Some(&secrets)).await?;
-    let secret = [OLD.as_bytes().to_vec()];
-    let mut honest = WorkerClient::connect(format!("http://{}", worker.address)).await?;
-    let digest = Session::open(&mut honest, "honest").await?.hello.bundle_digest;
-    // One byte may be sent on each stream.
-    let endpoint = Endpoint::from_shared(format!("http://{}", worker.address))?.initial_stream_window_size(1);
-    let mut unread = Vec::new();
-    let fetch = async |client: &mut WorkerClient<Channel>| {
-        let fetch = v1::FetchBundleRequest { digest: digest.clone() };
-        let (fetch, _) = prove(client, &secret, "/inflight.v1.Worker/FetchBundle", fetch).await?;
-        anyhow::Ok(client.fetch_bundle(fetch).await?.into_inner())
-    };
-    while unread.len() < BUNDLES_MAX {
-        let mut client = WorkerClient::new(endpoint.connect().await?);
-        for _ in 0..16 {
-            unread.push(fetch(&mut client).await?);
-        }
-    }
-    let refused = fetch(&mut honest).await.err().context("one more was sent")?.downcast::<Status>()?;
-    ensure!(refused.code() == Code::ResourceExhausted, "{refused:?}");
-    ensure!(refused.message().contains("64 bundles"), "{refused:?}");
-    // The next one waits for its turn.
-    let (next, ()) = tokio::join!(fetch(&mut honest), async { unread.clear() });
-    let pieces: Vec<_> = next?.collect().await;
-    ensure!(!pieces.is_empty() && pieces.iter().all(Result::is_ok), "{} pieces", pieces.len());
-    Ok(())
 }

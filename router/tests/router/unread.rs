@@ -148,9 +148,9 @@ async fn an_unread_stream_has_its_usage_line_when_it_is_ended_and_sends_nothing_
 #[tokio::test]
 async fn a_connection_with_more_unread_responses_than_the_budget_is_closed_and_others_are_served() {
     bounded(async {
-        let options = Options { unread_bytes_max: 64 << 10, ..Options::default() };
+        let options = Options { unread_bytes_max: 32 << 10, ..Options::default() };
         let (mut cluster, _worker, _session, mut client) = cluster(options).await;
-        let input = Some(v1::tokenize_request::Input::Text("unread ".repeat(1000)));
+        let input = Some(v1::tokenize_request::Input::Text("unread ".repeat(200)));
         let request = v1::TokenizeRequest { input, ..Default::default() };
         for call in 0..16 {
             client.call(2 * call + 1, "/inflight.v1.Inference/Tokenize", &[], &request).await;
