@@ -221,7 +221,7 @@ mod tests {
             assert!(refused.contains("bytes is too large; at most 16777216"), "{refused}");
         }
         for (source, text) in [
-            ("{{ [1, 'a', none] | join(', ') }}", "1, a, none"),
+            ("{{ [1, 'a', none] | join(', ') }}", "1, a, None"),
             ("{{ 'abc' | join('-') }}", "a-b-c"),
             ("{{ [{'a': 1}, {'a': 2}] | join('|', attribute='a') }}", "1|2"),
             ("{{ [{'a': 1}, {'a': 2}] | map(attribute='a') | join }}", "12"),
