@@ -76,7 +76,7 @@ pub struct Args {
     /// Maximum bytes of all request messages that are being received or tokenized
     #[arg(long, value_name = "BYTES", default_value_t = ByteSize(Options::default().receive_bytes_max), env = "INFLIGHT_ROUTER_RECEIVE_BYTES_MAX")]
     pub receive_bytes_max: ByteSize,
-    /// Bytes of responses that clients have not read, above which the connection with the most is closed
+    /// Maximum bytes of response data that clients have not read; beyond it, the connection with the most unread data is closed
     #[arg(long, value_name = "BYTES", default_value_t = ByteSize(Options::default().unread_bytes_max), env = "INFLIGHT_ROUTER_UNREAD_BYTES_MAX")]
     pub unread_bytes_max: ByteSize,
     /// max_tokens of requests that do not set it

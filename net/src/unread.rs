@@ -14,7 +14,7 @@ use tokio_util::sync::CancellationToken;
 const CHECK_INTERVAL: Duration = Duration::from_secs(1);
 /// Intervals without progress after which the data of a response counts as unread: 30 s.
 const UNREAD_CHECKS: u64 = 30;
-/// The same beyond twice the budget.
+/// Intervals without progress after which it counts as unread while twice the budget is in use.
 const UNREAD_CHECKS_MIN: u64 = 1;
 /// Cost of a frame beside its data, in bytes: the state of its call and stream. A router takes 64 - 22 MiB more
 /// with 5,000 streams whose clients do not read (docs/benchmarks.md, floods).
@@ -22,16 +22,16 @@ const FRAME_OVERHEAD_BYTES: u64 = 8 << 10;
 
 /// Budget of the response data that waits for clients. Cheap to clone.
 ///
-/// A call that has ended holds no permit, while its response may wait in the memory of HTTP/2 for a client that
-/// answers pings and grants no window. A single stream cannot be reset then, because its body is not polled, so
-/// the connection is closed that holds most.
+/// The response to a call that has ended, and so holds no permit, stays in h2's send buffer while the client answers
+/// pings but grants no flow-control window. The server cannot reset that stream, because its body is not polled, so it
+/// closes the connection with the most buffered data.
 #[derive(Clone)]
 pub struct UnreadBudget(Arc<UnreadBudgetState>);
 
 struct UnreadBudgetState {
     bytes_max: u64,
     gauge: Gauge,
-    /// Number of checks so far: the clock of all progress.
+    /// Number of checks so far; the time of a stream's progress is counted in checks.
     checks: AtomicU64,
     connections: Mutex<ConnectionTable>,
 }
@@ -92,7 +92,7 @@ impl UnreadBudget {
         }
     }
 
-    /// Starts the accounting of a connection.
+    /// Registers a connection, whose responses count against the budget.
     pub(crate) fn connect(&self) -> UnreadConnection {
         let connection = Arc::new(ConnectionUnread {
             budget: self.clone(),
@@ -154,7 +154,7 @@ impl ConnectionUnread {
         self.streams.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Starts the accounting of a response.
+    /// Registers a response, whose frames count against the budget.
     pub(crate) fn open(self: &Arc<Self>) -> Arc<UnreadStream> {
         let mut table = self.lock();
         let id = table.next_id;
@@ -258,7 +258,7 @@ mod tests {
         /// Makes calls without bodies, over streams 1, 3, 5, …
         async fn call(&mut self, calls: u32) {
             self.0.write_all(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n").await.unwrap();
-            // SETTINGS_INITIAL_WINDOW_SIZE is 0, the window of the connection is large.
+            // SETTINGS with an initial stream window of 0; the window of the connection grows by 1 MiB.
             self.write(4, 0, 0, &[0, 4, 0, 0, 0, 0]).await;
             self.grant(0, 1 << 20).await;
             for call in 0..calls {

@@ -10,7 +10,7 @@ use tonic::body::Body;
 
 use crate::unread::UnreadStream;
 
-/// Response body that counts the data which its client has not read.
+/// Response body whose unread data counts against the budget.
 pub(crate) struct UnreadBody {
     body: Body,
     stream: Arc<UnreadStream>,
@@ -46,7 +46,7 @@ impl HttpBody for UnreadBody {
     }
 }
 
-/// Data of a frame, which HTTP/2 holds until the client grants a window for it, even after the end of the body.
+/// Data of a frame, which h2 buffers until the client grants flow-control window for it, even after the end of the body.
 pub(crate) struct UnreadData {
     bytes: Bytes,
     stream: Arc<UnreadStream>,

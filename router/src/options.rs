@@ -160,7 +160,7 @@ pub struct Options {
     pub message_bytes_max: usize,
     /// Maximum bytes of all messages being received, or received and not yet tokenized.
     pub receive_bytes_max: u64,
-    /// Bytes of response data that clients have not read, above which the connection with the most is closed.
+    /// Maximum bytes of response data that clients have not read; beyond it, the connection with the most unread data is closed.
     pub unread_bytes_max: u64,
     /// Default max_tokens of a request.
     pub default_max_tokens: u32,

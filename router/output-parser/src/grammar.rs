@@ -19,7 +19,7 @@ pub struct GrammarTool<'a> {
     pub strict: bool,
 }
 
-/// Grammar that would be larger than allowed. Its size is unknown: no more of it was written.
+/// Error: the grammar exceeds the maximum size. Its generation stopped there, so its full size is unknown.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[error("the grammar of the tool calls has more than {most} bytes; send fewer tools, or shorter schemas")]
 pub struct GrammarTooLarge {

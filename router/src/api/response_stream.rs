@@ -79,7 +79,7 @@ impl ResponseStream {
 /// released: a transport whose client does not read may keep the stream without polling it again.
 pub(crate) struct GenerationEvents(Arc<SharedStream>);
 
-/// Stream that the dispatcher can end, too.
+/// State of a response stream, shared with the dispatcher, which ends it if the transport does not poll it.
 struct SharedStream(Mutex<Phase>);
 
 enum Phase {

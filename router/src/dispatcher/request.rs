@@ -151,7 +151,7 @@ pub(crate) trait ClientStream: Send + Sync {
 }
 
 /// Request shared by the dispatcher, which delivers output, and its client's stream, which reads it at its own
-/// pace. Lock order: the stream's lock, the dispatcher's, this one.
+/// pace. Locks are taken in this order: that of the response stream, of the dispatcher, of this request.
 #[derive(Debug)]
 pub(crate) struct ActiveRequest {
     id: RequestId,

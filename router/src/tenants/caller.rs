@@ -21,13 +21,13 @@ pub(crate) enum Caller {
 /// Credential by which a caller belongs to a tenant.
 #[derive(Debug, Clone)]
 pub(crate) enum Credential {
-    /// None: the file names a tenant for such callers.
+    /// No key and no certificate: the caller belongs to the tenant that `anonymous` names in the tenants file.
     Anonymous,
     /// API key.
     Key {
         /// SHA-256 of the key: unlike its name, it changes when the key is rotated.
         digest: [u8; 32],
-        /// Name of the key or, without one, the head of its digest.
+        /// Name of the key, or the first digits of its digest if it has no name.
         id: Arc<str>,
     },
     /// Client certificate, by the name or digest that the file lists.

@@ -67,7 +67,7 @@ impl Message {
         }
     }
 
-    /// Returns the bytes of all texts, and of the calls as JSON.
+    /// Returns the size of the message: the bytes of its texts, and of its tool calls as JSON.
     pub(crate) fn bytes(&self) -> usize {
         let texts = [&self.role, &self.content, &self.reasoning, &self.tool_call_id, &self.name];
         let call = |call: &MessageCall| {
@@ -214,7 +214,7 @@ pub struct Conversation {
 }
 
 impl Conversation {
-    /// Returns the bytes of all texts, and of calls and definitions as JSON.
+    /// Returns the size of the conversation: the bytes of its texts, and of tool calls and tool definitions as JSON.
     pub(crate) fn bytes(&self) -> usize {
         bytes(&self.messages, &self.tools)
     }

@@ -48,7 +48,7 @@ pub enum EngineExecution {
 pub(crate) enum Message {
     /// Session opened by this router; its updates go to the outbox.
     Open(SessionId, RouterName, Arc<Outbox>),
-    /// Command of an open session, with its place in the queue's memory until the engine has it.
+    /// Command of an open session, with the permits for its memory in the queue, released when the engine takes it.
     Command(Command, Option<OwnedSemaphorePermit>),
     /// The session's router requests a snapshot of the prefix cache.
     Resync(SessionId),

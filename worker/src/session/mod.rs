@@ -40,14 +40,14 @@ pub(crate) use watchdog::Watchdog;
 
 /// Maximum time from the start of a session to its `open` message.
 const OPEN_TIMEOUT: Duration = Duration::from_secs(10);
-/// Bundle bytes per message: what a call holds for a router that does not read.
+/// Bundle bytes per message. A `FetchBundle` call whose router does not read buffers a few of them.
 const BUNDLE_CHUNK_BYTES: usize = 16 << 10;
-/// Maximum bundles being sent, and time that a call waits for its turn.
+/// Maximum concurrent `FetchBundle` streams, and maximum time that a call waits for one of them to end.
 pub(crate) const BUNDLES_MAX: usize = 64;
 const BUNDLE_WAIT_MAX: Duration = Duration::from_secs(10);
-/// Maximum bytes of a router's name: the worker keeps it with each of its requests.
+/// Maximum bytes of a router's id and of its incarnation, which the worker stores with each of the router's requests.
 const ROUTER_NAME_BYTES_MAX: usize = 512;
-/// Maximum memory of the submissions that the engine has not taken, in KiB; beyond it the sessions' streams wait.
+/// Maximum memory of the submissions in the engine's queue, in KiB; beyond it, sessions stop reading their streams.
 pub(crate) const QUEUED_KIB_MAX: usize = 256 << 10;
 
 /// State shared by all sessions.
@@ -59,9 +59,9 @@ pub(crate) struct SessionContext {
     pub heartbeat: Duration,
     pub clock: Clock,
     pub engine: mpsc::Sender<Message>,
-    /// KiB of [`QUEUED_KIB_MAX`].
+    /// Permits for the memory of queued submissions, one for each KiB of [`QUEUED_KIB_MAX`].
     pub queued: Arc<Semaphore>,
-    /// Turns of sending a bundle.
+    /// Permits to send a bundle.
     pub bundles: Arc<Semaphore>,
     pub permits: Arc<Semaphore>,
     /// Places of observers.
@@ -151,14 +151,14 @@ impl worker_server::Worker for WorkerService {
             let own = bundle.digest();
             return Err(Status::not_found(format!("no bundle {digest} here; this worker has {own}")));
         }
-        let turn = tokio::time::timeout(BUNDLE_WAIT_MAX, self.0.bundles.clone().acquire_owned()).await;
-        let Ok(Ok(turn)) = turn else {
+        let permit = tokio::time::timeout(BUNDLE_WAIT_MAX, self.0.bundles.clone().acquire_owned()).await;
+        let Ok(Ok(permit)) = permit else {
             let what =
                 format!("the worker is sending {BUNDLES_MAX} bundles, as many as it may; try again later");
             return Err(Status::resource_exhausted(what));
         };
         let chunks = bundle.chunks(BUNDLE_CHUNK_BYTES).map(move |(file, data)| {
-            let _held = &turn;
+            let _held = &permit;
             Ok(v1::FetchBundleResponse { file, data })
         });
         Ok(Response::new(Box::pin(futures::stream::iter(chunks))))
@@ -233,7 +233,8 @@ async fn receive(
                     match submission::decode(submit, id, sessions.clock.now()) {
                         Ok(request) => {
                             prepare(&sessions.grammars, &request).await;
-                            queued = sessions.queued.clone().acquire_many_owned(kib(&request)).await.ok();
+                            queued =
+                                sessions.queued.clone().acquire_many_owned(queued_kib(&request)).await.ok();
                             Command::Submit(Box::new(request))
                         }
                         Err(rejections) => {
@@ -294,8 +295,8 @@ async fn receive(
     let _ = sessions.engine.send(Message::Command(Command::Close(id), None)).await;
 }
 
-/// Returns the memory that a request takes in the engine's queue, in KiB.
-fn kib(request: &EngineRequest) -> u32 {
+/// Returns the maximum memory of a request in the engine's queue, in KiB.
+fn queued_kib(request: &EngineRequest) -> u32 {
     let resumed: usize = request.choices.iter().map(|choice| choice.tokens.len()).sum();
     let grammar = request.sampling.constraint.as_ref().map_or(0, |_| Grammar::BYTES_MAX);
     let bytes = size_of::<u32>() * (request.prompt.len() + resumed) + grammar;

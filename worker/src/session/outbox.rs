@@ -89,11 +89,11 @@ impl Outbox {
     pub fn push(&self, event: ChoiceEvent) {
         let mut state = self.state();
         state.extend(std::iter::once(event));
-        self.tell_closed(&state);
+        self.notify_closed(&state);
     }
 
-    /// Ends what waits for the close of the outbox, if it is closed.
-    fn tell_closed(&self, state: &OutboxState) {
+    /// Wakes the tasks that wait in [`Outbox::closed`], if it is closed.
+    fn notify_closed(&self, state: &OutboxState) {
         if state.closed {
             self.closed.cancel();
         }
@@ -117,7 +117,7 @@ impl Outbox {
         state.grant = grant;
         state.draining = report.draining;
         state.routers = report.routers;
-        self.tell_closed(&state);
+        self.notify_closed(&state);
         if state.changed || state.closed {
             drop(state);
             self.wake.notify_one();
@@ -173,7 +173,7 @@ impl Outbox {
         }
         if state.charges.len() > CHARGES_MAX {
             state.overflow();
-            self.tell_closed(&state);
+            self.notify_closed(&state);
             drop(state);
             self.wake.notify_one();
         }
@@ -284,7 +284,7 @@ impl OutboxState {
         }
     }
 
-    /// Closes the outbox of a router that does not read, without its pending update, which may never be taken.
+    /// Closes the outbox of a router that does not read, and drops the pending update.
     fn overflow(&mut self) {
         tracing::warn!("closing session: the router does not read its updates");
         *self = Self { closed: true, ..Self::default() };

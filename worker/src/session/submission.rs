@@ -11,7 +11,7 @@ use tracing_opentelemetry::OpenTelemetrySpanExt as _;
 
 use crate::engine::{ChoiceEvent, Failure, Finish, Request, RequestKey, ResumedChoice, SessionId};
 
-/// Maximum bytes of a tenant's name, as in the API: the engine keeps names, and sends them to all routers.
+/// Maximum bytes of a tenant's name, as in the API. The engine stores each name, and reports its service to all routers.
 const TENANT_BYTES_MAX: usize = 128;
 
 /// Decodes a submission into a request of the engine.

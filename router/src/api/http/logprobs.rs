@@ -14,8 +14,8 @@ const TOKEN_SIZE: usize = 4;
 /// alternatives, whose JSON has up to 180 MB. Each choice of a text completion has those of its prompt.
 const PROMPTS_SIZE_MAX: usize = 131_072 * (TOKEN_SIZE + SamplingSpec::LOGPROBS_MAX as usize);
 
-/// Checks the number of prompt tokens whose log probabilities are in each of so many choices of a response. `wanted` are the
-/// fields that ask for them, with their alternatives.
+/// Checks the size of a response with log probabilities of `tokens` prompt tokens in each of `choices` choices. `wanted`: request
+/// fields that enable them, each with its number of alternatives per token.
 ///
 /// # Errors
 /// There are too many for the alternatives.
