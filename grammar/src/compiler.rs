@@ -8,29 +8,29 @@ use llguidance::earley::SlicedBiasComputer;
 use llguidance::{Logger, ParserFactory};
 use toktrie::{ApproximateTokEnv, InferenceCapabilities, TokEnv, TokRxInfo, TokTrie};
 
-use crate::matcher::{MaskOutcome, Matcher};
+use crate::budget::MemoryBudget;
+use crate::error::shorten;
+use crate::matcher::{LEXER_STATES_MAX, MATCHER_BYTES_MAX, MaskOutcome, Matcher, STEP_FUEL, Start};
 use crate::{GrammarError, Vocabulary, json_schema, nesting};
 
 /// Stack of the thread that compiles: grammars nest up to [`nesting::NESTING_MAX`] groups.
 const STACK_BYTES: usize = 16 << 20;
 
-/// Maximum bytes of a reason in an error: the library quotes parts of the grammar.
-const REASON_BYTES_MAX: usize = 500;
-
 /// Begin of the library's error about alternatives that are not known to exclude each other.
 const ONE_OF_REFUSED: &str = "oneOf constraints are not supported";
+
+/// Maximum size of the state at the beginning of an output: half of what a matcher may hold.
+const START_KIB_MAX: usize = MATCHER_BYTES_MAX >> 11;
 
 /// Bounds on the work and the memory of one grammar, in the library's units of work.
 fn limits() -> ParserLimits {
     ParserLimits {
         // About 10 ms.
         initial_lexer_fuel: 500_000,
-        // About 7 ms for a mask; common ones take some hundreds.
-        step_lexer_fuel: 100_000,
+        step_lexer_fuel: STEP_FUEL,
         // About 1 ms for a mask.
         step_max_items: 20_000,
-        // About 30 MB for one sequence.
-        max_lexer_states: 20_000,
+        max_lexer_states: LEXER_STATES_MAX,
         max_grammar_size: 200_000,
         // Errors reach clients and logs, which hold no outputs.
         verbose_errors: false,
@@ -42,6 +42,7 @@ fn limits() -> ParserLimits {
 pub struct Compiler {
     factory: ParserFactory,
     shape: Arc<MaskShape>,
+    budget: Arc<MemoryBudget>,
 }
 
 /// Layout of a vocabulary's masks.
@@ -55,7 +56,7 @@ pub(crate) struct MaskShape {
 
 /// Grammar compiled for a vocabulary.
 pub struct CompiledGrammar {
-    start: Matcher,
+    start: Arc<Start>,
 }
 
 impl Compiler {
@@ -103,7 +104,12 @@ impl Compiler {
         let mut factory = factory.map_err(broken)?;
         factory.quiet();
         *factory.limits_mut() = limits();
-        Ok(Self { factory, shape })
+        Ok(Self { factory, shape, budget: Arc::default() })
+    }
+
+    /// Lets the matchers share a budget.
+    pub fn with_budget(self, budget: Arc<MemoryBudget>) -> Self {
+        Self { budget, ..self }
     }
 
     /// Compiles a grammar.
@@ -128,18 +134,17 @@ impl Compiler {
             let (logger, limits) = (Logger::new(0, 0), self.factory.limits().clone());
             let capabilities = InferenceCapabilities::default();
             let parser = self.factory.create_parser_from_init_ext(init, logger, capabilities, limits);
-            let mut matcher = Matcher::new(llguidance::Matcher::new(parser), self.shape.clone());
-            if let Some(error) = matcher.error() {
-                return Err(GrammarError::Refused(shorten(&error)));
-            }
-            let first = matcher.first_mask();
-            first
-                .map(|outcome| (matcher, outcome))
+            let parser = parser.map_err(|error| GrammarError::Refused(shorten(&error.to_string())))?;
+            Start::new(parser, Arc::clone(&self.shape), Arc::clone(&self.budget))
                 .map_err(|error| GrammarError::Unsatisfiable(error.to_string()))
         });
         let (start, outcome) = parser?;
+        let kib = start.own_bytes() >> 10;
+        if kib > START_KIB_MAX {
+            return Err(GrammarError::TooLarge { kib, most: START_KIB_MAX });
+        }
         match outcome {
-            MaskOutcome::Masked => Ok(CompiledGrammar { start }),
+            MaskOutcome::Masked => Ok(CompiledGrammar { start: Arc::new(start) }),
             MaskOutcome::Complete => Err(GrammarError::Empty),
         }
     }
@@ -148,7 +153,12 @@ impl Compiler {
 impl CompiledGrammar {
     /// Returns a matcher at the beginning of an output. With `begins_after`, the output is unconstrained until this token.
     pub fn matcher(&self, begins_after: Option<u32>) -> Matcher {
-        self.start.fork(begins_after)
+        Matcher::new(&self.start, begins_after)
+    }
+
+    /// Bytes held: those of the grammar and of the state at the beginning of an output.
+    pub fn bytes(&self) -> usize {
+        self.start.bytes()
     }
 }
 
@@ -210,15 +220,4 @@ impl From<Panicked> for GrammarError {
     fn from(Panicked(reason): Panicked) -> Self {
         Self::Refused(shorten(&reason))
     }
-}
-
-/// Returns the part of a library's error that is for clients.
-pub(crate) fn shorten(reason: &str) -> String {
-    let reason = reason.split("<non-verbose/>").next().unwrap_or_default();
-    let reason = reason.split("<backtrace>").next().unwrap_or_default().trim();
-    let mut end = reason.len().min(REASON_BYTES_MAX);
-    while !reason.is_char_boundary(end) {
-        end -= 1;
-    }
-    reason[..end].to_owned()
 }

@@ -1,5 +1,8 @@
 //! Errors of compiling and matching.
 
+/// Maximum bytes of a reason in an error, which quotes parts of the grammar; caches keep errors.
+const REASON_BYTES_MAX: usize = 500;
+
 /// Reason for which a grammar cannot be used.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum GrammarError {
@@ -29,6 +32,17 @@ pub enum GrammarError {
     /// The compiler refuses the grammar.
     #[error("{0}")]
     Refused(String),
+    /// The state at the beginning of an output is too large.
+    #[error(
+        "the grammar takes {kib} KiB for each sequence; at most {most} are allowed; use fewer alternatives and shorter counted \
+         repetitions"
+    )]
+    TooLarge {
+        /// Size of the state.
+        kib: usize,
+        /// Maximum size.
+        most: usize,
+    },
     /// Only the empty text matches.
     #[error("the grammar matches nothing but the empty text")]
     Empty,
@@ -59,4 +73,41 @@ pub enum MatchError {
         /// Reason.
         reason: String,
     },
+    /// The masks of the output need too much work.
+    #[error(
+        "the grammar needs too much work: {work} units for {consumed} tokens, of which {most} are allowed; use a simpler \
+         grammar, with shorter counted repetitions and fewer alternatives"
+    )]
+    Work {
+        /// Tokens of the output so far.
+        consumed: usize,
+        /// Work so far.
+        work: u64,
+        /// Maximum work.
+        most: u64,
+    },
+    /// The state holds more than its share of the memory.
+    #[error(
+        "the grammar holds {kib} KiB after {consumed} tokens, more than a sequence's share of the {most_mib} MiB for structured \
+         output; use a simpler grammar, with shorter counted repetitions and fewer alternatives"
+    )]
+    Memory {
+        /// Tokens of the output so far.
+        consumed: usize,
+        /// Size of the state.
+        kib: usize,
+        /// Memory of all sequences.
+        most_mib: usize,
+    },
+}
+
+/// Returns the part of a library's error that is for clients.
+pub(crate) fn shorten(reason: &str) -> String {
+    let reason = reason.split("<non-verbose/>").next().unwrap_or_default();
+    let reason = reason.split("<backtrace>").next().unwrap_or_default().trim();
+    let mut end = reason.len().min(REASON_BYTES_MAX);
+    while !reason.is_char_boundary(end) {
+        end -= 1;
+    }
+    reason[..end].to_owned()
 }

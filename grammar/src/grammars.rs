@@ -7,7 +7,7 @@ use std::time::Instant;
 use inflight_contract::Grammar;
 
 use crate::cache::DigestCache;
-use crate::{CompiledGrammar, Compiler, GrammarError, Vocabulary};
+use crate::{CompiledGrammar, Compiler, GrammarError, MemoryBudget, Vocabulary};
 
 /// Source of a model's vocabulary, read at first use.
 type VocabularySource = Box<dyn Fn() -> Result<Arc<Vocabulary>, GrammarError> + Send + Sync>;
@@ -18,6 +18,8 @@ pub struct Grammars {
     vocab_size: u32,
     eos_token_ids: Vec<u32>,
     compiler: OnceLock<Result<Compiler, GrammarError>>,
+    /// Memory of the matchers.
+    budget: Arc<MemoryBudget>,
     compiled: DigestCache<Result<Arc<CompiledGrammar>, GrammarError>>,
     /// Outcome of each grammar checked; without what was compiled, so that many fit.
     checked: DigestCache<Result<(), GrammarError>>,
@@ -39,6 +41,8 @@ pub struct GrammarCounters {
 impl Grammars {
     /// Maximum compiled grammars in the cache.
     const COMPILED_MAX: usize = 64;
+    /// Maximum bytes of the compiled grammars in the cache; usual ones have less than 1 MiB.
+    const COMPILED_BYTES_MAX: usize = 64 << 20;
     /// Maximum outcomes of checks in the cache.
     const CHECKED_MAX: usize = 4096;
 
@@ -53,11 +57,22 @@ impl Grammars {
             vocab_size,
             eos_token_ids: eos_token_ids.to_vec(),
             compiler: OnceLock::new(),
-            compiled: DigestCache::new(Self::COMPILED_MAX),
+            budget: Arc::default(),
+            compiled: DigestCache::new(Self::COMPILED_MAX).with_bytes_max(Self::COMPILED_BYTES_MAX),
             checked: DigestCache::new(Self::CHECKED_MAX),
             hits: AtomicU64::new(0),
             misses: AtomicU64::new(0),
         }
+    }
+
+    /// Bounds the bytes of all matchers; the default is [`MemoryBudget::DEFAULT_BYTES`].
+    pub fn with_matcher_bytes_max(self, bytes: usize) -> Self {
+        Self { budget: Arc::new(MemoryBudget::new(bytes)), ..self }
+    }
+
+    /// Bytes of all matchers, estimated.
+    pub fn matcher_bytes(&self) -> usize {
+        self.budget.used()
     }
 
     /// Starts a thread that prepares the vocabulary, which takes seconds for a large one, so that the first grammar does not wait
@@ -92,7 +107,8 @@ impl Grammars {
         }
         self.misses.fetch_add(1, Ordering::Relaxed);
         let compiled = self.compiler().and_then(|compiler| compiler.compile(grammar)).map(Arc::new);
-        self.compiled.insert(digest, compiled.clone());
+        let bytes = compiled.as_ref().map_or(0, |compiled| compiled.bytes());
+        self.compiled.insert(digest, compiled.clone(), bytes);
         compiled
     }
 
@@ -118,7 +134,7 @@ impl Grammars {
         }
         self.misses.fetch_add(1, Ordering::Relaxed);
         let outcome = self.compiler().and_then(|compiler| compiler.compile(grammar)).map(|_| ());
-        self.checked.insert(digest, outcome.clone());
+        self.checked.insert(digest, outcome.clone(), 0);
         outcome
     }
 
@@ -134,7 +150,8 @@ impl Grammars {
     fn compiler(&self) -> Result<&Compiler, GrammarError> {
         let compiler = self.compiler.get_or_init(|| {
             let vocabulary = (self.source)()?;
-            Compiler::new(&vocabulary, self.vocab_size, &self.eos_token_ids)
+            let compiler = Compiler::new(&vocabulary, self.vocab_size, &self.eos_token_ids)?;
+            Ok(compiler.with_budget(Arc::clone(&self.budget)))
         });
         compiler.as_ref().map_err(Clone::clone)
     }

@@ -3,6 +3,7 @@
 use serde_json::{Map, Value};
 
 use crate::GrammarError;
+use crate::error::shorten;
 use crate::nesting::{self, NESTING_MAX};
 use crate::rewrite::rewrite;
 
@@ -35,7 +36,7 @@ const WHITESPACE: &str = r" |\r?\n[ \t]{0,40}";
 /// [`GrammarError`] of the first violation.
 pub(crate) fn prepare(text: &str, expand_one_of: bool) -> Result<Value, GrammarError> {
     let mut schema: Value =
-        serde_json::from_str(text).map_err(|error| GrammarError::NotJson(error.to_string()))?;
+        serde_json::from_str(text).map_err(|error| GrammarError::NotJson(shorten(&error.to_string())))?;
     match &mut schema {
         Value::Object(object) => {
             check(object, 0)?;
@@ -80,14 +81,14 @@ fn check(object: &Map<String, Value>, depth: usize) -> Result<(), GrammarError> 
         let name = dialect.trim_start_matches("https://").trim_start_matches("http://");
         let name = name.trim_end_matches('#');
         if !DIALECTS.contains(&name) {
-            return Err(GrammarError::Dialect(dialect.clone()));
+            return Err(GrammarError::Dialect(shorten(dialect)));
         }
     }
     for keyword in ["$ref", "$dynamicRef", "$recursiveRef"] {
         if let Some(Value::String(reference)) = object.get(keyword)
             && !reference.starts_with('#')
         {
-            return Err(GrammarError::RemoteReference(reference.clone()));
+            return Err(GrammarError::RemoteReference(shorten(reference)));
         }
     }
     if let Some(Value::String(pattern)) = object.get(PATTERN) {

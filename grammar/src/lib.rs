@@ -3,8 +3,9 @@
 //!
 //! A [`Compiler`] turns a grammar into a [`CompiledGrammar`], with bounded work; each sequence then has a [`Matcher`],
 //! whose state is a pure function of the grammar and of the tokens consumed. Limits are counted work, never time, so that a
-//! grammar is refused on every machine or on none.
+//! grammar is refused on every machine or on none. Matchers share a [`MemoryBudget`].
 
+mod budget;
 mod cache;
 mod compiler;
 mod error;
@@ -15,8 +16,10 @@ mod json_schema;
 mod matcher;
 mod nesting;
 mod rewrite;
+mod usage;
 mod vocabulary;
 
+pub use budget::MemoryBudget;
 pub use cache::DigestCache;
 pub use compiler::{CompiledGrammar, Compiler};
 pub use error::{GrammarError, MatchError};

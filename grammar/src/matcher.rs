@@ -1,28 +1,105 @@
 //! Matcher: the state of a grammar after the tokens of an output.
 
-use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::panic::AssertUnwindSafe;
 use std::sync::Arc;
 
+use llguidance::TokenParser;
 use llguidance::api::StopReason;
+use llguidance::earley::{BiasComputer, ParserRecognizer};
+use llguidance::panic_utils::catch_unwind;
+use toktrie::{SimpleVob, TokEnv, TokTrie};
 
 use crate::MatchError;
-use crate::compiler::{MaskShape, shorten};
+use crate::budget::{Lease, MemoryBudget};
+use crate::compiler::MaskShape;
+use crate::error::shorten;
+use crate::usage::{Counts, capture_bytes, grammar_bytes};
+
+/// Maximum fuel of a mask: about 7 ms; common ones take some hundreds.
+pub(crate) const STEP_FUEL: u64 = 100_000;
+/// Maximum states of a lexer; beyond half of them it is built anew, so that one mask may add as many.
+pub(crate) const LEXER_STATES_MAX: usize = 40_000;
+/// Bytes of a matcher beyond which it is built anew, without what it has cached.
+pub(crate) const MATCHER_BYTES_MAX: usize = 32 << 20;
+/// Work of an output beyond what its tokens earn: two of the largest masks.
+const WORK_BURST: u64 = 200_000;
+/// Work that each token of an output earns: 0.4 ms. Outputs under schemas of SchemaStore take 130 each, or 570 at the 99th
+/// percentile (`cargo bench -p inflight-grammar --bench masks -- FOLDER`).
+const WORK_PER_TOKEN: u64 = 4_000;
+/// Work of consuming a token anew.
+const REPLAY_WORK: u64 = 100;
+/// Maximum bytes that must follow, of which tokens are proposed.
+const FORCED_BYTES_MAX: usize = 512;
+
+/// State at the beginning of an output, shared by the matchers of a grammar.
+pub(crate) struct Start {
+    parser: TokenParser,
+    counts: Counts,
+    shape: Arc<MaskShape>,
+    budget: Arc<MemoryBudget>,
+    own_bytes: usize,
+    /// Bytes of this state and of the compiled grammar.
+    bytes: usize,
+}
+
+impl Start {
+    /// Begins the outputs of a grammar, and computes the mask of the first token: whether the grammar can begin.
+    pub(crate) fn new(
+        mut parser: TokenParser,
+        shape: Arc<MaskShape>,
+        budget: Arc<MemoryBudget>,
+    ) -> Result<(Self, MaskOutcome), MatchError> {
+        parser.start_without_prompt();
+        let mut mask = vec![0; Matcher::mask_words(shape.vocab_size)];
+        let outcome = attempt(&mut parser, |parser| compute_mask(parser, &shape, &mut mask));
+        let outcome = outcome.map_err(|reason| MatchError::Stuck { consumed: 0, reason })?;
+        let counts = Counts::of(&parser);
+        let own_bytes = counts.bytes(&parser);
+        let bytes = own_bytes + grammar_bytes(parser.parser.grammar());
+        Ok((Self { parser, counts, shape, budget, own_bytes, bytes }, outcome))
+    }
+
+    /// Bytes of the state.
+    pub(crate) fn own_bytes(&self) -> usize {
+        self.own_bytes
+    }
+
+    /// Bytes of the state and of the compiled grammar.
+    pub(crate) fn bytes(&self) -> usize {
+        self.bytes
+    }
+}
 
 /// Matcher of one output.
 ///
 /// Its state is a pure function of the grammar and the tokens consumed: after a failover it is rebuilt by consuming
-/// them again.
+/// them again. What the library caches of its lexer grows with the masks, so a matcher that holds too much is rebuilt in the same
+/// way, and one whose state needs too much without it, or whose masks need too much work, ends with an error.
 pub struct Matcher {
-    inner: llguidance::Matcher,
-    shape: Arc<MaskShape>,
+    parser: TokenParser,
+    /// Error after which the parser cannot be used.
+    failed: Option<MatchError>,
+    start: Arc<Start>,
+    lease: Lease,
     /// Token after which the constraint begins.
     begins_after: Option<u32>,
     /// Whether the constraint has begun.
     begun: bool,
     /// Tokens consumed in all.
     consumed: usize,
-    /// Tokens consumed by the grammar.
-    matched: usize,
+    /// Tokens consumed by the grammar, and the bytes of the parser's rows for each.
+    matched: Vec<(u32, usize)>,
+    row_bytes: usize,
+    captures: usize,
+    capture_bytes: usize,
+    /// Work before the parser was built anew.
+    earlier_work: u64,
+    /// Work so far.
+    work: u64,
+    /// States of the lexer.
+    states: usize,
+    /// Fuel spent when the lexer was refuelled.
+    refuelled_at: u64,
 }
 
 /// What may follow an output.
@@ -35,20 +112,27 @@ pub enum MaskOutcome {
 }
 
 impl Matcher {
-    pub(crate) fn new(inner: llguidance::Matcher, shape: Arc<MaskShape>) -> Self {
-        Self { inner, shape, begins_after: None, begun: true, consumed: 0, matched: 0 }
-    }
-
-    /// Returns a matcher of the same state with caches of its own.
-    pub(crate) fn fork(&self, begins_after: Option<u32>) -> Self {
-        Self {
-            inner: self.inner.deep_clone(),
-            shape: Arc::clone(&self.shape),
+    /// Begins an output. With `begins_after`, it is unconstrained until this token.
+    pub(crate) fn new(start: &Arc<Start>, begins_after: Option<u32>) -> Self {
+        let mut matcher = Self {
+            parser: start.parser.deep_clone(),
+            failed: None,
+            start: Arc::clone(start),
+            lease: Lease::new(&start.budget, 0),
             begins_after,
             begun: begins_after.is_none(),
-            consumed: self.consumed,
-            matched: self.matched,
-        }
+            consumed: 0,
+            matched: Vec::new(),
+            row_bytes: 0,
+            captures: 0,
+            capture_bytes: 0,
+            earlier_work: 0,
+            work: 0,
+            states: 0,
+            refuelled_at: 0,
+        };
+        matcher.count();
+        matcher
     }
 
     /// Number of 32-bit words of a mask.
@@ -74,28 +158,28 @@ impl Matcher {
         let refused = MatchError::TokenRefused { token, consumed: self.consumed };
         if self.is_end(token) {
             // The library accepts an end token anywhere in an accepting state.
-            let accepting = self.guarded(|inner| inner.is_accepting().map_err(|error| error.to_string()))?;
+            let accepting = self.guarded(|parser| Ok(parser.is_accepting()))?;
             if !accepting {
                 return Err(refused);
             }
         } else {
-            let valid =
-                self.guarded(|inner| inner.validate_tokens(&[token]).map_err(|error| error.to_string()))?;
+            self.refuel()?;
+            let valid = self.guarded(|parser| validate(parser, &[token]))?;
             if valid == 0 {
                 return Err(refused);
             }
         }
-        self.guarded(|inner| inner.consume_token(token).map_err(|error| error.to_string()))?;
+        self.advance(token)?;
         self.consumed += 1;
-        self.matched += 1;
         Ok(())
     }
 
     /// Whether the output matches as a whole and nothing may follow it.
     pub fn is_complete(&self) -> bool {
         self.begun
+            && self.failed.is_none()
             && matches!(
-                self.inner.stop_reason(),
+                self.parser.stop_reason(),
                 StopReason::NoExtension | StopReason::NoExtensionBias | StopReason::EndOfSentence
             )
     }
@@ -108,7 +192,7 @@ impl Matcher {
         if !self.begun || self.is_complete() {
             return Ok(true);
         }
-        self.guarded(|inner| inner.is_accepting().map_err(|error| error.to_string()))
+        self.guarded(|parser| Ok(parser.is_accepting()))
     }
 
     /// Writes the mask of the tokens that may follow: bit `i % 32` of word `i / 32` is token `i`. End tokens are allowed
@@ -116,7 +200,7 @@ impl Matcher {
     ///
     /// # Errors
     /// [`MatchError::Stuck`] if nothing may follow although the output does not match as a whole, or the work of
-    /// a mask is exhausted.
+    /// a mask is exhausted; [`MatchError::Work`] if that of the output is; [`MatchError::Memory`].
     pub fn write_mask(&mut self, mask: &mut [u32]) -> Result<MaskOutcome, MatchError> {
         if !self.begun {
             mask.fill(u32::MAX);
@@ -125,29 +209,10 @@ impl Matcher {
         if self.is_complete() {
             return Ok(MaskOutcome::Complete);
         }
-        let allowed = self.guarded(|inner| {
-            inner.compute_mask().map_err(|error| {
-                let reason = error.to_string();
-                let dead_end = reason.starts_with(&StopReason::NoExtensionBias.to_string());
-                if dead_end { "no token of the vocabulary may follow".to_owned() } else { reason }
-            })
-        })?;
-        let words = Self::mask_words(self.shape.vocab_size);
-        for (at, word) in mask.iter_mut().enumerate() {
-            *word = allowed.as_slice().get(at).copied().filter(|_| at < words).unwrap_or(0);
-        }
-        // The end token behind the vocabulary, and what pads the last word.
-        if let Some(last) = mask.get_mut(words - 1)
-            && !self.shape.vocab_size.is_multiple_of(32)
-        {
-            *last &= (1 << (self.shape.vocab_size % 32)) - 1;
-        }
-        let is_end_only = |at: usize, word: u32| {
-            let ends = self.shape.eos_token_ids.iter().filter(|id| **id as usize / 32 == at);
-            word & !ends.fold(0, |bits, id| bits | 1 << (id % 32)) == 0
-        };
-        let complete = mask.iter().enumerate().all(|(at, word)| *word == 0 || is_end_only(at, *word));
-        Ok(if complete { MaskOutcome::Complete } else { MaskOutcome::Masked })
+        let shape = Arc::clone(&self.start.shape);
+        let outcome = self.guarded(|parser| compute_mask(parser, &shape, mask))?;
+        self.settle()?;
+        Ok(outcome)
     }
 
     /// Removes the end tokens from a mask, for a sequence that ignores them.
@@ -155,7 +220,7 @@ impl Matcher {
         if !self.begun {
             return;
         }
-        for id in &self.shape.eos_token_ids {
+        for id in &self.start.shape.eos_token_ids {
             if let Some(word) = mask.get_mut(*id as usize / 32) {
                 *word &= !(1 << (id % 32));
             }
@@ -172,7 +237,7 @@ impl Matcher {
             let free = tokens.iter().position(|token| Some(*token) == self.begins_after);
             return Ok(free.unwrap_or(tokens.len()));
         }
-        self.guarded(|inner| inner.validate_tokens(tokens).map_err(|error| error.to_string()))
+        self.guarded(|parser| validate(parser, tokens))
     }
 
     /// Takes back the tokens consumed last; for drafts that were refused.
@@ -184,14 +249,15 @@ impl Matcher {
             let reason = format!("{tokens} tokens were to be taken back");
             return Err(MatchError::Stuck { consumed: self.consumed, reason });
         }
-        let of_grammar = tokens.min(self.matched);
+        let kept = self.matched.len().saturating_sub(tokens);
+        let of_grammar = self.matched.len() - kept;
         if of_grammar > 0 {
-            self.guarded(|inner| inner.rollback(of_grammar).map_err(|error| error.to_string()))?;
+            self.guarded(|parser| parser.rollback(of_grammar).map_err(|error| error.to_string()))?;
         }
-        if tokens > self.matched && self.begins_after.is_some() {
+        if tokens > of_grammar && self.begins_after.is_some() {
             self.begun = false;
         }
-        self.matched -= of_grammar;
+        self.row_bytes -= self.matched.drain(kept..).map(|(_, bytes)| bytes).sum::<usize>();
         self.consumed -= tokens;
         Ok(())
     }
@@ -203,10 +269,10 @@ impl Matcher {
         if !self.begun || self.is_complete() {
             return Vec::new();
         }
-        let forced = self.guarded(|inner| {
-            let bytes = inner.compute_ff_bytes();
-            let environment = inner.tok_env().map_err(|error| error.to_string())?;
-            let trie = environment.tok_trie();
+        let forced = self.guarded(|parser| {
+            let mut bytes = parser.force_bytes();
+            bytes.truncate(FORCED_BYTES_MAX);
+            let trie = parser.token_env.tok_trie();
             let mut tokens = trie.greedy_tokenize(&bytes);
             if tokens.last().is_some_and(|last| trie.token_len(*last) <= 1) {
                 tokens.pop();
@@ -216,29 +282,193 @@ impl Matcher {
         forced.unwrap_or_default()
     }
 
-    /// Returns the error of a matcher that cannot be used.
-    pub(crate) fn error(&self) -> Option<String> {
-        self.inner.get_error()
+    /// Bytes held, estimated from the library's counts: those of the state and its part of what it shares with others.
+    pub fn bytes(&self) -> usize {
+        self.lease.bytes()
     }
 
-    /// Computes the mask of the first token: whether the grammar can begin.
-    pub(crate) fn first_mask(&mut self) -> Result<MaskOutcome, MatchError> {
-        let mut mask = vec![0; Self::mask_words(self.shape.vocab_size)];
-        self.write_mask(&mut mask)
+    /// Work so far, in the library's units of about 100 ns.
+    pub fn work(&self) -> u64 {
+        self.work
+    }
+
+    /// Work that the output may take so far.
+    pub fn work_max(&self) -> u64 {
+        WORK_BURST + WORK_PER_TOKEN * self.matched.len() as u64
+    }
+
+    /// Checks that the state holds no more than its share of the budget, which a new matcher may exceed.
+    ///
+    /// # Errors
+    /// [`MatchError::Memory`].
+    pub fn check_share(&mut self) -> Result<(), MatchError> {
+        match self.lease.share() {
+            Some(share) if self.lease.bytes() > share => self.fail_memory(),
+            _ => Ok(()),
+        }
     }
 
     fn is_end(&self, token: u32) -> bool {
-        self.shape.eos_token_ids.contains(&token)
+        self.start.shape.eos_token_ids.contains(&token)
     }
 
-    /// Runs an operation of the library and turns its errors and panics into one error.
+    /// Lets the parser consume a token that it allows.
+    fn advance(&mut self, token: u32) -> Result<(), MatchError> {
+        let before = Counts::of(&self.parser);
+        self.guarded(|parser| {
+            let consumed = parser.consume_token(token).and_then(|_| parser.check_stop());
+            consumed.map(|_| ()).map_err(|error| error.to_string())
+        })?;
+        let bytes = Counts::of(&self.parser).row_bytes_since(&before);
+        self.matched.push((token, bytes));
+        self.row_bytes += bytes;
+        self.capture_bytes += capture_bytes(&self.parser, self.captures);
+        self.captures = self.parser.captures().len();
+        self.count();
+        Ok(())
+    }
+
+    /// Gives the lexer the fuel of a step if it has spent half of it: the library does so before a mask, but tokens that are
+    /// consumed anew have none.
+    fn refuel(&mut self) -> Result<(), MatchError> {
+        let spent = self.guarded(|parser| Ok(parser.parser.lexer_stats().total_fuel_spent as u64))?;
+        if spent - self.refuelled_at >= STEP_FUEL / 2 {
+            self.guarded(|parser| {
+                let refuel = Refuel(parser.token_env.clone());
+                // With a prefix, the result is not cached.
+                parser.parser.compute_bias(&refuel, &[0]);
+                Ok(())
+            })?;
+            self.refuelled_at = spent;
+        }
+        Ok(())
+    }
+
+    /// Updates the work, the states and the bytes held.
+    fn count(&mut self) {
+        let counts = Counts::of(&self.parser);
+        self.work = self.earlier_work + counts.work() - self.start.counts.work();
+        self.states = counts.states;
+        // One of the owners of what is shared is the compiled grammar.
+        let shared = self.start.bytes / (Arc::strong_count(&self.start) - 1).max(1);
+        let tokens = self.matched.capacity() * size_of::<(u32, usize)>();
+        let own = counts.bytes(&self.parser) + self.row_bytes + self.capture_bytes + tokens;
+        self.lease.set(shared + own);
+    }
+
+    /// Checks the work and the bytes after a mask.
+    fn settle(&mut self) -> Result<(), MatchError> {
+        self.count();
+        if self.work > self.work_max() {
+            let (consumed, work, most) = (self.consumed, self.work, self.work_max());
+            return self.fail(MatchError::Work { consumed, work, most });
+        }
+        let most = self.lease.share().unwrap_or(usize::MAX).min(MATCHER_BYTES_MAX);
+        if self.holds_more_than(most) {
+            self.rebuild()?;
+            if self.holds_more_than(most) {
+                return self.fail_memory();
+            }
+        }
+        Ok(())
+    }
+
+    fn holds_more_than(&self, bytes: usize) -> bool {
+        self.lease.bytes() > bytes || self.states > LEXER_STATES_MAX / 2
+    }
+
+    /// Builds the parser anew from the tokens consumed, without what masks have made it cache.
+    fn rebuild(&mut self) -> Result<(), MatchError> {
+        self.earlier_work = self.work + REPLAY_WORK * self.matched.len() as u64;
+        self.parser = self.start.parser.deep_clone();
+        (self.refuelled_at, self.row_bytes, self.captures, self.capture_bytes) = (0, 0, 0, 0);
+        for (token, _) in std::mem::take(&mut self.matched) {
+            self.refuel()?;
+            self.advance(token)?;
+        }
+        self.count();
+        Ok(())
+    }
+
+    fn fail_memory(&mut self) -> Result<(), MatchError> {
+        let (kib, most_mib) = (self.lease.bytes() >> 10, self.lease.most() >> 20);
+        self.fail(MatchError::Memory { consumed: self.consumed, kib, most_mib })
+    }
+
+    fn fail<T>(&mut self, error: MatchError) -> Result<T, MatchError> {
+        self.failed = Some(error.clone());
+        Err(error)
+    }
+
+    /// Runs an operation of the library and turns its errors and panics into one error, after which the matcher cannot be used.
     fn guarded<T>(
         &mut self,
-        operation: impl FnOnce(&mut llguidance::Matcher) -> Result<T, String>,
+        operation: impl FnOnce(&mut TokenParser) -> Result<T, String>,
     ) -> Result<T, MatchError> {
-        let inner = &mut self.inner;
-        let outcome = catch_unwind(AssertUnwindSafe(|| operation(inner)));
-        let outcome = outcome.unwrap_or_else(|_| Err("the grammar library failed".to_owned()));
-        outcome.map_err(|reason| MatchError::Stuck { consumed: self.consumed, reason: shorten(&reason) })
+        if let Some(error) = &self.failed {
+            return Err(error.clone());
+        }
+        attempt(&mut self.parser, operation)
+            .or_else(|reason| self.fail(MatchError::Stuck { consumed: self.consumed, reason }))
+    }
+}
+
+/// Runs an operation of the library and turns its errors and panics into reasons.
+fn attempt<T>(
+    parser: &mut TokenParser,
+    operation: impl FnOnce(&mut TokenParser) -> Result<T, String>,
+) -> Result<T, String> {
+    // The library's own, which keeps the messages of panics, with parts of the output, out of the log.
+    let outcome = catch_unwind(AssertUnwindSafe(|| Ok(operation(parser))));
+    let outcome = outcome.unwrap_or_else(|_| Err("the grammar library failed".to_owned()));
+    outcome.map_err(|reason| shorten(&reason))
+}
+
+/// Returns how many of the tokens may follow, in order.
+fn validate(parser: &mut TokenParser, tokens: &[u32]) -> Result<usize, String> {
+    let valid = parser.validate_tokens_raw(tokens).map_err(|error| error.to_string())?;
+    // A lexer without fuel refuses every token.
+    parser.parser.get_error().map_or(Ok(valid), |error| Err(error.message()))
+}
+
+/// Writes the mask of the tokens that may follow.
+fn compute_mask(
+    parser: &mut TokenParser,
+    shape: &MaskShape,
+    mask: &mut [u32],
+) -> Result<MaskOutcome, String> {
+    let allowed = parser.compute_mask().map_err(|error| {
+        let reason = error.to_string();
+        let dead_end = reason.starts_with(&StopReason::NoExtensionBias.to_string());
+        if dead_end { "no token of the vocabulary may follow".to_owned() } else { reason }
+    })?;
+    let words = Matcher::mask_words(shape.vocab_size);
+    for (at, word) in mask.iter_mut().enumerate() {
+        *word = allowed.as_slice().get(at).copied().filter(|_| at < words).unwrap_or(0);
+    }
+    // The end token behind the vocabulary, and what pads the last word.
+    if let Some(last) = mask.get_mut(words - 1)
+        && !shape.vocab_size.is_multiple_of(32)
+    {
+        *last &= (1 << (shape.vocab_size % 32)) - 1;
+    }
+    let is_end_only = |at: usize, word: u32| {
+        let ends = shape.eos_token_ids.iter().filter(|id| **id as usize / 32 == at);
+        word & !ends.fold(0, |bits, id| bits | 1 << (id % 32)) == 0
+    };
+    let complete = mask.iter().enumerate().all(|(at, word)| *word == 0 || is_end_only(at, *word));
+    Ok(if complete { MaskOutcome::Complete } else { MaskOutcome::Masked })
+}
+
+/// Mask of no token, whose computation gives the lexer the fuel of a step.
+struct Refuel(TokEnv);
+
+impl BiasComputer for Refuel {
+    fn compute_bias(&self, _: &mut ParserRecognizer<'_>, _: &[u8]) -> SimpleVob {
+        self.0.tok_trie().alloc_token_set()
+    }
+
+    fn trie(&self) -> &TokTrie {
+        self.0.tok_trie()
     }
 }

@@ -11,7 +11,7 @@ use std::sync::Arc;
 
 use inflight_contract::{Constraint, FinishReason, Grammar, SamplingSpec, Weight};
 use inflight_fixtures::{Arch, Checkpoint, Dtype, Family, skipped};
-use inflight_grammar::{Grammars, Vocabulary};
+use inflight_grammar::{Grammars, MemoryBudget, Vocabulary};
 use inflight_models::{ModelDir, ModelSource};
 use inflight_runtime_cpu::{CpuOptions, CpuRuntime};
 use inflight_worker::engine::{
@@ -162,6 +162,11 @@ fn no_value_that_the_test_suite_calls_invalid_is_allowed() {
 }
 
 fn engine() -> (Engine, Arc<Vocabulary>, Arc<Grammars>) {
+    engine_within(MemoryBudget::DEFAULT_BYTES)
+}
+
+/// Returns an engine whose grammar states hold at most so many bytes.
+fn engine_within(matcher_bytes: usize) -> (Engine, Arc<Vocabulary>, Arc<Grammars>) {
     let folder = Checkpoint::new(Arch::Llama31, Dtype::F32).write_temp().unwrap();
     let path = folder.path().join("config.json");
     let mut config: Value = serde_json::from_slice(&std::fs::read(&path).unwrap()).unwrap();
@@ -186,7 +191,7 @@ fn engine() -> (Engine, Arc<Vocabulary>, Arc<Grammars>) {
     let vocabulary = Arc::new(Vocabulary::from_json(Family::Llama3.tokenizer_json().as_bytes()).unwrap());
     let source = Arc::clone(&vocabulary);
     let grammars = Grammars::new(engine.model_limits().vocab_size, &EOS, move || Ok(Arc::clone(&source)));
-    let grammars = Arc::new(grammars);
+    let grammars = Arc::new(grammars.with_matcher_bytes_max(matcher_bytes));
     engine.set_grammars(Arc::clone(&grammars));
     (engine, vocabulary, grammars)
 }
@@ -387,4 +392,53 @@ fn a_choice_whose_masks_leave_no_token_of_the_grammar_ends_with_the_reason() {
     assert_eq!(tokens.len(), 2, "{tokens:?}");
     let Finish::Failed(Failure::Constraint(reason)) = end else { panic!("{end:?}") };
     assert!(reason.contains("allowed_token_ids, bad_words or min_tokens leave none"), "{reason}");
+}
+
+#[test]
+fn grammar_states_are_released_when_their_choices_end() {
+    const BUDGET: usize = 6 << 20;
+    /// Bytes that a mask may add before they are counted.
+    const MASK_BYTES: usize = 4 << 20;
+    let costly = |id: u64| {
+        let grammar = Grammar::Regex(r"[\x20-\x7e]*[aeiou][\x20-\x7e]{13}".to_owned());
+        let sampling = SamplingSpec {
+            temperature: 1.0,
+            seed: id,
+            ignore_eos: true,
+            constraint: Some(Arc::new(Constraint { grammar, begins_after: None })),
+            ..SamplingSpec::default()
+        };
+        Request { sampling: Arc::new(sampling.validate().unwrap()), ..request(&json!({}), id, &[]) }
+    };
+    let (mut engine, vocabulary, grammars) = engine_within(BUDGET);
+    let tool = request(&tools()[0], 0, &biases(&vocabulary));
+    let mut events = Vec::new();
+    engine.command(Command::Open(SessionId(0)), Time::ZERO, &mut events);
+    for request in std::iter::once(tool.clone()).chain((1..9).map(costly)) {
+        engine.command(Command::Submit(Box::new(request)), Time::ZERO, &mut events);
+    }
+    assert!(grammars.matcher_bytes() > 0);
+    let (mut tokens, mut ends, mut steps) = (Vec::new(), BTreeMap::new(), 0);
+    while ends.len() < 9 {
+        engine.step(Time::ZERO, &mut events).unwrap();
+        steps += 1;
+        if steps == 20 {
+            // Their masks are being computed.
+            for request in 1..4 {
+                let key = RequestKey { session: SessionId(0), request };
+                engine.command(Command::Cancel { key, choice: None }, Time::ZERO, &mut events);
+            }
+        }
+        for event in events.drain(..) {
+            tokens.extend(event.token.filter(|_| event.key.request == 0));
+            ends.extend(event.finish.map(|finish| (event.key.request, finish)));
+        }
+        let bytes = grammars.matcher_bytes();
+        assert!(bytes <= BUDGET + MASK_BYTES, "{bytes} bytes are held");
+    }
+    while !engine.step(Time::ZERO, &mut events).unwrap().idle {}
+    assert_eq!(grammars.matcher_bytes(), 0, "{ends:?}");
+    let (mut unbounded, _, _) = self::engine();
+    unbounded.command(Command::Open(SessionId(0)), Time::ZERO, &mut Vec::new());
+    assert_eq!((tokens, ends.remove(&0).unwrap()), alone(&mut unbounded, tool), "another tenant's choice");
 }

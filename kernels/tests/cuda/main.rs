@@ -91,15 +91,19 @@ pub(crate) fn widen(half: HalfDtype, memory: &Buffer, count: usize) -> Vec<f32> 
     memory.read::<u16>(count).into_iter().map(|bits| half.widen(bits)).collect()
 }
 
+/// Factor of the cases of a property that is expected to fail: it ends at the first failure, and a fault that one case in a
+/// hundred shows is still found.
+const MUTANT_CASES: u32 = 50;
+
 thread_local! {
-    static SHRINKING: Cell<bool> = const { Cell::new(true) };
+    static EXPECTS_FAILURE: Cell<bool> = const { Cell::new(false) };
 }
 
-/// Runs properties without shrinking, where only their outcome matters.
-pub(crate) fn without_shrinking<T>(work: impl FnOnce() -> T) -> T {
-    SHRINKING.set(false);
+/// Runs properties that are expected to fail: with more cases, and without shrinking.
+pub(crate) fn expecting_failure<T>(work: impl FnOnce() -> T) -> T {
+    EXPECTS_FAILURE.set(true);
     let outcome = work();
-    SHRINKING.set(true);
+    EXPECTS_FAILURE.set(false);
     outcome
 }
 
@@ -115,10 +119,11 @@ pub(crate) fn on_harness<S: Strategy>(
     }
     // Memory checkers are slow, so they run fewer cases.
     let few = std::env::var("INFLIGHT_TEST_CASES").ok().and_then(|cases| cases.parse().ok());
+    let (factor, max_shrink_iters) = if EXPECTS_FAILURE.get() { (MUTANT_CASES, 0) } else { (1, 1024) };
     let config = ProptestConfig {
-        cases: few.unwrap_or(cases),
+        cases: few.unwrap_or(cases) * factor,
         failure_persistence: None,
-        max_shrink_iters: if SHRINKING.get() { 1024 } else { 0 },
+        max_shrink_iters,
         ..ProptestConfig::default()
     };
     proptest::test_runner::TestRunner::new(config)

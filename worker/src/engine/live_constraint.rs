@@ -44,7 +44,7 @@ impl LiveConstraint {
     /// Returns the constraint of a choice that has generated `tokens`, if it has one.
     ///
     /// # Errors
-    /// The grammar is refused, or does not allow the tokens.
+    /// The grammar is refused, does not allow the tokens, or there is no memory for its state.
     pub(super) fn new(
         sampling: &SamplingParams,
         tokens: &[u32],
@@ -57,7 +57,8 @@ impl LiveConstraint {
         })?;
         let mut matcher =
             grammars.compile(&constraint.grammar).map_err(invalid)?.matcher(constraint.begins_after);
-        let consumed = tokens.iter().try_for_each(|token| matcher.consume(*token));
+        let checked = matcher.check_share();
+        let consumed = checked.and_then(|()| tokens.iter().try_for_each(|token| matcher.consume(*token)));
         consumed.map_err(|error| Failure::Constraint(error.to_string()))?;
         Ok(Some(Self {
             matcher: Some(Box::new(matcher)),

@@ -116,7 +116,15 @@ impl Engine {
             }
         }
         metrics::histogram!(crate::metrics::MASK_WAIT_SECONDS).record(begun.elapsed().as_secs_f64());
-        self.runtime.supply_masks(&mut state.masks)
+        self.publish_matcher_bytes();
+        self.runtime.supply_masks(&mut self.masks.masks)
+    }
+
+    /// Publishes the memory of the states of all constrained choices.
+    pub(super) fn publish_matcher_bytes(&self) {
+        if let Some(grammars) = &self.grammars {
+            metrics::gauge!(crate::metrics::MATCHER_BYTES).set(grammars.matcher_bytes() as f64);
+        }
     }
 }
 

@@ -534,6 +534,7 @@ impl Engine {
             self.runtime.detach(slot);
         }
         self.cache_events.extend(self.scheduler.drain_cache_events());
+        let mut constrained = false;
         for Ended { id, reason } in ended.drain(..) {
             let Some(mut live) = self.live[id.index()].take() else { continue };
             self.draft_index_bytes -= live.drafter.clear();
@@ -557,6 +558,10 @@ impl Engine {
             };
             let finish = live.failure.take().map_or(Finish::Ended(reason), Finish::Failed);
             events.push(ChoiceEvent { finish: Some(finish), ..live.event() });
+            constrained |= live.constraint.is_some();
+        }
+        if constrained {
+            self.publish_matcher_bytes();
         }
         self.ended = ended;
     }

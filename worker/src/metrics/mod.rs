@@ -79,6 +79,7 @@ pub(crate) const MASK_WAIT_SECONDS: &str = "inflight_worker_mask_wait_seconds";
 pub(crate) const GRAMMAR_SECONDS: &str = "inflight_worker_grammar_compile_seconds";
 const GRAMMAR_LOOKUPS: &str = "inflight_worker_grammar_cache_lookups_total";
 const GRAMMARS: &str = "inflight_worker_grammar_cache_entries";
+pub(crate) const MATCHER_BYTES: &str = "inflight_worker_matcher_bytes";
 const OBSERVERS: &str = "inflight_worker_observers";
 const DROPPED_ITERATIONS: &str = "inflight_worker_observed_iterations_dropped_total";
 
@@ -252,6 +253,12 @@ pub const INVENTORY: &[(&str, MetricKind, Unit, &str)] = &[
         "Grammars of submissions, by whether the cache had them: hit, miss",
     ),
     (GRAMMARS, MetricKind::Gauge, Unit::Count, "Entries of the cache of compiled grammars"),
+    (
+        MATCHER_BYTES,
+        MetricKind::Gauge,
+        Unit::Bytes,
+        "Memory of the grammar states of all constrained choices, estimated",
+    ),
     (
         STEP_SECONDS,
         MetricKind::Histogram,

@@ -18,6 +18,9 @@ use tokio_stream::wrappers::{TcpListenerStream, UnboundedReceiverStream};
 
 const CONTEXT: u32 = 400_000;
 const VOCAB: u32 = 1 << 17;
+const BUNDLE_FILE: &str = "tokenizer.json";
+/// More than a call that is not read buffers.
+const BUNDLE_BYTES: usize = 1 << 20;
 
 pub struct Router {
     commands: mpsc::UnboundedSender<v1::SessionRequest>,
@@ -48,7 +51,7 @@ impl Router {
             name: "sim".to_owned(),
             architecture: "none".to_owned(),
             eos_token_ids: Vec::new(),
-            bundle: Bundle::new(Vec::new()),
+            bundle: Bundle::new(vec![(BUNDLE_FILE.to_owned(), vec![b'x'; BUNDLE_BYTES])]),
         };
         let options = Options {
             max_sequences: 4,
@@ -148,6 +151,34 @@ async fn the_largest_allowed_submission_keeps_the_session_open() {
     router.submit(2, vec![1, 2, 3], 5, Vec::new());
     let (tokens, end) = router.end_of(2).await;
     assert_eq!((tokens, end.finish_reason()), (5, v1::FinishReason::Length));
+}
+
+#[tokio::test]
+async fn at_most_64_bundles_are_sent_at_a_time() {
+    let router = Router::start(0.0, PROTOCOL_VERSION).await;
+    let fetch = || v1::FetchBundleRequest { digest: router.hello.bundle_digest.clone() };
+    let mut unread = Vec::new();
+    for _ in 0..4 {
+        let endpoint = tonic::transport::Endpoint::new(router.address.clone()).unwrap();
+        let channel = endpoint.initial_stream_window_size(1 << 10).connect().await.unwrap();
+        let mut client = WorkerClient::new(channel);
+        for _ in 0..16 {
+            unread.push(client.fetch_bundle(fetch()).await.unwrap().into_inner());
+        }
+    }
+    let mut client = WorkerClient::connect(router.address.clone()).await.unwrap();
+    let refused = client.fetch_bundle(fetch()).await.unwrap_err();
+    assert_eq!(refused.code(), tonic::Code::ResourceExhausted, "{refused}");
+    assert!(refused.message().contains("64 bundles"), "{refused}");
+    // Another one that waits is sent when one ends.
+    drop(unread.pop());
+    let mut pieces = client.fetch_bundle(fetch()).await.unwrap().into_inner();
+    let mut bytes = 0;
+    while let Some(piece) = pieces.message().await.unwrap() {
+        assert_eq!(piece.file, BUNDLE_FILE);
+        bytes += piece.data.len();
+    }
+    assert_eq!(bytes, BUNDLE_BYTES);
 }
 
 #[tokio::test]
