@@ -32,7 +32,8 @@ use crate::engine::{Engine, EngineOptions};
 use crate::options::{Device, Drafts, Options, OptionsError};
 use crate::session::{
     AuthenticationLayer, Authenticator, BUNDLES_MAX, COMMANDS_MAX, Clock, EngineExecution, EngineThread,
-    Message, OBSERVERS_MAX, QUEUED_KIB_MAX, ServiceTables, SessionContext, Watchdog, WorkerService,
+    Message, MeteredSemaphore, OBSERVERS_MAX, QUEUED_KIB_MAX, ServiceTables, SessionContext, Watchdog,
+    WorkerService,
 };
 
 /// Maximum connections of routers, probes and tools.
@@ -298,8 +299,8 @@ impl Core {
             heartbeat: options.heartbeat,
             clock,
             engine: sender,
-            queued: Arc::new(Semaphore::new(QUEUED_KIB_MAX)),
-            bundles: Arc::new(Semaphore::new(BUNDLES_MAX)),
+            queued: MeteredSemaphore::new(QUEUED_KIB_MAX, crate::metrics::queued_kib),
+            bundles: MeteredSemaphore::new(BUNDLES_MAX, crate::metrics::bundle_streams),
             permits: Arc::new(Semaphore::new(options.max_sessions as usize)),
             observers: Arc::new(Semaphore::new(OBSERVERS_MAX)),
             draining: Arc::new(AtomicBool::new(false)),

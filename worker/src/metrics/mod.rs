@@ -17,6 +17,8 @@ const WAITING: &str = "inflight_worker_waiting_sequences";
 const BLOCKS_USED: &str = "inflight_worker_kv_blocks_used";
 const BLOCKS: &str = "inflight_worker_kv_blocks";
 const SESSIONS: &str = "inflight_worker_sessions";
+const QUEUED_BYTES: &str = "inflight_worker_queued_submission_bytes";
+const BUNDLE_STREAMS: &str = "inflight_worker_bundle_streams";
 const COMMANDS: &str = "inflight_worker_engine_queue_commands";
 const ITERATIONS: &str = "inflight_worker_iterations_total";
 const STEP_SECONDS: &str = "inflight_worker_iteration_seconds";
@@ -189,6 +191,13 @@ pub const INVENTORY: &[(&str, MetricKind, Unit, &str)] = &[
     ),
     (SESSIONS_MAX, MetricKind::Gauge, Unit::Count, "Maximum open sessions with routers (--max-sessions)"),
     (SESSIONS, MetricKind::Gauge, Unit::Count, "Open sessions with routers"),
+    (
+        QUEUED_BYTES,
+        MetricKind::Gauge,
+        Unit::Bytes,
+        "Memory of submissions that the engine has not taken yet, at most 256 MiB; at the limit, sessions read no further messages",
+    ),
+    (BUNDLE_STREAMS, MetricKind::Gauge, Unit::Count, "Model bundles being sent to routers, at most 64"),
     (OBSERVERS, MetricKind::Gauge, Unit::Count, "Observers of the iterations, for live views"),
     (
         DROPPED_ITERATIONS,
@@ -500,6 +509,15 @@ pub(crate) fn recording_failed(failed: bool) {
 
 pub(crate) fn sessions(change: f64) {
     metrics::gauge!(SESSIONS).increment(change);
+}
+
+/// Adds to the memory of queued submissions, in KiB.
+pub(crate) fn queued_kib(change: f64) {
+    metrics::gauge!(QUEUED_BYTES).increment(change * 1024.0);
+}
+
+pub(crate) fn bundle_streams(change: f64) {
+    metrics::gauge!(BUNDLE_STREAMS).increment(change);
 }
 
 pub(crate) fn observers(change: f64) {

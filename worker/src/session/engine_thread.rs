@@ -9,11 +9,12 @@ use std::time::Duration;
 use inflight_contract::CostCoefficients;
 use inflight_proto::v1;
 use inflight_worker_core::{Anticipation, CacheEvent, CacheTier, Conditions, Grant, Load, Time};
-use tokio::sync::{OwnedSemaphorePermit, mpsc, oneshot};
+use tokio::sync::{mpsc, oneshot};
 
 use super::load_report;
 use super::observation::{Collector, Feed};
 use super::outbox::{Outbox, WorkerReport};
+use super::permits::MeteredPermits;
 use super::watchdog::Watchdog;
 use crate::engine::{ChoiceEvent, Command, Engine, EngineFailed, SessionId, StepReport};
 use crate::metrics::{StepMetrics, TenantMetrics};
@@ -49,7 +50,7 @@ pub(crate) enum Message {
     /// Session opened by this router; its updates go to the outbox.
     Open(SessionId, RouterName, Arc<Outbox>),
     /// Command of an open session, with the permits for its memory in the queue, released when the engine takes it.
-    Command(Command, Option<OwnedSemaphorePermit>),
+    Command(Command, Option<MeteredPermits>),
     /// The session's router requests a snapshot of the prefix cache.
     Resync(SessionId),
     /// Diagnose the worker's bottlenecks.

@@ -9,6 +9,7 @@ mod load_report;
 mod observation;
 mod observe;
 mod outbox;
+mod permits;
 mod service_tables;
 mod submission;
 mod watchdog;
@@ -35,6 +36,7 @@ pub use engine_thread::EngineExecution;
 pub(crate) use engine_thread::{COMMANDS_MAX, Clock, EngineThread, Message, RouterName};
 pub(crate) use observe::OBSERVERS_MAX;
 use outbox::Outbox;
+pub(crate) use permits::MeteredSemaphore;
 pub(crate) use service_tables::ServiceTables;
 pub(crate) use watchdog::Watchdog;
 
@@ -60,9 +62,9 @@ pub(crate) struct SessionContext {
     pub clock: Clock,
     pub engine: mpsc::Sender<Message>,
     /// Permits for the memory of queued submissions, one for each KiB of [`QUEUED_KIB_MAX`].
-    pub queued: Arc<Semaphore>,
+    pub queued: MeteredSemaphore,
     /// Permits to send a bundle.
-    pub bundles: Arc<Semaphore>,
+    pub bundles: MeteredSemaphore,
     pub permits: Arc<Semaphore>,
     /// Places of observers.
     pub observers: Arc<Semaphore>,
@@ -151,12 +153,13 @@ impl worker_server::Worker for WorkerService {
             let own = bundle.digest();
             return Err(Status::not_found(format!("no bundle {digest} here; this worker has {own}")));
         }
-        let permit = tokio::time::timeout(BUNDLE_WAIT_MAX, self.0.bundles.clone().acquire_owned()).await;
-        let Ok(Ok(permit)) = permit else {
-            let what =
-                format!("the worker is sending {BUNDLES_MAX} bundles, as many as it may; try again later");
-            return Err(Status::resource_exhausted(what));
-        };
+        let permit =
+            tokio::time::timeout(BUNDLE_WAIT_MAX, self.0.bundles.acquire(1)).await.map_err(|_| {
+                let what = format!(
+                    "the worker is sending {BUNDLES_MAX} bundles, as many as it may; try again later"
+                );
+                Status::resource_exhausted(what)
+            })?;
         let chunks = bundle.chunks(BUNDLE_CHUNK_BYTES).map(move |(file, data)| {
             let _held = &permit;
             Ok(v1::FetchBundleResponse { file, data })
@@ -233,8 +236,7 @@ async fn receive(
                     match submission::decode(submit, id, sessions.clock.now()) {
                         Ok(request) => {
                             prepare(&sessions.grammars, &request).await;
-                            queued =
-                                sessions.queued.clone().acquire_many_owned(queued_kib(&request)).await.ok();
+                            queued = Some(sessions.queued.acquire(queued_kib(&request)).await);
                             Command::Submit(Box::new(request))
                         }
                         Err(rejections) => {
