@@ -91,7 +91,7 @@ struct Usage {
 impl Usage {
     fn add(&mut self, matcher: &Matcher) {
         self.bytes = self.bytes.max(matcher.bytes());
-        self.share = self.share.max(matcher.work() as f64 / matcher.work_max() as f64);
+        self.share = self.share.max(matcher.work_debt() as f64 / Matcher::WORK_DEBT_MAX as f64);
     }
 
     fn end(&mut self, matcher: &Matcher, tokens: usize) {

@@ -10,7 +10,7 @@ use toktrie::{ApproximateTokEnv, InferenceCapabilities, TokEnv, TokRxInfo, TokTr
 
 use crate::budget::MemoryBudget;
 use crate::error::shorten;
-use crate::matcher::{LEXER_STATES_MAX, MATCHER_BYTES_MAX, MaskOutcome, Matcher, STEP_FUEL, Start};
+use crate::matcher::{MATCHER_BYTES_MAX, MaskOutcome, Matcher, STEP_FUEL, Start, lexer_states_max};
 use crate::{GrammarError, Vocabulary, json_schema, nesting};
 
 /// Stack of the thread that compiles: grammars nest up to [`nesting::NESTING_MAX`] groups.
@@ -22,15 +22,19 @@ const ONE_OF_REFUSED: &str = "oneOf constraints are not supported";
 /// Maximum size of the state at the beginning of an output: half of what a matcher may hold.
 const START_KIB_MAX: usize = MATCHER_BYTES_MAX >> 11;
 
+/// Maximum items of a row of the parser. Rows under schemas have tens.
+const ROW_ITEMS_MAX: usize = 300;
+
 /// Bounds on the work and the memory of one grammar, in the library's units of work.
 fn limits() -> ParserLimits {
     ParserLimits {
         // About 10 ms.
         initial_lexer_fuel: 500_000,
         step_lexer_fuel: STEP_FUEL,
-        // About 1 ms for a mask.
+        // About 1 ms for a mask, unless rows are long.
         step_max_items: 20_000,
-        max_lexer_states: LEXER_STATES_MAX,
+        max_items_in_row: ROW_ITEMS_MAX,
+        max_lexer_states: lexer_states_max(0),
         max_grammar_size: 200_000,
         // Errors reach clients and logs, which hold no outputs.
         verbose_errors: false,
@@ -130,16 +134,31 @@ impl Compiler {
     /// Compiles a grammar, if it is a schema with or without its `oneOf` expanded.
     fn compile_as(&self, grammar: &Grammar, expand_one_of: bool) -> Result<CompiledGrammar, GrammarError> {
         let parser = guarded(|| {
-            let init = GrammarInit::Serialized(top_level(grammar, expand_one_of)?);
-            let (logger, limits) = (Logger::new(0, 0), self.factory.limits().clone());
+            let (mut logger, mut limits) = (Logger::new(0, 0), self.factory.limits().clone());
+            let tokens = self.factory.tok_env();
+            let grammar = top_level(grammar, expand_one_of)?;
+            // Before the parser begins: it would predict a rule for each of 2^64 parameters.
+            let compiled = GrammarInit::Serialized(grammar.clone()).to_cgrammar(
+                Some(tokens.clone()),
+                &mut logger,
+                limits.clone(),
+                self.factory.extra_lexemes(),
+            );
+            let compiled = compiled.map_err(refused)?;
+            if compiled.parametric() {
+                return Err(GrammarError::Parameters);
+            }
+            limits.max_lexer_states = lexer_states_max(compiled.lexer_spec().lexemes.len());
+            drop(compiled);
+            let init = GrammarInit::Serialized(grammar);
             let capabilities = InferenceCapabilities::default();
             let parser = self.factory.create_parser_from_init_ext(init, logger, capabilities, limits);
-            let parser = parser.map_err(|error| GrammarError::Refused(shorten(&error.to_string())))?;
+            let parser = parser.map_err(refused)?;
             Start::new(parser, Arc::clone(&self.shape), Arc::clone(&self.budget))
                 .map_err(|error| GrammarError::Unsatisfiable(error.to_string()))
         });
         let (start, outcome) = parser?;
-        let kib = start.own_bytes() >> 10;
+        let kib = (start.bytes() + start.own_bytes()) >> 10;
         if kib > START_KIB_MAX {
             return Err(GrammarError::TooLarge { kib, most: START_KIB_MAX });
         }
@@ -160,6 +179,11 @@ impl CompiledGrammar {
     pub fn bytes(&self) -> usize {
         self.start.bytes()
     }
+}
+
+/// Returns the error of a grammar that the library refuses.
+fn refused(error: impl std::fmt::Display) -> GrammarError {
+    GrammarError::Refused(shorten(&error.to_string()))
 }
 
 /// Returns a grammar in the library's terms.

@@ -32,6 +32,9 @@ pub enum GrammarError {
     /// The compiler refuses the grammar.
     #[error("{0}")]
     Refused(String),
+    /// Rules have parameters.
+    #[error("rules with parameters (`name::...`) are not supported; write a rule for each value")]
+    Parameters,
     /// The state at the beginning of an output is too large.
     #[error(
         "the grammar takes {kib} KiB for each sequence; at most {most} are allowed; use fewer alternatives and shorter counted \
@@ -75,13 +78,13 @@ pub enum MatchError {
     },
     /// The masks of the output need too much work.
     #[error(
-        "the grammar needs too much work: {work} units for {consumed} tokens, of which {most} are allowed; use a simpler \
-         grammar, with shorter counted repetitions and fewer alternatives"
+        "the grammar needs too much work: {work} units beyond what its {consumed} tokens earn, of which {most} are allowed; use a \
+         simpler grammar, with shorter counted repetitions and fewer alternatives"
     )]
     Work {
         /// Tokens of the output so far.
         consumed: usize,
-        /// Work so far.
+        /// Work ahead of what the tokens earn.
         work: u64,
         /// Maximum work.
         most: u64,

@@ -17,24 +17,33 @@ use crate::usage::{Counts, capture_bytes, grammar_bytes};
 
 /// Maximum fuel of a mask: about 7 ms; common ones take some hundreds.
 pub(crate) const STEP_FUEL: u64 = 100_000;
-/// Maximum states of a lexer; beyond half of them it is built anew, so that one mask may add as many.
-pub(crate) const LEXER_STATES_MAX: usize = 40_000;
+/// Maximum states of a lexer, fewer with many lexemes; beyond half of them it is built anew, so that one mask may add as many.
+const LEXER_STATES_MAX: usize = 40_000;
+/// Minimum of that maximum.
+const LEXER_STATES_MIN: usize = 2_000;
+/// Maximum bytes of the states of a lexer, by a count of 8 for each lexeme and 256 beside them.
+const LEXER_BYTES_MAX: usize = 64 << 20;
 /// Bytes of a matcher beyond which it is built anew, without what it has cached.
 pub(crate) const MATCHER_BYTES_MAX: usize = 32 << 20;
-/// Work of an output beyond what its tokens earn: two of the largest masks.
-const WORK_BURST: u64 = 200_000;
-/// Work that each token of an output earns: 0.4 ms. Outputs under schemas of SchemaStore take 130 each, or 570 at the 99th
-/// percentile (`cargo bench -p inflight-grammar --bench masks -- FOLDER`).
+/// Work that each token of an output earns: 0.4 ms; what is earned without debt is lost. Outputs under schemas of SchemaStore take
+/// some hundreds each (`cargo bench -p inflight-grammar --bench masks -- FOLDER`).
 const WORK_PER_TOKEN: u64 = 4_000;
-/// Work of consuming a token anew.
-const REPLAY_WORK: u64 = 100;
+/// Part of an output's tokens that lie between two times that its parser is built anew, so that each token is consumed at most
+/// 32 times again.
+const REBUILD_DIVISOR: usize = 32;
 /// Maximum bytes that must follow, of which tokens are proposed.
 const FORCED_BYTES_MAX: usize = 512;
+
+/// Returns the maximum states of a lexer with this many lexemes.
+pub(crate) fn lexer_states_max(lexemes: usize) -> usize {
+    (LEXER_BYTES_MAX / (8 * lexemes + 256)).clamp(LEXER_STATES_MIN, LEXER_STATES_MAX)
+}
 
 /// State at the beginning of an output, shared by the matchers of a grammar.
 pub(crate) struct Start {
     parser: TokenParser,
     counts: Counts,
+    lexemes: usize,
     shape: Arc<MaskShape>,
     budget: Arc<MemoryBudget>,
     own_bytes: usize,
@@ -56,7 +65,8 @@ impl Start {
         let counts = Counts::of(&parser);
         let own_bytes = counts.bytes(&parser);
         let bytes = own_bytes + grammar_bytes(parser.parser.grammar());
-        Ok((Self { parser, counts, shape, budget, own_bytes, bytes }, outcome))
+        let lexemes = parser.parser.grammar().lexer_spec().lexemes.len();
+        Ok((Self { parser, counts, lexemes, shape, budget, own_bytes, bytes }, outcome))
     }
 
     /// Bytes of the state.
@@ -92,12 +102,16 @@ pub struct Matcher {
     row_bytes: usize,
     captures: usize,
     capture_bytes: usize,
-    /// Work before the parser was built anew.
-    earlier_work: u64,
+    /// Counts of the parser when its work was added last.
+    counted: Counts,
     /// Work so far.
     work: u64,
-    /// States of the lexer.
-    states: usize,
+    /// Work ahead of what the tokens have earned.
+    debt: u64,
+    /// Maximum states of the lexer before the parser is built anew.
+    states_max: usize,
+    /// Tokens after which the parser was built anew last.
+    rebuilt_at: Option<usize>,
     /// Fuel spent when the lexer was refuelled.
     refuelled_at: u64,
 }
@@ -126,14 +140,19 @@ impl Matcher {
             row_bytes: 0,
             captures: 0,
             capture_bytes: 0,
-            earlier_work: 0,
+            counted: start.counts,
             work: 0,
-            states: 0,
+            debt: 0,
+            states_max: lexer_states_max(start.lexemes) / 2,
+            rebuilt_at: None,
             refuelled_at: 0,
         };
         matcher.count();
         matcher
     }
+
+    /// Maximum of [`work_debt`](Self::work_debt): two of the largest masks.
+    pub const WORK_DEBT_MAX: u64 = 200_000;
 
     /// Number of 32-bit words of a mask.
     pub fn mask_words(vocab_size: usize) -> usize {
@@ -150,6 +169,9 @@ impl Matcher {
     /// # Errors
     /// [`MatchError`] if the grammar does not allow it; the matcher cannot be used any more.
     pub fn consume(&mut self, token: u32) -> Result<(), MatchError> {
+        if let Some(error) = &self.failed {
+            return Err(error.clone());
+        }
         if !self.begun {
             self.begun = self.begins_after == Some(token);
             self.consumed += 1;
@@ -211,7 +233,10 @@ impl Matcher {
         }
         let shape = Arc::clone(&self.start.shape);
         let outcome = self.guarded(|parser| compute_mask(parser, &shape, mask))?;
-        self.settle()?;
+        // An output that is complete needs no more.
+        if outcome == MaskOutcome::Masked {
+            self.settle()?;
+        }
         Ok(outcome)
     }
 
@@ -249,16 +274,25 @@ impl Matcher {
             let reason = format!("{tokens} tokens were to be taken back");
             return Err(MatchError::Stuck { consumed: self.consumed, reason });
         }
+        if let Some(error) = &self.failed {
+            return Err(error.clone());
+        }
         let kept = self.matched.len().saturating_sub(tokens);
         let of_grammar = self.matched.len() - kept;
+        self.row_bytes -= self.matched.drain(kept..).map(|(_, bytes)| bytes).sum::<usize>();
+        self.consumed -= tokens;
         if of_grammar > 0 {
-            self.guarded(|parser| parser.rollback(of_grammar).map_err(|error| error.to_string()))?;
+            let taken_back = attempt(&mut self.parser, |parser| {
+                parser.rollback(of_grammar).map_err(|error| error.to_string())
+            });
+            // The library takes nothing back under a grammar with `stop` or `max_tokens`.
+            if taken_back.is_err() {
+                self.rebuild()?;
+            }
         }
         if tokens > of_grammar && self.begins_after.is_some() {
             self.begun = false;
         }
-        self.row_bytes -= self.matched.drain(kept..).map(|(_, bytes)| bytes).sum::<usize>();
-        self.consumed -= tokens;
         Ok(())
     }
 
@@ -269,6 +303,7 @@ impl Matcher {
         if !self.begun || self.is_complete() {
             return Vec::new();
         }
+        let before = Counts::of(&self.parser);
         let forced = self.guarded(|parser| {
             let mut bytes = parser.force_bytes();
             bytes.truncate(FORCED_BYTES_MAX);
@@ -279,6 +314,9 @@ impl Matcher {
             }
             Ok(tokens)
         });
+        // The rows of forced bytes stay.
+        self.row_bytes += Counts::of(&self.parser).row_bytes_since(&before);
+        self.count();
         forced.unwrap_or_default()
     }
 
@@ -292,9 +330,9 @@ impl Matcher {
         self.work
     }
 
-    /// Work that the output may take so far.
-    pub fn work_max(&self) -> u64 {
-        WORK_BURST + WORK_PER_TOKEN * self.matched.len() as u64
+    /// Work ahead of what the tokens have earned.
+    pub fn work_debt(&self) -> u64 {
+        self.debt
     }
 
     /// Checks that the state holds no more than its share of the budget, which a new matcher may exceed.
@@ -324,6 +362,7 @@ impl Matcher {
         self.row_bytes += bytes;
         self.capture_bytes += capture_bytes(&self.parser, self.captures);
         self.captures = self.parser.captures().len();
+        self.debt = self.debt.saturating_sub(WORK_PER_TOKEN);
         self.count();
         Ok(())
     }
@@ -344,11 +383,13 @@ impl Matcher {
         Ok(())
     }
 
-    /// Updates the work, the states and the bytes held.
+    /// Updates the work and the bytes held.
     fn count(&mut self) {
         let counts = Counts::of(&self.parser);
-        self.work = self.earlier_work + counts.work() - self.start.counts.work();
-        self.states = counts.states;
+        let work = counts.work_since(&self.counted, self.start.lexemes);
+        self.counted = counts;
+        self.work += work;
+        self.debt += work;
         // One of the owners of what is shared is the compiled grammar.
         let shared = self.start.bytes / (Arc::strong_count(&self.start) - 1).max(1);
         let tokens = self.matched.capacity() * size_of::<(u32, usize)>();
@@ -359,13 +400,17 @@ impl Matcher {
     /// Checks the work and the bytes after a mask.
     fn settle(&mut self) -> Result<(), MatchError> {
         self.count();
-        if self.work > self.work_max() {
-            let (consumed, work, most) = (self.consumed, self.work, self.work_max());
-            return self.fail(MatchError::Work { consumed, work, most });
+        if self.debt > Self::WORK_DEBT_MAX {
+            let (consumed, work) = (self.consumed, self.debt);
+            return self.fail(MatchError::Work { consumed, work, most: Self::WORK_DEBT_MAX });
         }
         let most = self.lease.share().unwrap_or(usize::MAX).min(MATCHER_BYTES_MAX);
         if self.holds_more_than(most) {
-            self.rebuild()?;
+            let tokens = self.matched.len();
+            if self.rebuilt_at.is_none_or(|at| tokens >= at + at / REBUILD_DIVISOR) {
+                self.rebuilt_at = Some(tokens);
+                self.rebuild()?;
+            }
             if self.holds_more_than(most) {
                 return self.fail_memory();
             }
@@ -374,19 +419,22 @@ impl Matcher {
     }
 
     fn holds_more_than(&self, bytes: usize) -> bool {
-        self.lease.bytes() > bytes || self.states > LEXER_STATES_MAX / 2
+        self.lease.bytes() > bytes || self.counted.states > self.states_max
     }
 
-    /// Builds the parser anew from the tokens consumed, without what masks have made it cache.
+    /// Builds the parser anew from the tokens consumed, without what masks have made it cache. The output is not charged for it:
+    /// others may be the reason.
     fn rebuild(&mut self) -> Result<(), MatchError> {
-        self.earlier_work = self.work + REPLAY_WORK * self.matched.len() as u64;
+        let (work, debt) = (self.work, self.debt);
         self.parser = self.start.parser.deep_clone();
+        self.counted = self.start.counts;
         (self.refuelled_at, self.row_bytes, self.captures, self.capture_bytes) = (0, 0, 0, 0);
         for (token, _) in std::mem::take(&mut self.matched) {
             self.refuel()?;
             self.advance(token)?;
         }
         self.count();
+        (self.work, self.debt) = (work, debt);
         Ok(())
     }
 

@@ -22,6 +22,11 @@ const CAPTURE_BYTES: usize = 64;
 const SYMBOL_BYTES: usize = 256;
 /// Bytes of an element of its rules.
 const ELEMENT_BYTES: usize = 140;
+/// Lexemes that a transition of the lexer visits in a unit of work.
+const LEXEMES_PER_UNIT: usize = 256;
+/// Comparisons of items in a unit of work, by a square of the items in a row: completing a row of an ambiguous grammar takes the cube
+/// of its items over 16.
+const COMPARISONS_PER_UNIT: usize = 1600;
 
 /// Work and rows of a parser so far, in the library's counts.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
@@ -57,9 +62,14 @@ impl Counts {
         }
     }
 
-    /// Fuel and transitions of the lexer and items of the parser: about 100 ns each.
-    pub(crate) fn work(&self) -> u64 {
-        self.fuel + (self.transitions + self.items) as u64
+    /// Work since, in units of about 100 ns: fuel of the lexer, its transitions, each of which visits the lexemes, and items of the
+    /// parser, which searches the items of a row for each.
+    pub(crate) fn work_since(&self, before: &Self, lexemes: usize) -> u64 {
+        let transitions = (self.transitions - before.transitions) * (1 + lexemes / LEXEMES_PER_UNIT);
+        let items = self.items - before.items;
+        let in_row = items / (self.rows - before.rows).max(1);
+        let items = items * (1 + in_row * in_row / COMPARISONS_PER_UNIT);
+        self.fuel - before.fuel + (transitions + items) as u64
     }
 
     /// Bytes of the rows that were added since, if all of them are kept.

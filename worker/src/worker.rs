@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use futures::{Stream, StreamExt as _};
 use inflight_contract::SamplingSpec;
-use inflight_grammar::{GrammarError, Grammars, Vocabulary};
+use inflight_grammar::{GrammarError, Grammars, MemoryBudget, Vocabulary};
 use inflight_models::{self as models, FingerprintCache, ModelDir};
 use inflight_net::{
     Acceptor, ConnectionLimits, Framing, OpenCallsLayer, ReceiveBudget, ReceiveLayer, ReceiveLimits,
@@ -36,6 +36,8 @@ use crate::session::{
     WorkerService,
 };
 
+/// Memory for the grammar state of each of the maximum sequences, twice what usual schemas need.
+const MATCHER_BYTES: usize = 2 << 20;
 /// Maximum connections of routers, probes and tools.
 pub const CONNECTIONS_MAX: usize = 1024;
 /// HTTP/2 keep-alive: a dead peer is detected after interval plus timeout, and its requests are cancelled.
@@ -214,14 +216,16 @@ impl Worker {
 }
 
 /// Returns the grammars of a model, whose vocabulary is read from its bundle at first use.
-fn grammars(bundle: &Bundle, vocab_size: u32, eos_token_ids: &[u32]) -> Grammars {
+fn grammars(bundle: &Bundle, vocab_size: u32, eos_token_ids: &[u32], max_sequences: u32) -> Grammars {
     let bundle = bundle.clone();
-    Grammars::new(vocab_size, eos_token_ids, move || {
+    let grammars = Grammars::new(vocab_size, eos_token_ids, move || {
         let tokenizer = bundle.file("tokenizer.json");
         let tokenizer =
             tokenizer.ok_or_else(|| GrammarError::Vocabulary("it has no tokenizer.json".to_owned()))?;
         Vocabulary::from_json(tokenizer).map(Arc::new).map_err(GrammarError::Vocabulary)
-    })
+    });
+    let bytes = (max_sequences as usize).saturating_mul(MATCHER_BYTES);
+    grammars.with_matcher_bytes_max(bytes.max(MemoryBudget::DEFAULT_BYTES))
 }
 
 impl Core {
@@ -266,7 +270,12 @@ impl Core {
         if prior.is_none() {
             engine.calibrate().map_err(|error| Error::Device(error.to_string()))?;
         }
-        let grammars = Arc::new(grammars(&bundle, engine.model_limits().vocab_size, &eos_token_ids));
+        let grammars = Arc::new(grammars(
+            &bundle,
+            engine.model_limits().vocab_size,
+            &eos_token_ids,
+            options.max_sequences,
+        ));
         engine.set_grammars(grammars.clone());
         let limits = *engine.limits();
         let hello = v1::Hello {
@@ -302,6 +311,7 @@ impl Core {
             queued: MeteredSemaphore::new(QUEUED_KIB_MAX, crate::metrics::queued_kib),
             bundles: MeteredSemaphore::new(BUNDLES_MAX, crate::metrics::bundle_streams),
             permits: Arc::new(Semaphore::new(options.max_sessions as usize)),
+            sessions_max: options.max_sessions,
             observers: Arc::new(Semaphore::new(OBSERVERS_MAX)),
             draining: Arc::new(AtomicBool::new(false)),
             next: AtomicU64::new(1),
@@ -410,8 +420,12 @@ impl Core {
 /// correct routers never exhaust it.
 fn receive_budget(sessions_max: usize, submit_bytes_max: usize) -> ReceiveBudget {
     let max = (submit_bytes_max as u64).saturating_mul(sessions_max as u64 + 1);
-    let spent =
-        || Status::resource_exhausted("the worker is receiving as many bytes as it may; try again later");
+    let spent = move || {
+        let what = format!(
+            "the worker is receiving {max} bytes, the limit (one message for each of --max-sessions); try again later"
+        );
+        Status::resource_exhausted(what)
+    };
     ReceiveBudget::new(max, crate::metrics::receive_bytes(), spent)
 }
 

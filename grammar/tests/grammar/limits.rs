@@ -166,8 +166,8 @@ fn masks_that_need_too_much_work_end_the_output_and_usual_ones_need_a_twentieth(
     for grammar in [schema(TOOL), Grammar::JsonObject, Grammar::Choice(vec!["yes".into(), "no".into()])] {
         let mut output = Output::new(&compiler.compile(&grammar).unwrap(), 3);
         for _ in 0..200 {
-            let (work, most) = (output.matcher.work(), output.matcher.work_max());
-            assert!(20 * work <= most, "{grammar:?} needs {work} of {most}");
+            let (debt, most) = (output.matcher.work_debt(), Matcher::WORK_DEBT_MAX);
+            assert!(20 * debt <= most, "{grammar:?} needs {debt} of {most}");
             if output.step().unwrap().is_none() {
                 break;
             }
@@ -184,4 +184,48 @@ fn tokens_consumed_again_without_masks_have_the_fuel_of_many() {
         matcher.consume(256 + at * 7 % WORDS).unwrap();
     }
     assert!(matcher.work() > 200_000, "{} of work would be that of one mask", matcher.work());
+}
+
+#[test]
+fn an_ambiguous_grammar_ends_before_its_rows_are_long() {
+    let ambiguous = Grammar::Lark("start: start start | \"a\"".to_owned());
+    let mut matcher = compiler(&Arc::default()).compile(&ambiguous).unwrap().matcher(None);
+    let mut mask = vec![0; Matcher::mask_words(END as usize + 1)];
+    let error = (0..500)
+        .find_map(|_| matcher.write_mask(&mut mask).err().or_else(|| matcher.consume(b'a'.into()).err()));
+    let error = error.expect("an end");
+    println!("{error}");
+    assert!(matches!(error, MatchError::Work { .. } | MatchError::Stuck { .. }), "{error}");
+}
+
+#[test]
+fn work_is_not_saved_up_by_cheap_tokens() {
+    let late = Grammar::Regex(r"a*b[\x20-\x7e]*[aeiou][\x20-\x7e]{18}".to_owned());
+    let compiled = compiler(&Arc::default()).compile(&late).unwrap();
+    let mut output = Output::new(&compiled, 3);
+    for _ in 0..3_000 {
+        output.matcher.consume(b'a'.into()).unwrap();
+    }
+    output.matcher.consume(b'b'.into()).unwrap();
+    let error = (0..100).find_map(|_| output.step().err()).unwrap();
+    assert!(matches!(error, MatchError::Work { .. }), "{error}");
+    assert!(output.matcher.work() < 500_000, "{} of work", output.matcher.work());
+}
+
+#[test]
+fn tokens_are_taken_back_under_a_grammar_with_a_stop() {
+    let text = "start: body \"!\"\nbody[stop=\"x\"]: /[a-z]*/";
+    let mut matcher =
+        compiler(&Arc::default()).compile(&Grammar::Lark(text.to_owned())).unwrap().matcher(None);
+    let mask = |matcher: &mut Matcher| {
+        let mut mask = vec![0; Matcher::mask_words(END as usize + 1)];
+        assert_eq!(matcher.write_mask(&mut mask), Ok(MaskOutcome::Masked));
+        mask
+    };
+    matcher.consume(b'a'.into()).unwrap();
+    let before = mask(&mut matcher);
+    b"bcx".iter().for_each(|byte| matcher.consume((*byte).into()).unwrap());
+    assert_ne!(mask(&mut matcher), before);
+    matcher.rollback(3).unwrap();
+    assert_eq!(mask(&mut matcher), before);
 }

@@ -93,6 +93,10 @@ fn grammars_that_the_vocabulary_cannot_begin_and_empty_ones_are_refused() {
     assert!(matches!(unsatisfiable, Err(GrammarError::Unsatisfiable(_))), "{unsatisfiable:?}");
     assert!(outcome(Grammar::JsonObject).is_err());
     assert_eq!(outcome(Grammar::Lark("start: \"\"".to_owned())), Err(GrammarError::Empty));
+    // Its parser would predict a rule for each of 2^64 parameters.
+    let counting = "start: p::0\np::_ : p::incr(_) \"b\" | \"a\"";
+    assert_eq!(outcome(Grammar::Lark(counting.to_owned())), Err(GrammarError::Parameters));
+    assert!(outcome(Grammar::Lark("start: \"a::b\"".to_owned())).is_ok());
     assert!(outcome(Grammar::Lark("start: a b".to_owned())).is_err());
     assert!(outcome(Grammar::Lark("%import common.X".to_owned())).is_err());
     assert_eq!(outcome(Grammar::Regex("a".to_owned())), Ok(()));

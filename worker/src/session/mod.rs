@@ -65,7 +65,9 @@ pub(crate) struct SessionContext {
     pub queued: MeteredSemaphore,
     /// Permits to send a bundle.
     pub bundles: MeteredSemaphore,
+    /// Places of sessions, and their number.
     pub permits: Arc<Semaphore>,
+    pub sessions_max: u32,
     /// Places of observers.
     pub observers: Arc<Semaphore>,
     pub draining: Arc<AtomicBool>,
@@ -111,7 +113,9 @@ impl worker_server::Worker for WorkerService {
         }
         let Ok(permit) = sessions.permits.clone().try_acquire_owned() else {
             crate::metrics::session_rejected();
-            return Err(Status::resource_exhausted("the worker has as many sessions as it takes"));
+            let most = sessions.sessions_max;
+            let what = format!("the worker has {most} sessions, the limit (--max-sessions); try again later");
+            return Err(Status::resource_exhausted(what));
         };
         let peer = request.extensions().get::<Peer>().cloned();
         let secret_proof = request.extensions().get::<AnswerProof>().cloned();
@@ -183,7 +187,9 @@ impl worker_server::Worker for WorkerService {
         request: Request<v1::ObserveRequest>,
     ) -> Result<Response<Self::ObserveStream>, Status> {
         let Ok(permit) = self.0.observers.clone().try_acquire_owned() else {
-            return Err(Status::resource_exhausted("the worker has as many observers as it takes"));
+            let what =
+                format!("the worker has {OBSERVERS_MAX} observers, as many as it takes; try again later");
+            return Err(Status::resource_exhausted(what));
         };
         let responses = observe::observe(request.into_inner(), self.0.engine.clone(), permit).await?;
         Ok(Response::new(Box::pin(responses)))
