@@ -323,7 +323,8 @@ impl Outcome {
             Self::Unauthenticated(reason) | Self::Denied(reason) => reason.clone(),
             Self::Full(over) | Self::Limited(over) => over.what.clone(),
             Self::Displaced { .. } => {
-                "evicted from the full queue by a request that goes first; try again later".to_owned()
+                "evicted from the full queue (--queue-requests-max, --queue-tokens-max, or the tenant's bounds) by a request that goes first; try again later"
+                    .to_owned()
             }
             Self::Infeasible { predicted, left } => format!(
                 "the first token would come in about {:.3} s, but the deadline is in {:.3} s; try again later or allow more time",

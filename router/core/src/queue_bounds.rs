@@ -96,6 +96,16 @@ impl QueueFull {
         Self { tenant: Some(tenant.to_owned()), ..self }
     }
 
+    /// Returns the option that moves the bound.
+    fn option(&self) -> &'static str {
+        match (&self.tenant, self.bound) {
+            (None, QueueBound::Requests { .. }) => "--queue-requests-max",
+            (None, QueueBound::Tokens { .. }) => "--queue-tokens-max",
+            (Some(_), QueueBound::Requests { .. }) => "queue_requests in the tenants file",
+            (Some(_), QueueBound::Tokens { .. }) => "queue_tokens in the tenants file",
+        }
+    }
+
     /// Returns a stable name of the bound.
     pub fn quota(&self) -> &'static str {
         match (&self.tenant, self.bound) {
@@ -114,14 +124,12 @@ impl std::fmt::Display for QueueFull {
             Some(tenant) => write!(out, "the queue holds for the tenant {tenant:?} ")?,
         }
         match self.bound {
-            QueueBound::Requests { held, limit } => {
-                write!(out, "{held} requests, its limit being {limit}; try again later")
+            QueueBound::Requests { held, limit } => write!(out, "{held} requests; the limit is {limit}")?,
+            QueueBound::Tokens { held, asked, limit } => {
+                write!(out, "{held} tokens, and this request would add {asked}; the limit is {limit}")?;
             }
-            QueueBound::Tokens { held, asked, limit } => write!(
-                out,
-                "{held} tokens and this request would add {asked}, over its limit of {limit}; try again later"
-            ),
         }
+        write!(out, " ({}); try again later", self.option())
     }
 }
 

@@ -87,8 +87,9 @@ impl ArrivalLayer {
         {
             return Ok(());
         }
-        let what =
-            format!("{UNAUTHENTICATED_CALLS_MAX} calls are open on this connection, and none showed a key");
+        let what = format!(
+            "{UNAUTHENTICATED_CALLS_MAX} calls are open on this connection, as many as without a key; end some, or send the key"
+        );
         Err(Outcome::Full(Box::new(Overload::of_router(
             what,
             "unauthenticated_calls",

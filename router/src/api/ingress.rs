@@ -233,7 +233,8 @@ impl Ingress {
     /// Takes the permit of an open call.
     fn stream_permit(&self) -> Result<OwnedSemaphorePermit, Outcome> {
         self.streams.clone().try_acquire_owned().map_err(|_| {
-            let what = format!("{} calls are open, the limit; try again later", self.options.streams_max);
+            let most = self.options.streams_max;
+            let what = format!("{most} calls are open, the limit (--streams-max); try again later");
             Outcome::Full(Box::new(Overload::of_router(what, "streams", self.options.retry_delay)))
         })
     }

@@ -1,7 +1,7 @@
 //! Every endpoint of the HTTP APIs, on the bytes of the wire.
 
 use inflight_proto::v1;
-use inflight_router::HttpOptions;
+use inflight_router::{Admin, HttpOptions, Options};
 use serde_json::{Value, json};
 
 use crate::cluster::{Cluster, bounded, tokens};
@@ -492,6 +492,16 @@ async fn browsers_of_allowed_origins_may_call() {
         let origin = [("origin", "https://chat.example")];
         let models = Call::send(http.address, "GET", "/v1/models", &origin, b"").await.response().await;
         assert_eq!(models.headers["access-control-allow-origin"], "https://chat.example");
+        // The live view is for its own page only, even if all origins are allowed.
+        let options = Options {
+            admin: Admin::On,
+            ..with_http(HttpOptions { cors_origins: vec!["*".to_owned()], ..Default::default() })
+        };
+        let open = HttpCluster::start(options).await;
+        for (path, any) in [("/v1/models", true), ("/ui", false), ("/ui/requests/1", false)] {
+            let answer = Call::send(open.address, "GET", path, &origin, b"").await.response().await;
+            assert_eq!(answer.headers.contains_key("access-control-allow-origin"), any, "{path}: {answer:?}");
+        }
     })
     .await;
 }

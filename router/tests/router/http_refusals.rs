@@ -155,7 +155,11 @@ async fn calls_beyond_the_limit_of_open_calls_are_refused_with_the_time_to_retry
                 let refused = http.post(path, &format!("{ask},\"stream\":{stream}}}")).await.response().await;
                 let retry = check_retry(path, &refused, 503, "overloaded", "overloaded_error");
                 assert_eq!(retry, 7, "seconds, rounded up");
-                assert!(refused.body.contains("1 calls are open"), "{}", refused.body);
+                assert!(
+                    refused.body.contains("1 calls are open, the limit (--streams-max)"),
+                    "{}",
+                    refused.body
+                );
             }
         }
         http.session.finish(&submit, 0, &tokens("a"), LENGTH);

@@ -492,6 +492,10 @@ async fn ten_thousand_requests_are_shown_and_more_are_counted() {
     .await;
 }
 
+fn code_of<T>(answer: Result<T, Status>) -> Code {
+    answer.err().map_or(Code::Ok, |status| status.code())
+}
+
 #[tokio::test]
 async fn only_administrators_look_and_one_that_is_no_more_is_sent_away() {
     bounded(async {
@@ -499,23 +503,38 @@ async fn only_administrators_look_and_one_that_is_no_more_is_sent_away() {
             let keys = |name| format!("[tenants.{name}]\nkeys = [{{ sha256 = \"{}\" }}]\n", digest(name));
             format!("{}admin = {admin}\n{}", keys("boss"), keys("guest"))
         };
-        let options = Options { admin: Admin::On, ..with_http(HttpOptions::default()) };
+        // Nothing listens on the supervisor's socket.
+        let supervisor = Some(Folder::new().0.join("control"));
+        let options = Options { admin: Admin::On, supervisor, ..with_http(HttpOptions::default()) };
         let (cluster, _session, folder, _worker) = started(&file(true), options).await;
         let list = v1::ListRequestsRequest::default();
-        for (key, wanted) in
-            [("boss", Code::Ok), ("guest", Code::PermissionDenied), ("nobody", Code::Unauthenticated)]
-        {
-            let answer = operator(&cluster).list_requests(with_key(list.clone(), key)).await;
-            assert_eq!(answer.err().map_or(Code::Ok, |status| status.code()), wanted, "{key}");
+        let life = v1::GetRequestRequest { number: 1, ..Default::default() };
+        let denied = [("guest", Code::PermissionDenied), ("nobody", Code::Unauthenticated)];
+        for (key, wanted) in [("boss", Code::Ok)].into_iter().chain(denied) {
+            let mut operator = operator(&cluster);
+            let found = if wanted == Code::Ok { Code::NotFound } else { wanted };
+            let diagnose = with_key(v1::DiagnoseClusterRequest::default(), key);
+            let codes = [
+                code_of(operator.list_requests(with_key(list.clone(), key)).await),
+                code_of(operator.get_request(with_key(life.clone(), key)).await),
+                code_of(operator.watch(with_key(v1::WatchRequest::default(), key)).await),
+                code_of(operator.diagnose_cluster(diagnose).await),
+            ];
+            assert_eq!(codes, [wanted, found, wanted, wanted], "{key}");
         }
         assert_eq!(operator(&cluster).list_requests(list).await.unwrap_err().code(), Code::Unauthenticated);
         let http = cluster.http.unwrap();
-        let get = async |path: &str, key: &str| {
+        for (key, [life, events, killed]) in
+            [("boss", [404, 200, 500]), ("guest", [403; 3]), ("nobody", [401; 3])]
+        {
             let bearer = format!("Bearer {key}");
-            Call::send(http, "GET", path, &[("authorization", &bearer)], b"").await.response().await
-        };
-        for (key, wanted) in [("boss", 404), ("guest", 403), ("nobody", 401)] {
-            assert_eq!(get("/ui/requests/1", key).await.status, wanted, "{key}");
+            let key = [("authorization", bearer.as_str())];
+            let got = Call::send(http, "GET", "/ui/requests/1", &key, b"").await.response().await.status;
+            assert_eq!(got, life, "{bearer}");
+            let mut watch = Call::send(http, "GET", "/ui/events", &key, b"").await;
+            assert_eq!(watch.head().await.0, events, "{bearer}");
+            let as_page = [("host", "127.0.0.1"), ("x-inflight-ui", "1"), key[0]];
+            assert_eq!(kill(http, "/ui/workers/0/kill", &as_page).await, killed, "{bearer}");
         }
         // The page itself shows nothing.
         let page = Call::send(http, "GET", "/ui", &[], b"").await.response().await;
@@ -596,18 +615,19 @@ async fn hostile_names_arrive_as_they_are_and_break_nothing() {
     .await;
 }
 
+/// Posts to a path with these headers alone; returns the status. The client's own host header is a name.
+async fn kill(address: std::net::SocketAddr, path: &str, headers: &[(&str, &str)]) -> u16 {
+    let mut head = format!("POST {path} HTTP/1.1\r\ncontent-length: 0\r\n");
+    headers.iter().for_each(|(name, value)| head.push_str(&format!("{name}: {value}\r\n")));
+    let mut stream = tokio::net::TcpStream::connect(address).await.unwrap();
+    stream.write_all(format!("{head}\r\n").as_bytes()).await.unwrap();
+    Call::over(stream).response().await.status
+}
+
 #[tokio::test]
 async fn a_worker_is_killed_only_as_the_page_asks_and_only_under_up() {
     bounded(async {
         let header = [("host", "127.0.0.1"), ("x-inflight-ui", "1")];
-        let kill = async |address, path: &str, headers: &[(&str, &str)]| {
-            // The client's own host header comes first, and is a name.
-            let mut head = format!("POST {path} HTTP/1.1\r\ncontent-length: 0\r\n");
-            headers.iter().for_each(|(name, value)| head.push_str(&format!("{name}: {value}\r\n")));
-            let mut stream = tokio::net::TcpStream::connect(address).await.unwrap();
-            stream.write_all(format!("{head}\r\n").as_bytes()).await.unwrap();
-            Call::over(stream).response().await.status
-        };
         let plain = Options { admin: Admin::On, ..with_http(HttpOptions::default()) };
         let http = HttpCluster::start(plain.clone()).await;
         assert_eq!(kill(http.address, "/ui/workers/0/kill", &header).await, 403, "not under `up`");

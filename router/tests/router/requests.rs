@@ -380,6 +380,7 @@ async fn a_full_queue_rejects_with_a_retry_delay() {
         assert_eq!(retry, Some(Duration::from_secs(1)));
         assert_eq!(status.metadata().get("grpc-retry-pushback-ms").unwrap(), "1000");
         assert_eq!(status.get_details_error_info().unwrap().reason, "FULL");
+        assert!(status.message().contains("the limit is 2 (--queue-requests-max)"), "{status}");
         // A client that leaves frees its queue slot, and its request never reaches a worker.
         drop(first);
         let third = loop {
