@@ -33,6 +33,8 @@ const REQUESTS: usize = 12;
 const UNREAD_STREAMS: usize = 8;
 /// Default time of fault injection in seconds; `INFLIGHT_CHAOS_SECONDS` overrides it.
 const SECONDS: u64 = 15;
+/// Time in which faults of every kind occur.
+const LONG: Duration = Duration::from_secs(60);
 /// Time after which a stream counts as hung. A request that meets lost workers again and again is in quarantine for
 /// a while.
 const HUNG: Duration = Duration::from_secs(180);
@@ -154,6 +156,18 @@ impl Cluster {
         self.workers.iter().chain(&self.routers).map(newest).collect()
     }
 
+    /// Whether a router has closed a session after a protocol violation; one that does not answer counts nothing.
+    async fn liar_is_exposed(&self) -> bool {
+        for router in &self.routers {
+            if let Ok(Ok(metrics)) = timeout(Duration::from_millis(500), scrape(router.metrics)).await
+                && metrics.total("inflight_router_protocol_violations_total").is_ok_and(|total| total > 0.0)
+            {
+                return true;
+            }
+        }
+        false
+    }
+
     /// Kills or suspends a random process, sets its clock, or lies to a random worker.
     async fn fault(&mut self, random: &mut StdRng, counts: &mut [u32; 4]) -> Result<()> {
         let processes = self.workers.len() + self.routers.len();
@@ -261,10 +275,11 @@ async fn endure(seed: u64) -> Result<()> {
         streams.spawn(stream(number, channels.clone(), requests.clone(), expected.clone(), done.clone()));
     }
     let end = Instant::now() + seconds();
-    let (mut counts, mut unread) = ([0; 4], Vec::new());
+    let (mut counts, mut unread, mut exposed) = ([0; 4], Vec::new(), false);
     while Instant::now() < end {
         let next = Instant::now() + Duration::from_secs(1);
         cluster.fault(&mut random, &mut counts).await?;
+        exposed |= cluster.liar_is_exposed().await;
         // Streams of killed routers are gone; a new one takes the place of the oldest.
         let mut client = InferenceClient::new(channels[random.random_range(0..channels.len())].clone());
         if let Ok(Ok(stream)) =
@@ -288,13 +303,18 @@ async fn endure(seed: u64) -> Result<()> {
     let [kills, suspensions, jumps, lies] = counts;
     println!(
         "{} whole streams, {} failed with a sentence, {} of them with a stale cursor; {kills} kills, {suspensions} suspensions, \
-         {jumps} clock jumps, {lies} lying routers, {} unread",
+         {jumps} clock jumps, {lies} lying routers, {} unread, the lying worker exposed: {exposed}",
         total.whole,
         total.failed,
         total.stale,
         unread.len()
     );
     ensure!(total.whole > total.failed, "more streams failed than ended");
+    if seconds() >= LONG {
+        ensure!(counts.iter().all(|count| *count > 0), "a kind of fault did not occur");
+        ensure!(!unread.is_empty(), "no stream was unread");
+        ensure!(exposed, "no router has closed the session of the lying worker");
+    }
     drop(unread);
     // The processes live, and serve as before.
     let after = generate(&channels, requests[0].clone()).await?;
