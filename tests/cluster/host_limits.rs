@@ -59,7 +59,8 @@ async fn a_recording_on_a_full_disk_is_a_metric_and_a_finding_and_serving_goes_o
     worker_flags.push(record.clone());
     let worker = RoleProcess::start(program().to_owned(), "worker", &worker_flags).await?;
     let workers = format!("--workers={}", worker.address);
-    let router = RoleProcess::start(program().to_owned(), "router", &[workers, record]).await?;
+    let router_flags = [workers, record, "--admin=read-only".to_owned()];
+    let router = RoleProcess::start(program().to_owned(), "router", &router_flags).await?;
     let ready = || async {
         let models = router.client()?.list_models(ListModelsRequest {}).await?.into_inner().models;
         ensure!(!models.is_empty());
@@ -83,8 +84,11 @@ async fn a_recording_on_a_full_disk_is_a_metric_and_a_finding_and_serving_goes_o
         };
         eventually(name, failed).await?;
     }
-    let diagnosed = run(program(), &["diagnose", &worker.address.to_string()], "").await?;
+    let (worker, router) = (worker.address.to_string(), router.address.to_string());
+    let diagnosed = run(program(), &["diagnose", &worker], "").await?;
     ensure!(diagnosed.stdout.contains("recording failed: "), "{diagnosed:?}");
+    let diagnosed = run(program(), &["diagnose", "--router", &router], "").await?;
+    ensure!(diagnosed.stdout.contains("recording failed: the router's"), "{diagnosed:?}");
     Ok(())
 }
 

@@ -282,6 +282,9 @@ impl DispatcherState {
             tracing::error!(%error, "recording stopped: cannot write the file");
             self.recorder = None;
             metrics::gauge!(names::RECORDING_FAILED).set(1);
+            if let Some(live) = &self.live {
+                live.set_recording_failed();
+            }
         }
     }
 

@@ -14,6 +14,18 @@ pub(crate) struct RouterFinding {
     pub(crate) advice: &'static str,
 }
 
+impl RouterFinding {
+    /// The recording has ended with an error; it limits no request.
+    pub(super) fn recording_failed() -> Self {
+        Self {
+            bottleneck: "recording_failed",
+            window_share: 1.0,
+            evidence: "the router's recording ended early: its file could not be written".to_owned(),
+            advice: "free space where --record writes, and restart the router",
+        }
+    }
+}
+
 /// Returns what is wrong at the router, most severe first. Requests queued for longer than `queue_objective` count
 /// as late.
 pub(super) fn of(

@@ -2,7 +2,7 @@
 
 use std::collections::{BTreeMap, VecDeque};
 use std::path::PathBuf;
-use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -37,6 +37,8 @@ pub(crate) struct Hub {
     /// Worker addresses; the index plus one is the number of a worker under `inflight up`.
     up_workers: Vec<String>,
     next_number: AtomicU64,
+    /// Whether the recording has ended with an error.
+    recording_failed: AtomicBool,
     registry: Mutex<Registry>,
     workers: Mutex<BTreeMap<WorkerId, Arc<LiveWorker>>>,
     models: Mutex<Vec<String>>,
@@ -158,6 +160,7 @@ impl Hub {
             supervisor: options.supervisor.clone(),
             up_workers: options.supervisor.as_ref().map_or_else(Vec::new, |_| options.workers.clone()),
             next_number: AtomicU64::new(1),
+            recording_failed: AtomicBool::new(false),
             registry: Mutex::default(),
             workers: Mutex::default(),
             models: Mutex::default(),
@@ -395,7 +398,16 @@ impl Hub {
     pub(crate) fn findings(&self, now: Instant, queue_objective: Duration) -> Vec<RouterFinding> {
         let snapshot = self.snapshot(now);
         let workers: Vec<_> = snapshot.workers.iter().map(|sample| &sample.view).collect();
-        findings::of(&snapshot.cluster, &workers, queue_objective)
+        let mut findings = findings::of(&snapshot.cluster, &workers, queue_objective);
+        if self.recording_failed.load(Ordering::Relaxed) {
+            findings.push(RouterFinding::recording_failed());
+        }
+        findings
+    }
+
+    /// Reports that the recording has ended with an error.
+    pub(crate) fn set_recording_failed(&self) {
+        self.recording_failed.store(true, Ordering::Relaxed);
     }
 
     /// Lists requests, oldest first, with the number of those beyond `limit`. `tenant`: only its requests, unless empty.
