@@ -30,7 +30,7 @@ struct Entry<V> {
 }
 
 impl<V: Clone> DigestCache<V> {
-    /// Creates an empty cache of at least one entry, and of any number of bytes.
+    /// Creates an empty cache with a capacity of at least one entry and no limit on bytes.
     pub fn new(capacity: usize) -> Self {
         let entries = Entries { by_digest: HashMap::new(), bytes: 0, lookups: 0 };
         Self { entries: Mutex::new(entries), capacity: capacity.max(1), bytes_max: usize::MAX }

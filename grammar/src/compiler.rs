@@ -19,10 +19,10 @@ const STACK_BYTES: usize = 16 << 20;
 /// Begin of the library's error about alternatives that are not known to exclude each other.
 const ONE_OF_REFUSED: &str = "oneOf constraints are not supported";
 
-/// Maximum size of the state at the beginning of an output: half of what a matcher may hold.
+/// Maximum size of a compiled grammar with its initial parser state: half of the maximum of a matcher.
 const START_KIB_MAX: usize = MATCHER_BYTES_MAX >> 11;
 
-/// Maximum items of a row of the parser. Rows under schemas have tens.
+/// Maximum Earley items in a row of the parser: rows under JSON schemas have tens, those of ambiguous grammars grow without bound.
 const ROW_ITEMS_MAX: usize = 300;
 
 /// Bounds on the work and the memory of one grammar, in the library's units of work.
@@ -137,7 +137,8 @@ impl Compiler {
             let (mut logger, mut limits) = (Logger::new(0, 0), self.factory.limits().clone());
             let tokens = self.factory.tok_env();
             let grammar = top_level(grammar, expand_one_of)?;
-            // Before the parser begins: it would predict a rule for each of 2^64 parameters.
+            // Parametric rules are refused before the Earley parser is constructed, which would predict an item for each of 2^64
+            // parameter values.
             let compiled = GrammarInit::Serialized(grammar.clone()).to_cgrammar(
                 Some(tokens.clone()),
                 &mut logger,

@@ -91,8 +91,8 @@ pub enum MatchError {
     },
     /// The state holds more than its share of the memory.
     #[error(
-        "the grammar holds {kib} KiB after {consumed} tokens, more than a sequence's share of the {most_mib} MiB for structured \
-         output; use a simpler grammar, with shorter counted repetitions and fewer alternatives"
+        "the grammar holds {kib} KiB after {consumed} tokens, more than this sequence may hold of the {most_mib} MiB for \
+         structured output; use a simpler grammar, with shorter counted repetitions and fewer alternatives"
     )]
     Memory {
         /// Tokens of the output so far.

@@ -15,23 +15,23 @@ use crate::compiler::MaskShape;
 use crate::error::shorten;
 use crate::usage::{Counts, capture_bytes, grammar_bytes};
 
-/// Maximum fuel of a mask: about 7 ms; common ones take some hundreds.
+/// Maximum lexer fuel of a token mask: 100,000 units, about 7 ms. Common masks take some hundreds.
 pub(crate) const STEP_FUEL: u64 = 100_000;
-/// Maximum states of a lexer, fewer with many lexemes; beyond half of them it is built anew, so that one mask may add as many.
+/// Maximum lexer states of a matcher; fewer if the grammar has many lexemes. A matcher with more than half of them is rebuilt, so
+/// that a single mask can add the other half.
 const LEXER_STATES_MAX: usize = 40_000;
-/// Minimum of that maximum.
+/// Lower bound of the maximum lexer states, for grammars with thousands of lexemes.
 const LEXER_STATES_MIN: usize = 2_000;
-/// Maximum bytes of the states of a lexer, by a count of 8 for each lexeme and 256 beside them.
+/// Maximum bytes of a matcher's lexer states, estimated as 256 bytes and 8 for each lexeme of the grammar per state.
 const LEXER_BYTES_MAX: usize = 64 << 20;
-/// Bytes of a matcher beyond which it is built anew, without what it has cached.
+/// Maximum bytes of a matcher. Beyond them it is rebuilt without its cached lexer states.
 pub(crate) const MATCHER_BYTES_MAX: usize = 32 << 20;
-/// Work that each token of an output earns: 0.4 ms; what is earned without debt is lost. Outputs under schemas of SchemaStore take
-/// some hundreds each (`cargo bench -p inflight-grammar --bench masks -- FOLDER`).
+/// Refill rate of the token bucket that limits work: units per token of the output, about 0.4 ms. Outputs under schemas of SchemaStore
+/// use 130 units per token in the median (`cargo bench -p inflight-grammar --bench masks -- FOLDER`).
 const WORK_PER_TOKEN: u64 = 4_000;
-/// Part of an output's tokens that lie between two times that its parser is built anew, so that each token is consumed at most
-/// 32 times again.
+/// A parser is rebuilt again only after 1/32 more tokens, so rebuilds replay at most 32 tokens per token of the output (amortized).
 const REBUILD_DIVISOR: usize = 32;
-/// Maximum bytes that must follow, of which tokens are proposed.
+/// Maximum forced bytes (the only continuation that the grammar allows) that are proposed as draft tokens.
 const FORCED_BYTES_MAX: usize = 512;
 
 /// Returns the maximum states of a lexer with this many lexemes.
@@ -106,11 +106,11 @@ pub struct Matcher {
     counted: Counts,
     /// Work so far.
     work: u64,
-    /// Work ahead of what the tokens have earned.
+    /// Level of the token bucket that limits work: work minus refills, at least 0.
     debt: u64,
-    /// Maximum states of the lexer before the parser is built anew.
+    /// Lexer states beyond which the parser is rebuilt.
     states_max: usize,
-    /// Tokens after which the parser was built anew last.
+    /// Number of tokens at the last rebuild of the parser.
     rebuilt_at: Option<usize>,
     /// Fuel spent when the lexer was refuelled.
     refuelled_at: u64,
@@ -151,7 +151,7 @@ impl Matcher {
         matcher
     }
 
-    /// Maximum of [`work_debt`](Self::work_debt): two of the largest masks.
+    /// Capacity of the token bucket that limits work, in units of about 100 ns: two of the largest masks.
     pub const WORK_DEBT_MAX: u64 = 200_000;
 
     /// Number of 32-bit words of a mask.
@@ -233,7 +233,7 @@ impl Matcher {
         }
         let shape = Arc::clone(&self.start.shape);
         let outcome = self.guarded(|parser| compute_mask(parser, &shape, mask))?;
-        // An output that is complete needs no more.
+        // A complete output needs no further mask, so its limits no longer matter.
         if outcome == MaskOutcome::Masked {
             self.settle()?;
         }
@@ -265,7 +265,14 @@ impl Matcher {
         self.guarded(|parser| validate(parser, tokens))
     }
 
-    /// Takes back the tokens consumed last; for drafts that were refused.
+    /// Whether tokens can be rolled back without replaying the output: the library cannot under a grammar with `stop` or `max_tokens`,
+    /// so outputs under such a grammar get no draft tokens.
+    pub fn can_roll_back(&self) -> bool {
+        self.start.parser.parser.grammar().lexer_spec().can_rollback()
+    }
+
+    /// Takes back the tokens consumed last; for drafts that were refused. Replays the output unless
+    /// [`can_roll_back`](Self::can_roll_back).
     ///
     /// # Errors
     /// [`MatchError::Stuck`] if there are fewer.
@@ -285,7 +292,7 @@ impl Matcher {
             let taken_back = attempt(&mut self.parser, |parser| {
                 parser.rollback(of_grammar).map_err(|error| error.to_string())
             });
-            // The library takes nothing back under a grammar with `stop` or `max_tokens`.
+            // See `can_roll_back`.
             if taken_back.is_err() {
                 self.rebuild()?;
             }
@@ -314,7 +321,7 @@ impl Matcher {
             }
             Ok(tokens)
         });
-        // The rows of forced bytes stay.
+        // The parser keeps the rows of forced bytes.
         self.row_bytes += Counts::of(&self.parser).row_bytes_since(&before);
         self.count();
         forced.unwrap_or_default()
@@ -330,7 +337,7 @@ impl Matcher {
         self.work
     }
 
-    /// Work ahead of what the tokens have earned.
+    /// Level of the token bucket that limits work: an output fails when it exceeds [`WORK_DEBT_MAX`](Self::WORK_DEBT_MAX).
     pub fn work_debt(&self) -> u64 {
         self.debt
     }
@@ -422,8 +429,8 @@ impl Matcher {
         self.lease.bytes() > bytes || self.counted.states > self.states_max
     }
 
-    /// Builds the parser anew from the tokens consumed, without what masks have made it cache. The output is not charged for it:
-    /// others may be the reason.
+    /// Rebuilds the parser by replaying the tokens, without cached lexer states. Not charged as work: the reason may be the memory of
+    /// other sequences.
     fn rebuild(&mut self) -> Result<(), MatchError> {
         let (work, debt) = (self.work, self.debt);
         self.parser = self.start.parser.deep_clone();

@@ -24,8 +24,8 @@ const SYMBOL_BYTES: usize = 256;
 const ELEMENT_BYTES: usize = 140;
 /// Lexemes that a transition of the lexer visits in a unit of work.
 const LEXEMES_PER_UNIT: usize = 256;
-/// Comparisons of items in a unit of work, by a square of the items in a row: completing a row of an ambiguous grammar takes the cube
-/// of its items over 16.
+/// Divisor of the squared row length in the work of an Earley item: completing a row of n items of an ambiguous grammar compares up to
+/// n^3 / 16 pairs of items.
 const COMPARISONS_PER_UNIT: usize = 1600;
 
 /// Work and rows of a parser so far, in the library's counts.

@@ -222,6 +222,7 @@ fn tokens_are_taken_back_under_a_grammar_with_a_stop() {
         assert_eq!(matcher.write_mask(&mut mask), Ok(MaskOutcome::Masked));
         mask
     };
+    assert!(!matcher.can_roll_back());
     matcher.consume(b'a'.into()).unwrap();
     let before = mask(&mut matcher);
     b"bcx".iter().for_each(|byte| matcher.consume((*byte).into()).unwrap());

@@ -96,7 +96,7 @@ impl QueueFull {
         Self { tenant: Some(tenant.to_owned()), ..self }
     }
 
-    /// Returns the option that moves the bound.
+    /// Returns the command-line option or the tenants file's field that sets the limit.
     fn option(&self) -> &'static str {
         match (&self.tenant, self.bound) {
             (None, QueueBound::Requests { .. }) => "--queue-requests-max",

@@ -14,6 +14,8 @@ pub(super) struct LiveConstraint {
     /// State after the committed tokens; away while a mask is computed.
     pub(super) matcher: Option<Box<Matcher>>,
     pub(super) ignore_eos: bool,
+    /// Whether the matcher can roll back drafts that are not accepted.
+    can_draft: bool,
     /// Forced tokens that follow the committed ones, computed before the matcher moves to the mask pool; empty without look-ahead.
     pub(super) predicted: Vec<u32>,
     /// End found while masks were computed, and the number of tokens before it.
@@ -61,6 +63,7 @@ impl LiveConstraint {
         let consumed = checked.and_then(|()| tokens.iter().try_for_each(|token| matcher.consume(*token)));
         consumed.map_err(|error| Failure::Constraint(error.to_string()))?;
         Ok(Some(Self {
+            can_draft: matcher.can_roll_back(),
             matcher: Some(Box::new(matcher)),
             ignore_eos: sampling.ignore_eos,
             predicted: Vec::new(),
@@ -98,6 +101,9 @@ impl LiveConstraint {
     /// Returns up to `max` tokens that the grammar forces next, as drafts. While the mask pool holds the matcher, these
     /// are the stored ones.
     pub(super) fn forced_tokens(&mut self, max: usize) -> Vec<u32> {
+        if !self.can_draft {
+            return Vec::new();
+        }
         let Some(matcher) = &mut self.matcher else {
             return self.predicted.iter().copied().take(max).collect();
         };
@@ -110,6 +116,9 @@ impl LiveConstraint {
 
     /// Returns how many of these drafts the grammar allows, in order; all while a mask is computed.
     pub(super) fn valid_drafts(&mut self, drafts: &[u32]) -> usize {
+        if !self.can_draft {
+            return 0;
+        }
         let Some(matcher) = &mut self.matcher else { return drafts.len() };
         matcher.validate(drafts).unwrap_or(0)
     }

@@ -511,7 +511,7 @@ pub(crate) fn sessions(change: f64) {
     metrics::gauge!(SESSIONS).increment(change);
 }
 
-/// Adds to the memory of queued submissions, in KiB.
+/// Increments the gauge of bytes of queued submissions by a change in KiB.
 pub(crate) fn queued_kib(change: f64) {
     metrics::gauge!(QUEUED_BYTES).increment(change * 1024.0);
 }

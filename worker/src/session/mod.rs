@@ -65,10 +65,10 @@ pub(crate) struct SessionContext {
     pub queued: MeteredSemaphore,
     /// Permits to send a bundle.
     pub bundles: MeteredSemaphore,
-    /// Places of sessions, and their number.
+    /// Permits of open sessions, and their maximum (`--max-sessions`).
     pub permits: Arc<Semaphore>,
     pub sessions_max: u32,
-    /// Places of observers.
+    /// Permits of observers.
     pub observers: Arc<Semaphore>,
     pub draining: Arc<AtomicBool>,
     pub next: AtomicU64,
