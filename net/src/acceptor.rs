@@ -55,6 +55,7 @@ impl Acceptor {
         let stopped = stop.clone();
         tokio::spawn(async move {
             tokio::select! {
+                biased;
                 () = stopped.cancelled() => {}
                 () = self.accept(ready, stop) => {}
             }
@@ -71,6 +72,7 @@ impl Acceptor {
             let (tls, stop) = (tls.clone(), stop.clone());
             tokio::spawn(async move {
                 tokio::select! {
+                    biased;
                     () = stop.cancelled() => {}
                     () = tls.follow() => {}
                 }
@@ -106,6 +108,7 @@ impl Acceptor {
             tokio::spawn(async move {
                 let handshake = timeout(limits.handshake_max, acceptor.accept(stream));
                 let result = tokio::select! {
+                    biased;
                     () = stop.cancelled() => return,
                     () = registration.evicted().cancelled() => return metrics::closed(name, "evicted"),
                     result = handshake => result,

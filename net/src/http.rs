@@ -156,6 +156,7 @@ impl HttpServer {
         let mut task = ConnectionTask { connection, responses: ResponseStreams::default(), pending };
         let serving = async {
             tokio::select! {
+                biased;
                 ended = &mut task => ended,
                 () = drain.cancelled() => {
                     task.connection.as_mut().graceful_shutdown();
@@ -175,6 +176,7 @@ impl HttpServer {
             );
         };
         tokio::select! {
+            biased;
             ended = serving => if let Err(error) = ended {
                 tracing::debug!(%error, "connection failed");
             },

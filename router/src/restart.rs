@@ -62,6 +62,7 @@ mod tests {
             }
         });
         tokio::select! {
+            biased;
             () = running => {}
             () = tokio::task::yield_now() => {}
         }

@@ -388,6 +388,7 @@ where
         tokio::time::sleep(Core::FLUSH_MAX).await;
     };
     tokio::select! {
+        biased;
         () = serving => {}
         () = drained => {}
     }
@@ -431,6 +432,7 @@ async fn report_health(
             reporter.set_service_status(format!("model/{model}"), status).await;
         }
         tokio::select! {
+            biased;
             () = drain.cancelled() => break,
             changed = ready.changed() => if changed.is_err() { break },
             changed = served.changed() => if changed.is_err() { break },

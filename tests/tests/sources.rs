@@ -1,5 +1,5 @@
-//! Rules about the text of the sources: where protobuf may appear, how long files and functions may be, what files open with, and
-//! which words comments avoid.
+//! Rules about the text of the sources: where protobuf may appear, how long files and functions may be, what files open with,
+//! that `select!` polls in order, and which words comments avoid.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -220,6 +220,27 @@ fn functions(text: &str) -> Vec<(String, usize, usize)> {
         }
     }
     found
+}
+
+#[test]
+fn select_polls_its_branches_in_order_where_the_simulation_runs() -> Result<()> {
+    let mut wrong = Vec::new();
+    let mut count = 0;
+    for folder in ["net/src", "router/src", "worker/src"] {
+        for (name, text) in files(folder)? {
+            for (at, _) in text.match_indices("select! {") {
+                count += 1;
+                let line = text[..at].lines().count();
+                // Without `biased`, tokio begins at a random branch, and a seed of the simulation does not repeat its run.
+                if !text[at..].lines().nth(1).is_some_and(|first| first.trim() == "biased;") {
+                    wrong.push(format!("{name}:{line}"));
+                }
+            }
+        }
+    }
+    ensure!(count > 10, "only {count} were found");
+    ensure!(wrong.is_empty(), "select! without `biased;`: {}", wrong.join(", "));
+    Ok(())
 }
 
 #[test]

@@ -122,6 +122,7 @@ impl ColdStart {
             self.released.clone().acquire_owned().await.ok()
         };
         let woken = tokio::select! {
+            biased;
             woken = tokio::time::timeout_at(limit, woken) => woken,
             () = self.drain.cancelled() => return Err(Outcome::Draining),
         };

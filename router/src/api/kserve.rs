@@ -348,14 +348,15 @@ impl GrpcInferenceService for Kserve {
                     requests.message().await.ok()?.map(|request| (slot, request))
                 };
                 let (slot, request) = tokio::select! {
-                    next = next => match next {
-                        Some(next) => next,
-                        None => break,
-                    },
+                    biased;
                     () = ended(&drain, &mut running) => {
                         let _ = responses.send(Err(Outcome::Draining.into_status())).await;
                         break;
                     }
+                    next = next => match next {
+                        Some(next) => next,
+                        None => break,
+                    },
                 };
                 let known = tenants
                     .as_ref()

@@ -257,6 +257,7 @@ mod tests {
             seen
         };
         let seen = tokio::select! {
+            biased;
             () = resolve("workers", 7, Duration::from_millis(1), lookup, sender) => unreachable!(),
             seen = followed => seen,
         };

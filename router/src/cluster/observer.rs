@@ -67,6 +67,7 @@ impl Observer {
             let _ = observing.wait_for(|wanted| *wanted).await;
             let mut still = self.hub.observing();
             let failure = tokio::select! {
+                biased;
                 _ = still.wait_for(|wanted| !*wanted) => None,
                 failure = self.follow(client.clone()) => Some(failure),
             };
