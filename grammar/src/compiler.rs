@@ -170,7 +170,16 @@ impl Compiler {
     }
 }
 
+impl std::fmt::Debug for CompiledGrammar {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("CompiledGrammar").field("bytes", &self.bytes()).finish_non_exhaustive()
+    }
+}
+
 impl CompiledGrammar {
+    /// Maximum bytes held by a compiled grammar; larger ones are refused.
+    pub const BYTES_MAX: usize = START_KIB_MAX << 10;
+
     /// Returns a matcher at the beginning of an output. With `begins_after`, the output is unconstrained until this token.
     pub fn matcher(&self, begins_after: Option<u32>) -> Matcher {
         Matcher::new(&self.start, begins_after)

@@ -11,8 +11,8 @@ use inflight_contract::SamplingSpec;
 use inflight_grammar::{GrammarError, Grammars, MemoryBudget, Vocabulary};
 use inflight_models::{self as models, FingerprintCache, ModelDir};
 use inflight_net::{
-    Acceptor, ConnectionLimits, Framing, OpenCallsLayer, ReceiveBudget, ReceiveLayer, ReceiveLimits,
-    ServerTls, TlsError,
+    Acceptor, ConnectionLimits, Framing, HttpServer, OpenCallsLayer, Protocols, ReceiveBudget, ReceiveLayer,
+    ReceiveLimits, ServerTls, TlsError, UnreadBudget,
 };
 use inflight_proto::v1::worker_server::WorkerServer;
 use inflight_proto::{FILE_DESCRIPTOR_SET, PROTOCOL_VERSION, v1};
@@ -22,9 +22,11 @@ use inflight_worker_core::policy::{Aging, Policy};
 use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::sync::{Semaphore, mpsc, oneshot};
 use tokio_util::sync::CancellationToken;
+use tokio_util::task::AbortOnDropHandle;
 use tonic::Status;
-use tonic::transport::Server;
+use tonic::service::Routes;
 use tonic::transport::server::Connected;
+use tower::ServiceBuilder;
 
 use crate::bundle::Bundle;
 use crate::device;
@@ -38,10 +40,15 @@ use crate::session::{
 
 /// Memory for the grammar state of each of the maximum sequences, twice what usual schemas need.
 const MATCHER_BYTES: usize = 2 << 20;
+/// Value of the connection metrics' `listener` label.
+const LISTENER: &str = "grpc";
 /// Maximum connections of routers, probes and tools.
 pub const CONNECTIONS_MAX: usize = 1024;
-/// HTTP/2 keep-alive: a dead peer is detected after interval plus timeout, and its requests are cancelled.
+/// Interval of HTTP/2 keep-alive pings, and timeout of their acknowledgements: a dead peer is detected after both, and its requests
+/// are cancelled.
 const KEEP_ALIVE_INTERVAL: Duration = Duration::from_secs(3);
+/// Time after the end of the engine in which connections may end by themselves.
+const CLOSE_TIMEOUT: Duration = Duration::from_secs(3);
 /// Connection limits for routers, which stay connected for as long as their sessions, and for probes.
 const CONNECTION_LIMITS: ConnectionLimits = ConnectionLimits {
     connections_max: CONNECTIONS_MAX,
@@ -53,11 +60,14 @@ const CONNECTION_LIMITS: ConnectionLimits = ConnectionLimits {
 };
 /// Maximum concurrent HTTP/2 streams per connection; a router opens one session and fetches one bundle.
 const CONNECTION_STREAMS_MAX: u32 = 32;
-/// Maximum time to receive one message.
+/// Maximum time to receive one message, and in which a peer must read some of what is written.
 const MESSAGE_TIME_MAX: Duration = Duration::from_secs(30);
 /// Maximum size of a request message outside of sessions: a digest, a number or a service name.
 const SMALL_MESSAGE_BYTES_MAX: usize = 4 << 10;
-const KEEP_ALIVE_TIMEOUT: Duration = Duration::from_secs(3);
+/// Maximum size of a call's headers.
+const HEADER_BYTES_MAX: u32 = 16 << 10;
+/// Maximum bytes of responses that peers have not read; beyond it, the connection with the most of them is closed.
+const UNREAD_BYTES_MAX: u64 = 256 << 20;
 
 /// Load progress callback: bytes done, bytes in total.
 pub type Progress<'a> = &'a (dyn Fn(u64, u64) + Sync);
@@ -108,9 +118,6 @@ pub enum Error {
     /// A TLS certificate or key can't be used.
     #[error(transparent)]
     Tls(#[from] TlsError),
-    /// The gRPC server failed.
-    #[error("the gRPC server failed: {0}")]
-    Server(#[from] tonic::transport::Error),
     /// The device or its engine failed.
     #[error("{0}")]
     Device(String),
@@ -203,13 +210,13 @@ impl Worker {
     /// Serves until `drain` is cancelled and running sequences have finished, or until the device fails.
     ///
     /// # Errors
-    /// [`Error::Server`] or [`Error::Device`].
+    /// [`Error::Device`].
     pub async fn serve(self, drain: CancellationToken) -> Result<(), Error> {
         let Self { listener, address, tls, core, ledger: _reserved } = self;
         core.sessions.grammars.prepare_in_background();
         let incoming = tokio::net::TcpListener::from_std(listener);
         let incoming = incoming.map_err(|source| Error::Listen { address, source })?;
-        let incoming = Acceptor::new("grpc", incoming, tls, CONNECTION_LIMITS).incoming();
+        let incoming = Acceptor::new(LISTENER, incoming, tls, CONNECTION_LIMITS).incoming();
         let incoming = incoming.map(|connection| connection.map_err(|never| match never {}));
         core.serve(incoming, EngineExecution::Thread, drain).await
     }
@@ -327,7 +334,7 @@ impl Core {
     /// fails.
     ///
     /// # Errors
-    /// [`Error::Server`] or [`Error::Device`].
+    /// [`Error::Device`].
     pub async fn serve<I, S>(
         self,
         incoming: I,
@@ -373,23 +380,33 @@ impl Core {
         let service =
             WorkerServer::new(WorkerService(sessions.clone())).max_decoding_message_size(submit_bytes_max);
         let shutdown = CancellationToken::new();
-        let server = Server::builder()
-            .http2_keepalive_interval(Some(KEEP_ALIVE_INTERVAL))
-            .http2_keepalive_timeout(Some(KEEP_ALIVE_TIMEOUT))
-            .max_concurrent_streams(Some(CONNECTION_STREAMS_MAX))
+        let routes = Routes::new(health_service)
+            .add_service(reflection_v1)
+            .add_service(reflection_v1alpha)
+            .add_service(service);
+        let service = ServiceBuilder::new()
             .layer(OpenCallsLayer)
             .layer(AuthenticationLayer(sessions.authenticator.clone()))
             .layer(ReceiveLayer::new(receive_budget(sessions_max, submit_bytes_max), move |path: &str| {
                 receive_limits(path, submit_bytes_max)
             }))
-            .add_service(health_service)
-            .add_service(reflection_v1)
-            .add_service(reflection_v1alpha)
-            .add_service(service)
-            .serve_with_incoming_shutdown(incoming, shutdown.clone().cancelled_owned());
-        let server = tokio::spawn(server);
+            .service(routes.prepare());
+        let unread = UnreadBudget::new(UNREAD_BYTES_MAX, crate::metrics::unread_bytes());
+        let _enforced = AbortOnDropHandle::new(tokio::spawn(unread.clone().enforce()));
+        let server = HttpServer {
+            listener: LISTENER,
+            protocols: Protocols::Http2,
+            keepalive_interval: KEEP_ALIVE_INTERVAL,
+            header_bytes_max: HEADER_BYTES_MAX,
+            streams_max: CONNECTION_STREAMS_MAX,
+            write_timeout: MESSAGE_TIME_MAX,
+            unread,
+            fault: || Status::internal("the call failed on a fault of the worker").into_http(),
+        };
+        let server = tokio::spawn(server.serve(incoming, service, shutdown.clone()));
 
         let outcome = tokio::select! {
+            biased;
             outcome = &mut engine => outcome,
             () = drain.cancelled() => {
                 tracing::info!("draining");
@@ -408,10 +425,8 @@ impl Core {
             }
         };
         shutdown.cancel();
-        // SessionContext end with the engine; wait only briefly for connections that stay open.
-        if let Ok(Ok(served)) = tokio::time::timeout(KEEP_ALIVE_TIMEOUT, server).await {
-            served?
-        }
+        // Sessions end with the engine; wait only briefly for connections that stay open.
+        let _ = tokio::time::timeout(CLOSE_TIMEOUT, server).await;
         outcome.unwrap_or_else(|_| Err(Error::Device("the engine's thread is gone".to_owned())))
     }
 }

@@ -95,16 +95,17 @@ fn spec() -> impl Strategy<Value = RequestSpec> {
     )
 }
 
-/// Grammars of the requests: digits, a JSON text, and one that begins after token 33.
-const GRAMMARS: [(&str, Option<u32>); 3] = [
-    ("[0-9]{3,40}", None),
-    (r#"\{"a": \[([0-9]{1,3}, ){0,9}[0-9]\], "b": "[a-z]*"\}"#, None),
-    ("(ab|[c-f]{2}|g+!)*", Some(33)),
+/// Grammars of the requests: digits, a JSON text, one that begins after token 33, and one whose states cannot be rolled back.
+const GRAMMARS: [(fn(String) -> Grammar, &str, Option<u32>); 4] = [
+    (Grammar::Regex, "[0-9]{3,40}", None),
+    (Grammar::Regex, r#"\{"a": \[([0-9]{1,3}, ){0,9}[0-9]\], "b": "[a-z]*"\}"#, None),
+    (Grammar::Regex, "(ab|[c-f]{2}|g+!)*", Some(33)),
+    (Grammar::Lark, "start: (word \"!\")*\nword[stop=\"x\"]: /[a-z]*/", None),
 ];
 
 fn constraint(spec: &RequestSpec) -> Option<Arc<Constraint>> {
-    let (regex, begins_after) = GRAMMARS[spec.grammar?];
-    Some(Arc::new(Constraint { grammar: Grammar::Regex(regex.to_owned()), begins_after }))
+    let (language, text, begins_after) = GRAMMARS[spec.grammar?];
+    Some(Arc::new(Constraint { grammar: language(text.to_owned()), begins_after }))
 }
 
 /// Returns the grammars of a vocabulary in which each token is a printable character of ASCII.
@@ -171,6 +172,7 @@ fn request(spec: &RequestSpec, id: u64, vocab: u32) -> Request {
         priority: spec.priority,
         deadline: spec.deadline_after.map(|steps| Time::from_nanos((spec.at + steps) as u64)),
         queued: None,
+        grammar: None,
         span: tracing::Span::none(),
     }
 }

@@ -225,6 +225,7 @@ fn request(schema: &Value, id: u64, biases: &[(u32, f32)]) -> Request {
         priority: 0,
         deadline: None,
         queued: None,
+        grammar: None,
         span: tracing::Span::none(),
     }
 }
@@ -392,6 +393,25 @@ fn a_choice_whose_masks_leave_no_token_of_the_grammar_ends_with_the_reason() {
     assert_eq!(tokens.len(), 2, "{tokens:?}");
     let Finish::Failed(Failure::Constraint(reason)) = end else { panic!("{end:?}") };
     assert!(reason.contains("allowed_token_ids, bad_words or min_tokens leave none"), "{reason}");
+}
+
+#[test]
+fn the_engine_compiles_no_grammar_that_its_request_holds_though_the_cache_has_evicted_it() {
+    let (mut engine, vocabulary, grammars) = engine();
+    engine.command(Command::Open(SessionId(0)), Time::ZERO, &mut Vec::new());
+    let request = request(&tools()[0], 0, &biases(&vocabulary));
+    let grammar = &request.sampling.constraint.as_ref().unwrap().grammar;
+    let held = Request { grammar: Some(grammars.compile(grammar)), ..request.clone() };
+    for other in 0..64 {
+        grammars.compile(&Grammar::Regex(format!("a{{{other}}}b"))).unwrap();
+    }
+    assert!(!grammars.is_compiled(grammar), "the cache keeps more than 64 grammars");
+    let before = grammars.counters().misses;
+    let output = alone(&mut engine, held);
+    assert!(!output.0.is_empty(), "{output:?}");
+    assert_eq!(grammars.counters().misses, before);
+    assert_eq!(alone(&mut engine, request), output);
+    assert_eq!(grammars.counters().misses, before + 1);
 }
 
 #[test]

@@ -105,6 +105,7 @@ impl EngineDriver {
             priority: 0,
             deadline: None,
             queued: None,
+            grammar: None,
             span: tracing::Span::none(),
         };
         let now = time(self.now());

@@ -1,9 +1,8 @@
 //! State of a constrained choice: its matcher after the committed tokens.
 
-use inflight_contract::SamplingParams;
 use inflight_grammar::{GrammarError, Grammars, MatchError, Matcher};
 
-use super::request::Failure;
+use super::request::{Failure, Request};
 
 /// Minimum number of predicted tokens for which the engine completes the iteration in flight before it plans the next one: the
 /// token that this iteration samples, and one draft.
@@ -43,22 +42,23 @@ pub(super) enum Consumed {
 }
 
 impl LiveConstraint {
-    /// Returns the constraint of a choice that has generated `tokens`, if it has one.
+    /// Returns the constraint of a choice of `request` that has generated `tokens`, if it has one.
     ///
     /// # Errors
     /// The grammar is refused, does not allow the tokens, or there is no memory for its state.
     pub(super) fn new(
-        sampling: &SamplingParams,
+        request: &Request,
         tokens: &[u32],
         grammars: Option<&Grammars>,
     ) -> Result<Option<Self>, Failure> {
+        let sampling = &request.sampling;
         let Some(constraint) = &sampling.constraint else { return Ok(None) };
         let invalid = |error: GrammarError| Failure::Invalid(error.to_string());
         let grammars = grammars.ok_or_else(|| {
             Failure::Invalid("this worker has no vocabulary, which structured output needs".to_owned())
         })?;
-        let mut matcher =
-            grammars.compile(&constraint.grammar).map_err(invalid)?.matcher(constraint.begins_after);
+        let compiled = request.grammar.clone().unwrap_or_else(|| grammars.compile(&constraint.grammar));
+        let mut matcher = compiled.map_err(invalid)?.matcher(constraint.begins_after);
         let checked = matcher.check_share();
         let consumed = checked.and_then(|()| tokens.iter().try_for_each(|token| matcher.consume(*token)));
         consumed.map_err(|error| Failure::Constraint(error.to_string()))?;

@@ -4,6 +4,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use inflight_contract::{FinishReason, SamplingParams, Service, Weight};
+use inflight_grammar::{CompiledGrammar, GrammarError};
 use inflight_runtime::{PositionLogprobs, PromptLogprobs};
 use inflight_worker_core::Time;
 
@@ -49,6 +50,9 @@ pub struct Request {
     pub deadline: Option<Time>,
     /// Time since its arrival at the router, when it was submitted; `None` if earlier attempts have output.
     pub queued: Option<Duration>,
+    /// Compiled grammar of the constraint in `sampling`, or why it is refused. `None`: the engine looks it up, and compiles it on its
+    /// thread if it is not cached.
+    pub grammar: Option<Result<Arc<CompiledGrammar>, GrammarError>>,
     /// Tracing span of the request; spans of phases are its children.
     pub span: tracing::Span,
 }

@@ -162,7 +162,7 @@ impl Engine {
             return Ok((Some(FinishReason::Stop), None));
         }
         let grammars = self.grammars.as_deref();
-        let constraint = LiveConstraint::new(&request.sampling, &resumed.tokens, grammars)?;
+        let constraint = LiveConstraint::new(request, &resumed.tokens, grammars)?;
         let complete = constraint.as_ref().is_some_and(LiveConstraint::is_complete);
         Ok((complete.then_some(FinishReason::Complete), constraint))
     }

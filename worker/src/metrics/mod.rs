@@ -72,6 +72,7 @@ const ANTICIPATION_SECONDS: &str = "inflight_worker_anticipation_seconds";
 const SLO_UNMET: &str = "inflight_worker_slo_unmet_iterations_total";
 const BLOCKED: &str = "inflight_worker_admission_blocked_total";
 const RECEIVE_BYTES: &str = "inflight_worker_receive_bytes";
+const UNREAD_BYTES: &str = "inflight_worker_unread_bytes";
 const VIOLATIONS: &str = "inflight_worker_protocol_violations_total";
 const UNAUTHENTICATED: &str = "inflight_worker_unauthenticated_calls_total";
 const RECORDING_FAILED: &str = "inflight_worker_recording_failed";
@@ -396,6 +397,12 @@ pub const INVENTORY: &[(&str, MetricKind, Unit, &str)] = &[
     (ENDED, MetricKind::Counter, Unit::Count, "Sequences finished, by reason"),
     (RECEIVE_BYTES, MetricKind::Gauge, Unit::Bytes, "Bytes of router messages that are being received"),
     (
+        UNREAD_BYTES,
+        MetricKind::Gauge,
+        Unit::Bytes,
+        "Bytes of responses that routers have not read, with 8 KiB for each frame, at most 256 MiB",
+    ),
+    (
         VIOLATIONS,
         MetricKind::Counter,
         Unit::Count,
@@ -486,6 +493,11 @@ pub(crate) fn unauthenticated(reason: &'static str) {
 /// Gauge of the bytes of messages being received.
 pub(crate) fn receive_bytes() -> Gauge {
     metrics::gauge!(RECEIVE_BYTES)
+}
+
+/// Gauge of the bytes of responses that peers have not read.
+pub(crate) fn unread_bytes() -> Gauge {
+    metrics::gauge!(UNREAD_BYTES)
 }
 
 /// Records the lookup of a submission's grammar: whether the cache had it, and how long it took.

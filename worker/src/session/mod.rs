@@ -21,7 +21,7 @@ use std::time::{Duration, Instant};
 
 use futures::{Stream, StreamExt as _};
 use inflight_contract::Grammar;
-use inflight_grammar::Grammars;
+use inflight_grammar::{CompiledGrammar, GrammarError, Grammars};
 use inflight_net::Peer;
 use inflight_proto::AnswerProof;
 use inflight_proto::v1::{self, session_request, session_response, worker_server};
@@ -230,6 +230,7 @@ async fn receive(
 ) {
     loop {
         let message = tokio::select! {
+            biased;
             () = dropped.cancelled() => break,
             () = outbox.closed() => break,
             message = requests.message() => message,
@@ -240,9 +241,11 @@ async fn receive(
                 session_request::Message::Submit(submit) => {
                     outbox.set_min_waiting_virtual_time(submit.min_waiting_virtual_time);
                     match submission::decode(submit, id, sessions.clock.now()) {
-                        Ok(request) => {
-                            prepare(&sessions.grammars, &request).await;
-                            queued = Some(sessions.queued.acquire(queued_kib(&request)).await);
+                        Ok(mut request) => {
+                            let mut permits = sessions.queued.acquire(queued_kib(&request)).await;
+                            compile_grammar(&sessions.grammars, &mut request).await;
+                            permits.keep(queued_kib(&request));
+                            queued = Some(permits);
                             Command::Submit(Box::new(request))
                         }
                         Err(rejections) => {
@@ -303,26 +306,40 @@ async fn receive(
     let _ = sessions.engine.send(Message::Command(Command::Close(id), None)).await;
 }
 
-/// Returns the maximum memory of a request in the engine's queue, in KiB.
+/// Returns the maximum memory of a request in the engine's queue, in KiB. A compiled grammar counts in full, though the cache and other
+/// requests may share it; one that is not compiled yet counts as the largest possible.
 fn queued_kib(request: &EngineRequest) -> u32 {
     let resumed: usize = request.choices.iter().map(|choice| choice.tokens.len()).sum();
     let grammar = request.sampling.constraint.as_ref().map_or(0, |_| Grammar::BYTES_MAX);
-    let bytes = size_of::<u32>() * (request.prompt.len() + resumed) + grammar;
+    let compiled = match (&request.sampling.constraint, &request.grammar) {
+        (None, _) | (_, Some(Err(_))) => 0,
+        (Some(_), None) => CompiledGrammar::BYTES_MAX,
+        (Some(_), Some(Ok(compiled))) => compiled.bytes(),
+    };
+    let bytes = size_of::<u32>() * (request.prompt.len() + resumed) + grammar + compiled;
     (1 + bytes.div_ceil(1 << 10)).min(QUEUED_KIB_MAX) as u32
 }
 
-/// Compiles the grammar of a request off the engine's thread, which then finds it in the cache. The messages behind it wait,
-/// so that their order stays. A grammar that is refused is refused again by the engine.
-async fn prepare(grammars: &Arc<Grammars>, request: &EngineRequest) {
+/// Compiles the grammar of a request off the engine's thread. The request holds it, as the cache may evict it before the engine
+/// takes the request. The messages behind it wait, so that their order stays.
+async fn compile_grammar(grammars: &Arc<Grammars>, request: &mut EngineRequest) {
     let Some(constraint) = request.sampling.constraint.clone() else { return };
     let grammars = Arc::clone(grammars);
     let compiled = tokio::task::spawn_blocking(move || {
         let (hit, begun) = (grammars.is_compiled(&constraint.grammar), Instant::now());
-        let _ = grammars.compile(&constraint.grammar);
+        let compiled = grammars.compile(&constraint.grammar);
         crate::metrics::grammar_lookup(hit, begun.elapsed(), grammars.counters().entries);
+        compiled
     });
-    // It fails only while the process stops.
-    let _ = compiled.await;
+    request.grammar = match compiled.await {
+        Ok(compiled) => Some(compiled),
+        Err(failed) if failed.is_panic() => {
+            let reason = "compiling it failed on a fault of the worker".to_owned();
+            Some(Err(GrammarError::Refused(reason)))
+        }
+        // The process stops.
+        Err(_) => None,
+    };
 }
 
 /// Stream of the session's updates, with heartbeats while nothing changes.

@@ -34,6 +34,16 @@ impl MeteredSemaphore {
     }
 }
 
+impl MeteredPermits {
+    /// Returns all permits but `count`.
+    pub(crate) fn keep(&mut self, count: u32) {
+        let surplus = self.permits.num_permits().saturating_sub(count as usize);
+        // As many as this holds at most.
+        drop(self.permits.split(surplus));
+        (self.publish)(-(surplus as f64));
+    }
+}
+
 impl Drop for MeteredPermits {
     fn drop(&mut self) {
         (self.publish)(-(self.permits.num_permits() as f64));

@@ -69,6 +69,7 @@ fn request(submit: v1::Submit, key: RequestKey, now: Time) -> Result<Request, St
         virtual_start_time: submit.virtual_start_time.map(Service::from_thousandths),
         deadline: submit.deadline_us.map(|us| now.after(Duration::from_micros(us))),
         queued: submit.queued_us.map(Duration::from_micros),
+        grammar: None,
         span,
     })
 }

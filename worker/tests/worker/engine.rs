@@ -310,6 +310,7 @@ fn request(spec: &RequestSpec, id: u64) -> Request {
         priority: spec.priority,
         deadline: None,
         queued: None,
+        grammar: None,
         span: tracing::Span::none(),
     };
     request.choices = (0..spec.n)

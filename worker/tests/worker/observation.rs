@@ -161,6 +161,7 @@ fn without_an_observer_an_engine_keeps_nothing_for_one() {
         prompt_logprobs_received: 0,
         span: tracing::Span::none(),
         queued: None,
+        grammar: None,
     };
     engine.command(Command::Submit(Box::new(request)), Time::ZERO, &mut events);
     let mut steps = 0;

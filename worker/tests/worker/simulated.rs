@@ -56,6 +56,7 @@ fn request(id: u64, (prompt, max_tokens, seed, n): RequestSpec, resumed: Vec<Res
         priority: 0,
         deadline: None,
         queued: None,
+        grammar: None,
         span: tracing::Span::none(),
     }
 }

@@ -224,6 +224,7 @@ fn serve(runtime: SharedRuntime, run: &Run) -> JobResult<Outcome> {
             deadline: None,
             span: tracing::Span::none(),
             queued: None,
+            grammar: None,
         };
         engine.command(Command::Submit(Box::new(request)), Time::ZERO.after(begun.elapsed()), &mut events);
     }

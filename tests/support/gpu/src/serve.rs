@@ -162,6 +162,7 @@ impl Server {
             priority: 0,
             deadline: None,
             queued: None,
+            grammar: None,
             span: tracing::Span::none(),
         }
     }
