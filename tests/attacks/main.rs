@@ -4,10 +4,12 @@
 mod connections;
 mod endurance;
 mod exhaustion;
+mod exposure;
 mod lying_router;
 mod lying_worker;
 mod model_files;
 mod secrets;
+mod tokenizing;
 mod wall_clock;
 mod worker_port;
 

@@ -285,24 +285,27 @@ async fn failover(seed: u64) -> Result<()> {
             break;
         }
     }
-    report(&undisturbed, kills, moved);
+    report(&undisturbed, kills, moved)?;
     ensure!(moved >= MOVED_MIN, "only {moved} streams were moved by {kills} kills");
     idle(&workers, &router).await
 }
 
-/// Prints how the undisturbed streams ended.
-fn report(outputs: &[StreamOutput], kills: u32, moved: f64) {
+/// Prints how the undisturbed streams ended, and fails if a kind of end did not occur.
+fn report(outputs: &[StreamOutput], kills: u32, moved: f64) -> Result<()> {
     let choices = || outputs.iter().flat_map(|output| output.choices.values());
     let ends = |kind: fn(&(FinishReason, String, Option<u32>)) -> bool| {
         choices().filter(|choice| choice.end.as_ref().is_some_and(kind)).count()
     };
-    println!(
-        "{} choices, of which {} end at a stop string, {} at a stop token, {} at their length; {} positions with log \
-         probabilities; {moved} resubmissions after {kills} kills",
-        choices().count(),
-        ends(|(_, stop, _)| !stop.is_empty()),
-        ends(|(_, _, stop)| stop.is_some()),
-        ends(|(reason, ..)| *reason == FinishReason::Length),
-        choices().map(|choice| choice.logprobs.len()).sum::<usize>(),
-    );
+    let occurred = [
+        ("choices that end at a stop string", ends(|(_, stop, _)| !stop.is_empty())),
+        ("choices that end at a stop token", ends(|(_, _, stop)| stop.is_some())),
+        ("choices that end at their length", ends(|(reason, ..)| *reason == FinishReason::Length)),
+        ("positions with log probabilities", choices().map(|choice| choice.logprobs.len()).sum()),
+        ("prompt positions with log probabilities", outputs.iter().map(|output| output.prompt.len()).sum()),
+    ];
+    println!("{} choices; {occurred:?}; {moved} resubmissions after {kills} kills", choices().count());
+    for (what, count) in occurred {
+        ensure!(count > 0, "no {what}");
+    }
+    Ok(())
 }
