@@ -1,5 +1,8 @@
 //! Routers that know the secret and break the protocol: the worker ends their sessions and serves others meanwhile.
 
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
 use anyhow::{Context, Result, bail, ensure};
 use inflight_harness::{RoleProcess, eventually, scrape};
 use inflight_proto::v1::worker_client::WorkerClient;
@@ -158,12 +161,10 @@ async fn an_impossible_service_counter_ends_its_session_and_no_other_router_rece
 async fn submissions_that_the_engine_has_not_taken_hold_at_most_256_mib() -> Result<()> {
     const MIB: f64 = (1 << 20) as f64;
     let secrets = Secrets::new(&[OLD])?;
-    // The engine takes submissions between steps, of four seconds each.
+    // The engine takes submissions between steps, of which the first lasts until the test is over.
     let flags = [
-        "--device=sim:flat,step=4,prompt_token=0,pool_tokens=300000",
+        "--device=sim:flat,step=60,prompt_token=0,pool_tokens=300000",
         "--max-context-tokens=262144",
-        "--max-sequences=1",
-        "--max-waiting=8",
         &secrets.flag("secret-file"),
     ];
     // One arena: memory that one thread frees is used by the others.
@@ -180,51 +181,37 @@ async fn submissions_that_the_engine_has_not_taken_hold_at_most_256_mib() -> Res
     let before = sample("process_resident_memory_peak_bytes").await?;
     // 512 KiB each in the worker.
     let prompt = vec![5; 128 << 10];
-    let Session { requests, mut updates, .. } = session;
-    let submitting = AbortOnDropHandle::new(tokio::spawn(async move {
+    let (requests, sent) = (session.requests.clone(), Arc::new(AtomicUsize::new(0)));
+    let counted = Arc::clone(&sent);
+    let _submitting = AbortOnDropHandle::new(tokio::spawn(async move {
         for submission_id in 1.. {
             let session_request::Message::Submit(small) = submit(submission_id, "t") else { continue };
             let large = v1::Submit { prompt_token_ids: prompt.clone(), ..small };
             if requests.send(message(session_request::Message::Submit(large))).await.is_err() {
                 break;
             }
+            counted.fetch_add(1, Ordering::Relaxed);
         }
     }));
-    let full = || {
-        eventually("the queue is full", || async {
+    let mut before_sample = 0;
+    let (queued, peak) = eventually("the queue is full, and the worker reads no further", || {
+        let (now, last) = (sent.load(Ordering::Relaxed), before_sample);
+        before_sample = now;
+        let sample = &sample;
+        async move {
             let queued = sample("inflight_worker_queued_submission_bytes").await?;
-            ensure!(queued > 255.0, "{queued} MiB are queued");
-            ensure!(queued <= 256.0, "{queued} MiB are queued");
-            Ok(())
-        })
-    };
-    full().await?;
-    // The engine has taken a queue's length when it rejects the first of them.
-    let rejected = async {
-        while let Some(response) = updates.message().await? {
-            let Some(session_response::Message::Update(update)) = response.message else { continue };
-            if update.sequences.iter().any(|sequence| sequence.error_code == Code::ResourceExhausted as i32) {
-                return Ok(());
-            }
+            ensure!(queued > 255.0 && now == last, "{queued} MiB are queued after {now} submissions");
+            Ok((queued, sample("process_resident_memory_peak_bytes").await?))
         }
-        bail!("the session ended")
-    };
-    rejected.await?;
-    full().await?;
-    let after = sample("process_resident_memory_peak_bytes").await?;
-    println!("the worker's peak of memory went from {before:.0} to {after:.0} MiB");
-    ensure!(after - before < 2.0 * 256.0, "the worker took {:.0} MiB", after - before);
-    drop((submitting, updates));
-    // The queue empties, and others are served.
-    eventually("the queue is empty", || async {
-        let queued = sample("inflight_worker_queued_submission_bytes").await?;
-        ensure!(queued == 0.0, "{queued} MiB are queued");
-        Ok(())
     })
     .await?;
-    let mut next = Session::open(&mut client, "next").await?;
-    next.send(submit(1, "t")).await?;
-    next.end_of(1).await?;
+    let sent = sent.load(Ordering::Relaxed);
+    println!(
+        "{sent} submissions, {queued:.1} MiB queued; the worker's peak of memory was {before:.0}, {peak:.0} MiB"
+    );
+    ensure!(queued <= 256.0, "{queued} MiB are queued");
+    ensure!(sent < 600, "{sent} submissions of 512 KiB were read");
+    ensure!(peak - before < 2.0 * 256.0, "the worker took {:.0} MiB", peak - before);
     Ok(())
 }
 
