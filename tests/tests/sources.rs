@@ -232,7 +232,7 @@ fn select_polls_its_branches_in_order_where_the_simulation_runs() -> Result<()> 
                 count += 1;
                 let line = text[..at].lines().count();
                 // Without `biased`, tokio begins at a random branch, and a seed of the simulation does not repeat its run.
-                if !text[at..].lines().nth(1).is_some_and(|first| first.trim() == "biased;") {
+                if text[at..].lines().nth(1).is_none_or(|first| first.trim() != "biased;") {
                     wrong.push(format!("{name}:{line}"));
                 }
             }

@@ -95,8 +95,11 @@ fn spec() -> impl Strategy<Value = RequestSpec> {
     )
 }
 
+/// Makes a grammar of its text.
+type Language = fn(String) -> Grammar;
+
 /// Grammars of the requests: digits, a JSON text, one that begins after token 33, and one whose states cannot be rolled back.
-const GRAMMARS: [(fn(String) -> Grammar, &str, Option<u32>); 4] = [
+const GRAMMARS: [(Language, &str, Option<u32>); 4] = [
     (Grammar::Regex, "[0-9]{3,40}", None),
     (Grammar::Regex, r#"\{"a": \[([0-9]{1,3}, ){0,9}[0-9]\], "b": "[a-z]*"\}"#, None),
     (Grammar::Regex, "(ab|[c-f]{2}|g+!)*", Some(33)),
