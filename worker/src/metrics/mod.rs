@@ -400,7 +400,7 @@ pub const INVENTORY: &[(&str, MetricKind, Unit, &str)] = &[
         UNREAD_BYTES,
         MetricKind::Gauge,
         Unit::Bytes,
-        "Bytes of responses that routers have not read, with 8 KiB for each frame, at most 256 MiB",
+        "Bytes of responses that routers have not read, with 8 KiB for each frame; beyond 256 MiB, connections without progress are closed",
     ),
     (
         VIOLATIONS,
