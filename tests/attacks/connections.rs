@@ -5,14 +5,12 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
 use inflight_harness::{LocalCluster, exclusive, scrape};
-use inflight_proto::v1::GenerateRequest;
 use inflight_proto::v1::inference_client::InferenceClient;
 use tokio::io::AsyncWriteExt as _;
 use tokio::net::{TcpSocket, TcpStream};
-use tonic::Request;
 use tonic::transport::Channel;
 
-use crate::{TENANTS, program, short_request};
+use crate::{TENANTS, program, short_request, with_key};
 
 /// Default number of connections; `INFLIGHT_ATTACK_CONNECTIONS` overrides it. Half as many streams are idle.
 const CONNECTIONS: usize = 1000;
@@ -45,12 +43,6 @@ async fn connect_from(source: Ipv4Addr, target: SocketAddr) -> Result<TcpStream>
     Ok(socket.connect(target).await?)
 }
 
-fn with_key(request: GenerateRequest) -> Result<Request<GenerateRequest>> {
-    let mut request = Request::new(request);
-    request.metadata_mut().insert("authorization", "Bearer t".parse()?);
-    Ok(request)
-}
-
 #[tokio::test(flavor = "multi_thread")]
 async fn a_tenant_is_served_beside_a_flood_of_connections_and_idle_streams() -> Result<()> {
     let exclusive = exclusive().await;
@@ -80,7 +72,7 @@ async fn a_tenant_is_served_beside_a_flood_of_connections_and_idle_streams() -> 
         let channel = Channel::from_shared(cluster.endpoint.clone())?.connect().await?;
         let calls = (0..PER_CHANNEL.min(streams - idle.len())).map(|_| {
             let mut client = InferenceClient::new(channel.clone());
-            async move { anyhow::Ok(client.generate(with_key(short_request())?).await?.into_inner()) }
+            async move { anyhow::Ok(client.generate(with_key(short_request(), "t")?).await?.into_inner()) }
         });
         idle.extend(futures::future::try_join_all(calls).await?);
     }
@@ -97,7 +89,7 @@ async fn a_tenant_is_served_beside_a_flood_of_connections_and_idle_streams() -> 
         flood.push(stream);
         if number % 100 == 0 {
             let mut client = InferenceClient::connect(cluster.endpoint.clone()).await?;
-            let call = client.generate_unary(with_key(short_request())?);
+            let call = client.generate_unary(with_key(short_request(), "t")?);
             tokio::time::timeout(Duration::from_secs(60), call).await.context("a tenant hung")??;
         }
     }

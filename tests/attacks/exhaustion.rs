@@ -16,10 +16,10 @@ use tonic::body::Body;
 use tonic::codegen::Bytes;
 use tonic::codegen::http::Request as HttpRequest;
 use tonic::transport::Channel;
-use tonic::{Code, Request, Status};
+use tonic::{Code, Status};
 use tower::{Service as _, ServiceExt as _};
 
-use crate::{TENANTS, program, short_request};
+use crate::{TENANTS, program, short_request, with_key};
 
 const MIB: f64 = (1 << 20) as f64;
 /// Body with one gRPC message of `announced` bytes whose last byte is never sent.
@@ -74,8 +74,7 @@ async fn resident(cluster: &LocalCluster) -> Result<f64> {
 
 /// Completes a request of the tenant.
 async fn serve_tenant(cluster: &LocalCluster) -> Result<()> {
-    let mut request = Request::new(short_request());
-    request.metadata_mut().insert("authorization", "Bearer t".parse()?);
+    let request = with_key(short_request(), "t")?;
     let mut stream = cluster.client().await?.generate(request).await?.into_inner();
     while stream.message().await?.is_some() {}
     Ok(())

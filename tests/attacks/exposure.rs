@@ -9,7 +9,7 @@ use tokio::net::TcpStream;
 
 use crate::{TENANTS, program};
 
-/// Asks for the kill of a worker of `up` as its page does, and returns the response.
+/// Sends the live view's request to kill the first worker, and returns the HTTP response.
 async fn kill_worker(port: u16, headers: &str) -> Result<String> {
     let mut stream = TcpStream::connect(SocketAddr::from(([127, 0, 0, 1], port))).await?;
     let head = "POST /ui/workers/0/kill HTTP/1.1\r\nhost: 127.0.0.1\r\nconnection: close\r\ncontent-length: 0\r\nx-inflight-ui: 1\r\n";
@@ -61,7 +61,7 @@ async fn on_a_network_address_nobody_without_a_key_may_kill_workers_and_metrics_
 async fn a_key_that_would_cross_a_network_unencrypted_is_warned_about() -> Result<()> {
     let cluster = LocalCluster::start(program(), &["--host=0.0.0.0", "--workers=1"]).await?;
     let port = port(&cluster.endpoint)?;
-    // Linux connects to this host for 0.0.0.0, which is no loopback address.
+    // On Linux, a connection to 0.0.0.0 reaches this host, but the address does not count as loopback.
     for (host, warned) in [("0.0.0.0", true), ("127.0.0.1", false)] {
         let endpoint = format!("--endpoint=http://{host}:{port}");
         let arguments = ["generate", &endpoint, "--api-key=no-key-at-all", "--max-tokens=1", "Once"];

@@ -64,7 +64,7 @@ impl Session {
     }
 }
 
-/// Waits until the worker's log has a text.
+/// Waits until the worker has logged `text`.
 async fn logs(worker: &RoleProcess, text: &str) -> Result<()> {
     eventually("the worker has logged the reason", || async {
         ensure!(worker.log().contains(text), "{}", worker.log());
@@ -167,7 +167,7 @@ async fn submissions_that_the_engine_has_not_taken_hold_at_most_256_mib() -> Res
         "--max-context-tokens=262144",
         &secrets.flag("secret-file"),
     ];
-    // One arena: memory that one thread frees is used by the others.
+    // With a single malloc arena, threads reuse the memory that others have freed.
     let environment = [("MALLOC_ARENA_MAX".to_owned(), "1".to_owned())];
     let worker =
         RoleProcess::start_with_env(program().to_owned(), "worker", &flags.map(str::to_owned), &environment)

@@ -15,8 +15,10 @@ mod worker_port;
 
 use std::path::Path;
 
+use anyhow::Result;
 use inflight_proto::v1::generate_request::Input;
 use inflight_proto::v1::{GenerateRequest, StopConditions};
+use tonic::Request;
 
 /// Path of the `inflight` binary of this build.
 fn program() -> &'static Path {
@@ -33,4 +35,11 @@ fn short_request() -> GenerateRequest {
         stop: Some(StopConditions { max_tokens: Some(4), ignore_eos: true, ..StopConditions::default() }),
         ..GenerateRequest::default()
     }
+}
+
+/// Returns `message` as a request with an API key.
+fn with_key<T>(message: T, key: &str) -> Result<Request<T>> {
+    let mut request = Request::new(message);
+    request.metadata_mut().insert("authorization", format!("Bearer {key}").parse()?);
+    Ok(request)
 }

@@ -10,14 +10,14 @@ use inflight_proto::v1::inference_client::InferenceClient;
 use inflight_proto::v1::{GenerateRequest, TokenizeRequest, TokenizeResponse, tokenize_request};
 use tokio::task::JoinSet;
 use tonic::transport::Channel;
-use tonic::{Code, Request, Status};
+use tonic::{Code, Status};
 
-use crate::{TENANTS, program, short_request};
+use crate::{TENANTS, program, short_request, with_key};
 
 const MIB: f64 = (1 << 20) as f64;
 /// Adds a tenant with the SHA-256 of the API key `f`.
 const FLOOD: &str = "[tenants.flood]\nkeys = [{ sha256 = \"252f10c83610ebca1a059c0bae8255eba2f95be4d1d7bcfa89d7248a82d9f111\" }]\n";
-/// Steps of the tokenizer's queue, each of which waits for its turn.
+/// Metric with the number of steps (checks and text pieces) that have waited for a tokenizer slot.
 const STEPS: &str = "inflight_router_tokenize_queue_seconds_count";
 
 /// Starts a cluster of a model with a context of 262,144 tokens.
@@ -32,12 +32,6 @@ async fn start() -> Result<(LocalCluster, inflight_fixtures::TempDir)> {
     Ok((cluster, folder))
 }
 
-fn with_key<T>(message: T, key: &str) -> Result<Request<T>> {
-    let mut request = Request::new(message);
-    request.metadata_mut().insert("authorization", format!("Bearer {key}").parse()?);
-    Ok(request)
-}
-
 async fn tokenize(
     client: &mut InferenceClient<Channel>,
     text: String,
@@ -48,7 +42,7 @@ async fn tokenize(
     Ok(client.tokenize(request).await.map(tonic::Response::into_inner))
 }
 
-/// Text of this many words of some six bytes, which do not repeat within 1,000. It can be cut at every space.
+/// Returns a text of `count` words of 4 to 6 bytes, 1,000 different ones, that the tokenizer can split at every space.
 fn words(count: usize) -> String {
     (0..count).map(|number| format!("n{}x ", number % 1000)).collect()
 }
@@ -70,7 +64,7 @@ async fn a_tenants_text_waits_for_pieces_of_another_tenants_texts_not_for_the_te
     let pieces = sample(&cluster, STEPS).await? - before;
     ensure!(pieces >= 4.0, "{} bytes are tokenized in {pieces} steps", text.len());
 
-    // So many texts at any time, until the tenant's calls are done.
+    // Keeps `calls` texts in flight until the tenant's calls are done.
     let (ended, over) = (Arc::new(AtomicUsize::new(0)), Arc::new(AtomicBool::new(false)));
     let mut flood = JoinSet::new();
     let channel = Channel::from_shared(cluster.endpoint.clone())?.connect().await?;
@@ -106,8 +100,8 @@ async fn a_tenants_text_waits_for_pieces_of_another_tenants_texts_not_for_the_te
     println!(
         "{calls} texts of {pieces} steps at a time, {slots} slots: {passed:?} of {total} ended during the tenant's calls"
     );
-    // In order of arrival, at least those that wait would go first. Two turns let the texts in their last pieces end; the least of
-    // five, as a call may also wait for this process.
+    // First come, first served would complete every waiting text first. With fair queueing, a call waits for two slots, and only texts
+    // whose last piece runs in one of them complete meanwhile. The minimum of five calls excludes delays of this test's process.
     let least = passed.iter().min().copied().unwrap_or_default();
     ensure!(least <= 2 * slots, "{passed:?} texts of the flood went first");
     Ok(())

@@ -186,7 +186,7 @@ fn request(random: &mut StdRng, known: &[u32]) -> GenerateRequest {
         min_tokens: maybe(random, 0.5, |random| random.random_range(1..max_tokens)).unwrap_or(0),
         stop: STOPS.iter().filter(|_| random.random_bool(0.1)).map(|stop| (*stop).to_owned()).collect(),
         // Masked until `min_tokens`, they could be all that a grammar allows next.
-        stop_token_ids: maybe(random, 0.2, |random| some_of(random, known, 2))
+        stop_token_ids: maybe(random, 0.4, |random| some_of(random, known, 2))
             .filter(|_| sampling.constraint.is_none())
             .unwrap_or_default(),
         ignore_eos: random.random_bool(0.7),

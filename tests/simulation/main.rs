@@ -309,7 +309,7 @@ fn align_task_ids() {
     }
 }
 
-/// Held by each run: runs side by side would share the task ids.
+/// Serializes the runs: tokio counts task ids over the whole process, and their order must repeat.
 static RUN: Mutex<()> = Mutex::new(());
 
 fn run(seed: u64) -> RunReport {

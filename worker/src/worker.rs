@@ -47,7 +47,7 @@ pub const CONNECTIONS_MAX: usize = 1024;
 /// Interval of HTTP/2 keep-alive pings, and timeout of their acknowledgements: a dead peer is detected after both, and its requests
 /// are cancelled.
 const KEEP_ALIVE_INTERVAL: Duration = Duration::from_secs(3);
-/// Time after the end of the engine in which connections may end by themselves.
+/// Maximum time that connections have to close after the engine has stopped.
 const CLOSE_TIMEOUT: Duration = Duration::from_secs(3);
 /// Connection limits for routers, which stay connected for as long as their sessions, and for probes.
 const CONNECTION_LIMITS: ConnectionLimits = ConnectionLimits {
@@ -60,7 +60,7 @@ const CONNECTION_LIMITS: ConnectionLimits = ConnectionLimits {
 };
 /// Maximum concurrent HTTP/2 streams per connection; a router opens one session and fetches one bundle.
 const CONNECTION_STREAMS_MAX: u32 = 32;
-/// Maximum time to receive one message, and in which a peer must read some of what is written.
+/// Maximum time to receive one message; also the write timeout, after which the connection of a peer that reads nothing is closed.
 const MESSAGE_TIME_MAX: Duration = Duration::from_secs(30);
 /// Maximum size of a request message outside of sessions: a digest, a number or a service name.
 const SMALL_MESSAGE_BYTES_MAX: usize = 4 << 10;

@@ -95,7 +95,7 @@ fn spec() -> impl Strategy<Value = RequestSpec> {
     )
 }
 
-/// Makes a grammar of its text.
+/// Constructor of a grammar in one of the languages.
 type Language = fn(String) -> Grammar;
 
 /// Grammars of the requests: digits, a JSON text, one that begins after token 33, and one whose states cannot be rolled back.

@@ -334,7 +334,7 @@ async fn compile_grammar(grammars: &Arc<Grammars>, request: &mut EngineRequest) 
     request.grammar = match compiled.await {
         Ok(compiled) => Some(compiled),
         Err(failed) if failed.is_panic() => {
-            let reason = "compiling it failed on a fault of the worker".to_owned();
+            let reason = "the worker's grammar compiler panicked".to_owned();
             Some(Err(GrammarError::Refused(reason)))
         }
         // The process stops.

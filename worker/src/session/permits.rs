@@ -35,10 +35,10 @@ impl MeteredSemaphore {
 }
 
 impl MeteredPermits {
-    /// Returns all permits but `count`.
+    /// Releases the permits beyond `count`.
     pub(crate) fn keep(&mut self, count: u32) {
         let surplus = self.permits.num_permits().saturating_sub(count as usize);
-        // As many as this holds at most.
+        // `surplus` never exceeds the permits held, so `split` succeeds.
         drop(self.permits.split(surplus));
         (self.publish)(-(surplus as f64));
     }
