@@ -68,13 +68,12 @@ impl Compiler {
     /// `eos_token_ids` are its end tokens.
     ///
     /// # Errors
-    /// [`GrammarError::Vocabulary`].
+    /// [`GrammarError::Vocabulary`] or [`GrammarError::NoThread`].
     pub fn new(
         vocabulary: &Vocabulary,
         vocab_size: u32,
         eos_token_ids: &[u32],
     ) -> Result<Self, GrammarError> {
-        let broken = |error: String| GrammarError::Vocabulary(error);
         let mut words: Vec<Vec<u8>> = (0..vocab_size)
             .map(|id| {
                 let bytes = vocabulary.bytes(id);
@@ -103,9 +102,13 @@ impl Compiler {
             let environment: TokEnv = Arc::new(ApproximateTokEnv::new(trie));
             let slices = SlicedBiasComputer::general_slices();
             let capabilities = InferenceCapabilities::default();
-            ParserFactory::new(&environment, capabilities, &slices).map_err(|error| error.to_string())
+            ParserFactory::new(&environment, capabilities, &slices)
+                .map_err(|error| GrammarError::Refused(error.to_string()))
         });
-        let mut factory = factory.map_err(broken)?;
+        let mut factory = factory.map_err(|error| match error {
+            GrammarError::Refused(reason) => GrammarError::Vocabulary(reason),
+            other => other,
+        })?;
         factory.quiet();
         *factory.limits_mut() = limits();
         Ok(Self { factory, shape, budget: Arc::default() })
@@ -223,35 +226,37 @@ fn choice_grammar(choices: &[String]) -> String {
 }
 
 /// Runs `work` on a thread with a large stack, and turns its panics into errors.
-fn guarded<T: Send, E: From<Panicked> + Send>(work: impl FnOnce() -> Result<T, E> + Send) -> Result<T, E> {
+fn guarded<T: Send, E: From<Failed> + Send>(work: impl FnOnce() -> Result<T, E> + Send) -> Result<T, E> {
     std::thread::scope(|scope| {
         let thread = std::thread::Builder::new().name("grammar".to_owned()).stack_size(STACK_BYTES);
         match thread.spawn_scoped(scope, work) {
-            Ok(thread) => thread.join().unwrap_or_else(|panic| Err(E::from(Panicked::new(&*panic)))),
-            Err(error) => Err(E::from(Panicked(format!("cannot start a thread: {error}")))),
+            Ok(thread) => thread.join().unwrap_or_else(|panic| Err(E::from(Failed::of_panic(&*panic)))),
+            Err(error) => Err(E::from(Failed::NoThread(error.to_string()))),
         }
     })
 }
 
-/// Failure of the library beside its errors.
-struct Panicked(String);
+/// Failure beside the errors of the library.
+enum Failed {
+    /// It panicked.
+    Panic(String),
+    /// No thread could be started.
+    NoThread(String),
+}
 
-impl Panicked {
-    fn new(panic: &(dyn std::any::Any + Send)) -> Self {
+impl Failed {
+    fn of_panic(panic: &(dyn std::any::Any + Send)) -> Self {
         let text = panic.downcast_ref::<&str>().map(|text| (*text).to_owned());
         let text = text.or_else(|| panic.downcast_ref::<String>().cloned());
-        Self(format!("the grammar compiler failed: {}", text.unwrap_or_default()))
+        Self::Panic(format!("the grammar compiler failed: {}", text.unwrap_or_default()))
     }
 }
 
-impl From<Panicked> for String {
-    fn from(Panicked(reason): Panicked) -> Self {
-        reason
-    }
-}
-
-impl From<Panicked> for GrammarError {
-    fn from(Panicked(reason): Panicked) -> Self {
-        Self::Refused(shorten(&reason))
+impl From<Failed> for GrammarError {
+    fn from(failed: Failed) -> Self {
+        match failed {
+            Failed::Panic(reason) => Self::Refused(shorten(&reason)),
+            Failed::NoThread(reason) => Self::NoThread(reason),
+        }
     }
 }

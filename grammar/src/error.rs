@@ -52,9 +52,19 @@ pub enum GrammarError {
     /// No token of the vocabulary can begin the output.
     #[error("no token of the model's vocabulary can begin an output that matches the grammar: {0}")]
     Unsatisfiable(String),
+    /// The machine has no thread to compile on, for now; says nothing about the grammar.
+    #[error("no thread can be started to compile the grammar ({0}); try again later")]
+    NoThread(String),
     /// The model's vocabulary cannot be used.
     #[error("the model's vocabulary cannot be used with grammars: {0}")]
     Vocabulary(String),
+}
+
+impl GrammarError {
+    /// Whether another attempt may succeed, so that the outcome must not be kept.
+    pub fn is_transient(&self) -> bool {
+        matches!(self, Self::NoThread(_))
+    }
 }
 
 /// Reason for which a matcher cannot go on.

@@ -1,7 +1,7 @@
 //! Compiled grammars of one model: a compiler that is prepared in the background or at first use, and a bounded cache.
 
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, OnceLock};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::time::Instant;
 
 use inflight_contract::Grammar;
@@ -18,6 +18,8 @@ pub struct Grammars {
     vocab_size: u32,
     eos_token_ids: Vec<u32>,
     compiler: OnceLock<Result<Compiler, GrammarError>>,
+    /// Held while the compiler is prepared.
+    preparing: Mutex<()>,
     /// Memory of the matchers.
     budget: Arc<MemoryBudget>,
     compiled: DigestCache<Result<Arc<CompiledGrammar>, GrammarError>>,
@@ -57,6 +59,7 @@ impl Grammars {
             vocab_size,
             eos_token_ids: eos_token_ids.to_vec(),
             compiler: OnceLock::new(),
+            preparing: Mutex::default(),
             budget: Arc::default(),
             compiled: DigestCache::new(Self::COMPILED_MAX).with_bytes_max(Self::COMPILED_BYTES_MAX),
             checked: DigestCache::new(Self::CHECKED_MAX),
@@ -107,8 +110,10 @@ impl Grammars {
         }
         self.misses.fetch_add(1, Ordering::Relaxed);
         let compiled = self.compiler().and_then(|compiler| compiler.compile(grammar)).map(Arc::new);
-        let bytes = compiled.as_ref().map_or(0, |compiled| compiled.bytes());
-        self.compiled.insert(digest, compiled.clone(), bytes);
+        if !compiled.as_ref().is_err_and(GrammarError::is_transient) {
+            let bytes = compiled.as_ref().map_or(0, |compiled| compiled.bytes());
+            self.compiled.insert(digest, compiled.clone(), bytes);
+        }
         compiled
     }
 
@@ -134,7 +139,9 @@ impl Grammars {
         }
         self.misses.fetch_add(1, Ordering::Relaxed);
         let outcome = self.compiler().and_then(|compiler| compiler.compile(grammar)).map(|_| ());
-        self.checked.insert(digest, outcome.clone(), 0);
+        if !outcome.as_ref().is_err_and(GrammarError::is_transient) {
+            self.checked.insert(digest, outcome.clone(), 0);
+        }
         outcome
     }
 
@@ -148,12 +155,30 @@ impl Grammars {
     }
 
     fn compiler(&self) -> Result<&Compiler, GrammarError> {
-        let compiler = self.compiler.get_or_init(|| {
-            let vocabulary = (self.source)()?;
-            let compiler = Compiler::new(&vocabulary, self.vocab_size, &self.eos_token_ids)?;
-            Ok(compiler.with_budget(Arc::clone(&self.budget)))
-        });
-        compiler.as_ref().map_err(Clone::clone)
+        if self.compiler.get().is_none() {
+            let _preparing = self.preparing.lock().unwrap_or_else(PoisonError::into_inner);
+            if self.compiler.get().is_none() {
+                let compiler = self.prepare();
+                if let Err(error) = &compiler
+                    && error.is_transient()
+                {
+                    return Err(error.clone());
+                }
+                // Only the holder of the lock sets it.
+                let _ = self.compiler.set(compiler);
+            }
+        }
+        match self.compiler.get() {
+            Some(compiler) => compiler.as_ref().map_err(Clone::clone),
+            // It was set above.
+            None => Err(GrammarError::Vocabulary("it was not prepared".to_owned())),
+        }
+    }
+
+    fn prepare(&self) -> Result<Compiler, GrammarError> {
+        let vocabulary = (self.source)()?;
+        let compiler = Compiler::new(&vocabulary, self.vocab_size, &self.eos_token_ids)?;
+        Ok(compiler.with_budget(Arc::clone(&self.budget)))
     }
 }
 

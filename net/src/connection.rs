@@ -29,6 +29,8 @@ struct PeerState {
     identity: Option<Identity>,
     /// Number of open calls.
     calls: AtomicU32,
+    /// Number of those that need no authentication.
+    probes: AtomicU32,
     /// Whether a call was ever made.
     used: AtomicBool,
     /// Whether a call has authenticated.
@@ -49,11 +51,17 @@ impl std::fmt::Debug for Peer {
 
 /// Guard that counts one call as open until it is dropped.
 #[derive(Debug)]
-pub struct OpenCall(Peer);
+pub struct OpenCall {
+    peer: Peer,
+    is_probe: bool,
+}
 
 impl Drop for OpenCall {
     fn drop(&mut self) {
-        let peer = &self.0.0;
+        let peer = &self.peer.0;
+        if self.is_probe {
+            peer.probes.fetch_sub(1, Ordering::AcqRel);
+        }
         let mut idle_since = peer.idle_since.lock().unwrap_or_else(PoisonError::into_inner);
         if peer.calls.fetch_sub(1, Ordering::AcqRel) == 1 {
             *idle_since = Some(Instant::now());
@@ -79,6 +87,7 @@ impl Peer {
             address,
             identity,
             calls: AtomicU32::new(0),
+            probes: AtomicU32::new(0),
             used: AtomicBool::new(false),
             authenticated: AtomicBool::new(false),
             authentication,
@@ -101,7 +110,20 @@ impl Peer {
     pub fn call(&self) -> OpenCall {
         self.0.used.store(true, Ordering::Release);
         self.0.calls.fetch_add(1, Ordering::AcqRel);
-        OpenCall(self.clone())
+        OpenCall { peer: self.clone(), is_probe: false }
+    }
+
+    /// [`Peer::call`] for a call that needs no authentication, which [`Peer::probes`] counts too.
+    pub fn probe(&self) -> OpenCall {
+        self.0.probes.fetch_add(1, Ordering::AcqRel);
+        let mut call = self.call();
+        call.is_probe = true;
+        call
+    }
+
+    /// Returns the number of open calls that need no authentication.
+    pub fn probes(&self) -> u32 {
+        self.0.probes.load(Ordering::Acquire)
     }
 
     /// Returns the number of open calls.

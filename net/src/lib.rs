@@ -12,7 +12,9 @@ mod identity;
 pub mod metrics;
 mod open_calls;
 mod open_files;
+mod private_file;
 mod receive;
+mod receive_budget;
 mod registry;
 mod response_streams;
 mod secret_file;
@@ -32,9 +34,9 @@ pub use http::{HttpServer, Protocols};
 pub use identity::Identity;
 pub use open_calls::{OpenCalls, OpenCallsLayer, hold};
 pub use open_files::{OpenFileLimit, open_files, raise_open_file_limit};
-pub use receive::{
-    Framing, Receive, ReceiveBudget, ReceiveError, ReceiveLayer, ReceiveLimits, ReservedBytes,
-};
+pub use private_file::create_private_file;
+pub use receive::{Framing, Receive, ReceiveError, ReceiveLayer, ReceiveLimits};
+pub use receive_budget::{ReceiveBudget, ReservedBytes};
 pub use registry::AddressKey;
 pub use secret_file::{SECRET_BYTES_MIN, SecretError, SecretFile, Secrets, read_secrets};
 pub use tls::{ClientTls, ServerTls, ServerTlsFiles, TlsError};

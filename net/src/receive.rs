@@ -2,100 +2,17 @@
 
 use std::pin::Pin;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
 use std::task::{Context, Poll};
 use std::time::Duration;
 
 use hyper::body::{Body as HttpBody, Bytes, Frame, SizeHint};
-use metrics::Gauge;
 use tokio::time::{Instant, Sleep};
 use tonic::body::Body;
 use tonic::codegen::http::{Request, Response};
 use tonic::{Code, Status};
 use tower::{Layer, Service};
 
-/// Byte budget of all messages in reception or received and not yet processed. Cheap to clone.
-#[derive(Clone)]
-pub struct ReceiveBudget(Arc<ReceiveBudgetState>);
-
-struct ReceiveBudgetState {
-    bytes_max: u64,
-    used: AtomicU64,
-    gauge: Gauge,
-    exhausted: Box<dyn Fn() -> Status + Send + Sync>,
-}
-
-impl ReceiveBudget {
-    /// Creates a budget of `max` bytes, exported as `gauge`. Calls beyond it fail with the status of `exhausted`.
-    pub fn new(max: u64, gauge: Gauge, exhausted: impl Fn() -> Status + Send + Sync + 'static) -> Self {
-        gauge.set(0.0);
-        let used = AtomicU64::new(0);
-        Self(Arc::new(ReceiveBudgetState { bytes_max: max, used, gauge, exhausted: Box::new(exhausted) }))
-    }
-
-    /// Starts the accounting of one call.
-    fn start_call(&self) -> Arc<ReservedBytes> {
-        Arc::new(ReservedBytes { budget: self.clone(), held: AtomicU64::new(0) })
-    }
-
-    /// Reserves `bytes`; returns false, without effect, if they exceed the budget.
-    fn reserve(&self, bytes: u64) -> bool {
-        let fits = |used: u64| used.checked_add(bytes).filter(|sum| *sum <= self.0.bytes_max);
-        let reserved = self.0.used.fetch_update(Ordering::AcqRel, Ordering::Acquire, fits).is_ok();
-        if reserved {
-            self.0.gauge.increment(bytes as f64);
-        }
-        reserved
-    }
-
-    fn release(&self, bytes: u64) {
-        if bytes > 0 {
-            self.0.used.fetch_sub(bytes, Ordering::AcqRel);
-            self.0.gauge.decrement(bytes as f64);
-        }
-    }
-}
-
-/// Bytes of the budget reserved by one call; the drop releases them. Every request has it as an [`Arc`] in
-/// its extensions, for handlers that hold a message after it is decoded.
-pub struct ReservedBytes {
-    budget: ReceiveBudget,
-    held: AtomicU64,
-}
-
-impl ReservedBytes {
-    /// Returns the bytes that are reserved now.
-    pub fn bytes(&self) -> u64 {
-        self.held.load(Ordering::Acquire)
-    }
-
-    fn reserve(&self, bytes: u64) -> Result<(), Status> {
-        if !self.budget.reserve(bytes) {
-            let mut status = (self.budget.0.exhausted)();
-            status.set_source(Arc::new(ReceiveError::Exhausted));
-            return Err(status);
-        }
-        self.held.fetch_add(bytes, Ordering::AcqRel);
-        Ok(())
-    }
-
-    fn release(&self) {
-        self.budget.release(self.held.swap(0, Ordering::AcqRel));
-    }
-
-    /// Moves the reserved bytes to a new reservation, for one of several requests in a call.
-    #[must_use]
-    pub fn split(&self) -> Self {
-        let held = self.held.swap(0, Ordering::AcqRel);
-        Self { budget: self.budget.clone(), held: AtomicU64::new(held) }
-    }
-}
-
-impl Drop for ReservedBytes {
-    fn drop(&mut self) {
-        self.release();
-    }
-}
+use crate::receive_budget::{ReceiveBudget, ReservedBytes};
 
 /// Reason for which a message was not received; the source of the body's [`Status`].
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
@@ -113,10 +30,12 @@ pub enum ReceiveError {
         option: String,
     },
     /// The message did not arrive in time.
-    #[error("the call's message did not arrive within {seconds} s (--message-timeout)")]
+    #[error("the call's message did not arrive within {seconds} s{option}")]
     TooSlow {
         /// Maximum time in seconds.
         seconds: f64,
+        /// Flag that sets it, in parentheses.
+        option: String,
     },
     /// The budget of all calls is spent.
     #[error("the budget of messages in reception is spent")]
@@ -158,6 +77,8 @@ pub struct ReceiveLimits {
     pub message_bytes_max: usize,
     /// Flag that sets `message_bytes_max`, if there is one, for the error message.
     pub option: Option<&'static str>,
+    /// Flag that sets `message_time_max`, if there is one, for the error message.
+    pub time_option: Option<&'static str>,
     /// Maximum time for a message to arrive: from the call's headers, or from its first byte if `streaming`.
     pub message_time_max: Duration,
     /// Whether the client may send more than one message.
@@ -320,7 +241,7 @@ impl LimitedBody {
         if bytes <= max as u64 {
             return Ok(());
         }
-        let option = option.map_or(String::new(), |option| format!(" ({option})"));
+        let option = in_parentheses(option);
         Err(ReceiveError::TooLarge { bytes, at_least, max, option }.into_status())
     }
 
@@ -331,6 +252,11 @@ impl LimitedBody {
         }
         self.check_size(self.body.size_hint().lower(), false)
     }
+}
+
+/// Returns the name of an option as the errors show it, empty without one.
+fn in_parentheses(option: Option<&str>) -> String {
+    option.map_or(String::new(), |option| format!(" ({option})"))
 }
 
 impl HttpBody for LimitedBody {
@@ -377,7 +303,8 @@ impl HttpBody for LimitedBody {
         let timer = this.timer.get_or_insert_with(|| Box::pin(tokio::time::sleep_until(deadline)));
         timer.as_mut().poll(context).map(|()| {
             let seconds = this.limits.message_time_max.as_secs_f64();
-            Some(Err(ReceiveError::TooSlow { seconds }.into_status()))
+            let option = in_parentheses(this.limits.time_option);
+            Some(Err(ReceiveError::TooSlow { seconds, option }.into_status()))
         })
     }
 
@@ -393,8 +320,9 @@ impl HttpBody for LimitedBody {
 #[cfg(test)]
 mod tests {
     use std::collections::VecDeque;
-    use std::sync::atomic::AtomicBool;
+    use std::sync::atomic::{AtomicBool, Ordering};
 
+    use metrics::Gauge;
     use proptest::prelude::*;
     use tonic::Code;
 
@@ -431,8 +359,8 @@ mod tests {
 
     fn limits(message_bytes_max: usize, streaming: bool) -> ReceiveLimits {
         let message_time_max = Duration::from_millis(50);
-        let (framing, option) = (Framing::Grpc, Some("--some-option"));
-        ReceiveLimits { framing, message_bytes_max, option, message_time_max, streaming }
+        let (framing, option, time_option) = (Framing::Grpc, Some("--some-option"), Some("--time-option"));
+        ReceiveLimits { framing, message_bytes_max, option, time_option, message_time_max, streaming }
     }
 
     fn body(frames: Vec<Vec<u8>>, limits: ReceiveLimits, budget: &ReceiveBudget) -> LimitedBody {
@@ -593,7 +521,10 @@ mod tests {
             tokio::time::advance(Duration::from_secs(60)).await;
             let ended = read(&mut body).await;
             assert_eq!(ended.is_err(), expires, "{} frames, streaming: {streaming}", frames.len());
-            assert!(ended.err().is_none_or(|status| status.code() == Code::DeadlineExceeded));
+            assert!(ended.err().is_none_or(|status| {
+                status.code() == Code::DeadlineExceeded
+                    && status.message().ends_with("0.05 s (--time-option)")
+            }));
         }
     }
 }

@@ -7,6 +7,7 @@ mod bundle;
 mod call_proof;
 mod codec;
 mod convert;
+mod decoded_size;
 
 pub use bundle::bundle_digest;
 pub use call_proof::{

@@ -88,6 +88,8 @@ metrics_table! {
         "Large prompts whose tokenizing ended early: cancelled, past the deadline, displaced or refused";
     STREAMS = "inflight_router_open_calls", MetricKind::Gauge, Unit::Count, [],
         "Open Generate and Tokenize calls";
+    KSERVE_STREAMS = "inflight_router_kserve_streams", MetricKind::Gauge, Unit::Count, [],
+        "Open ModelStreamInfer calls, with and without requests";
     QUEUE_REQUESTS = "inflight_router_queue_requests", MetricKind::Gauge, Unit::Count, [],
         "Requests in the queue";
     QUEUE_TOKENS = "inflight_router_queue_tokens", MetricKind::Gauge, Unit::Count, [],

@@ -43,11 +43,31 @@ impl Overload {
 
     /// Limit of a tenant.
     pub(crate) fn of_tenant(over: &OverLimit, tenant: &str) -> Self {
-        let retry = over.wait().unwrap_or(Self::RETRY);
-        let what =
-            format!("the tenant {tenant:?} may have no {over}; try again in {} s", retry.as_secs_f64());
-        Self { what, quota: over.quota(), subject: format!("tenant:{tenant}"), retry }
+        let (quota, retry) = (over.quota(), over.wait().unwrap_or(Self::RETRY));
+        let what = format!(
+            "the tenant {tenant:?} may have no {over} ({quota} in the tenants file); try again in {} s",
+            retry.as_secs_f64()
+        );
+        Self { what, quota, subject: format!("tenant:{tenant}"), retry }
     }
+}
+
+/// Maximum length of a message in bytes. In gRPC it travels in headers, percent-encoded and again in the details; many clients
+/// accept 8 KiB of headers.
+const MESSAGE_BYTES_MAX: usize = 1024;
+/// Maximum length of the name of a field in bytes: a client chooses names of tensors and parameters.
+const FIELD_BYTES_MAX: usize = 256;
+
+/// Marks a text that was cut.
+const ELLIPSIS: char = '\u{2026}';
+
+/// Returns `text`, cut to `bytes_max` bytes with an ellipsis if it is longer.
+fn shortened(mut text: String, bytes_max: usize) -> String {
+    if text.len() > bytes_max {
+        text.truncate(text.floor_char_boundary(bytes_max - ELLIPSIS.len_utf8()));
+        text.push(ELLIPSIS);
+    }
+    text
 }
 
 /// HTTP status of an outcome, and its names in the error envelopes of OpenAI's and Anthropic's APIs.
@@ -133,7 +153,7 @@ impl Outcome {
     pub(crate) fn of_failure(failure: Failure, model: &str, waited: Duration, retry: Duration) -> Self {
         match failure {
             Failure::TooManyTokens { tokens, most } => Self::Invalid(format!(
-                "prompt and n * max_tokens come to {tokens} tokens, more than the {most} that the router keeps for a request; lower n or max_tokens"
+                "prompt and n * max_tokens come to {tokens} tokens, more than the {most} that the router keeps for a request (--request-tokens-max); lower n or max_tokens"
             )),
             Failure::TooLongForWorkers { tokens } => Self::Invalid(format!(
                 "prompt and max_tokens come to {tokens} tokens, more than the workers now connected can hold"
@@ -244,10 +264,10 @@ impl Outcome {
     }
 
     /// Returns the name of the invalid field, if one is at fault.
-    pub(crate) fn invalid_field(&self) -> Option<&str> {
+    pub(crate) fn invalid_field(&self) -> Option<String> {
         match self {
-            Self::InvalidField { field, .. } => Some(field),
-            Self::UnknownModel { .. } => Some("model"),
+            Self::InvalidField { field, .. } => Some(shortened(field.clone(), FIELD_BYTES_MAX)),
+            Self::UnknownModel { .. } => Some("model".to_owned()),
             _ => None,
         }
     }
@@ -294,8 +314,13 @@ impl Outcome {
         }
     }
 
-    /// Returns the message for people.
+    /// Returns the message for people, of at most [`MESSAGE_BYTES_MAX`] bytes.
     pub(crate) fn message(&self) -> String {
+        shortened(self.text(), MESSAGE_BYTES_MAX)
+    }
+
+    /// Returns the message, which may quote the request.
+    fn text(&self) -> String {
         match self {
             Self::Completed => String::new(),
             Self::Invalid(reason)
@@ -335,7 +360,7 @@ impl Outcome {
                 format!("none of the {workers} configured workers is connected yet; try again later")
             }
             Self::Unserved { model, waited } => format!(
-                "no worker serving {model:?} is connected, and none came within {} s; try again later",
+                "no worker serving {model:?} is connected, and none came within {} s (--no-worker-timeout); try again later",
                 waited.as_secs_f64()
             ),
             Self::Draining => "the router is draining; retry on another one".to_owned(),
@@ -349,7 +374,7 @@ impl Outcome {
                 )
             }
             Self::ClientStalled { waited } => {
-                format!("the client read nothing of its stream for {} s", waited.as_secs_f64())
+                format!("the client read nothing of its stream for {} s (--stall-timeout)", waited.as_secs_f64())
             }
             Self::DeadlineExceeded => "the call's deadline passed".to_owned(),
             Self::Cancelled => "the call was cancelled".to_owned(),
@@ -380,8 +405,9 @@ impl Outcome {
         let (code, message) = (self.code(), self.message());
         let mut details = ErrorDetails::new();
         details.set_error_info(self.reason(), "inflight", info);
-        if let Self::InvalidField { field, reason } = &self {
-            details.add_bad_request_violation(field, reason);
+        if let Self::InvalidField { field, .. } = &self {
+            let field = shortened(field.clone(), FIELD_BYTES_MAX);
+            details.add_bad_request_violation(field, &message);
         }
         let mut metadata = MetadataMap::new();
         if let Some((quota, subject, retry)) = self.overload() {

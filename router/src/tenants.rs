@@ -256,12 +256,7 @@ impl TenantTable {
 
     /// Parses a tenants' file, in JSON or TOML.
     fn parse(text: &str, json: bool, before: &Self) -> Result<Self, String> {
-        let file: TenantsFile = if json {
-            serde_json::from_str(text).map_err(|error| error.to_string())?
-        } else {
-            toml::from_str(text).map_err(|error| error.to_string().trim_end().to_owned())?
-        };
-        Self::build(file, before)
+        Self::build(TenantsFile::parse(text, json)?, before)
     }
 
     fn build(file: TenantsFile, before: &Self) -> Result<Self, String> {
@@ -313,7 +308,7 @@ impl TenantTable {
         let gone = gone.filter(|(name, _)| !table.tenants.contains_key(*name));
         table.removed = gone.map(|(name, tenant)| (name.clone(), tenant.clone())).collect();
         // Existing tenants change only after the whole file is validated. Those that are gone lose what they may.
-        before.tenants.values().for_each(|tenant| tenant.lock().admin = false);
+        table.removed.values().for_each(|tenant| tenant.lock().admin = false);
         for (tenant, limits, admin) in changed {
             let mut state = tenant.lock();
             (state.limits, state.admin) = (limits, admin);
@@ -417,6 +412,11 @@ mod tests {
         assert_eq!(name(table.of_key("first", now())), Ok("acme".to_owned()));
         assert_eq!(name(table.of_key("second", now())), Ok("acme".to_owned()));
         assert_eq!(name(table.of_key("third", now())), Err(AuthenticationError::UnknownKey));
+        // The head of a digest finds candidates; only the whole digest is a key's.
+        let same_head = format!("{}{}", &digest_of("third")[..16], "0".repeat(48));
+        let alike = format!("[tenants.t]\nkeys = [{{ sha256 = {same_head:?} }}]");
+        let alike = parse(&alike, &TenantTable::default()).unwrap();
+        assert_eq!(name(alike.of_key("third", now())), Err(AuthenticationError::UnknownKey));
         let id = |key: &str| table.of_key(key, now()).unwrap().1.id().to_owned();
         assert_eq!((id("first"), id("second")), ("ci".to_owned(), digest_of("second")[..12].to_uppercase()));
         let later = now() + Duration::from_secs(1);
@@ -509,11 +509,27 @@ mod tests {
             ("anonymous = \"x\"".to_owned(), "which is no tenant"),
             ("tenants = 3".to_owned(), "invalid type"),
             ("[tenants.\"\"]".to_owned(), "must have a name"),
+            (
+                "\n[tenants.t]\nkeys = [\"inflight-0123\"]".to_owned(),
+                "line 3: invalid type: string, expected",
+            ),
+            ("[tenants.t]\nkeys = [{ sha256 = inflight-0123 }]".to_owned(), "line 2: "),
         ];
         for (text, words) in table {
             let reason = parse(&text, &TenantTable::default()).expect_err(words);
             assert!(reason.contains(words), "{words:?} is not in {reason:?}");
+            assert!(!reason.contains("0123"), "it has the key: {reason}");
         }
+        let reason = TenantTable::parse(
+            r#"{"tenants": {"t": {"keys": ["inflight-0123"]}}}"#,
+            true,
+            &TenantTable::default(),
+        );
+        let reason = reason.expect_err("a key that is no table");
+        assert!(
+            reason.contains("expected struct") && reason.contains("line 1") && !reason.contains("0123"),
+            "{reason}"
+        );
     }
 
     #[test]

@@ -227,7 +227,7 @@ async fn stream(
                 tally.whole += 1;
             }
             Err(status) => {
-                let sentence = status.message().contains(' ');
+                let sentence = status.message().split(' ').count() >= 4;
                 let stale = status.code() == Code::FailedPrecondition
                     && status.message().starts_with("the cursor was issued");
                 ensure!(

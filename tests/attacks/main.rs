@@ -1,6 +1,8 @@
 //! Attacks by hostile clients, strangers on the network and lying peers: each is bounded, and tenants are served
 //! meanwhile.
 
+mod amplification;
+mod certificates;
 mod connections;
 mod endurance;
 mod exhaustion;

@@ -8,7 +8,8 @@ use inflight_harness::{RoleProcess, eventually, run, scrape};
 use inflight_proto::v1::session_request::Message;
 use inflight_proto::v1::worker_client::WorkerClient;
 use inflight_proto::v1::{
-    ChallengeRequest, DiagnoseRequest, FetchBundleRequest, ListModelsRequest, SessionOpen, SessionRequest,
+    ChallengeRequest, DiagnoseRequest, FetchBundleRequest, ListModelsRequest, ObserveRequest, SessionOpen,
+    SessionRequest,
 };
 use inflight_proto::{CHALLENGE_AGE_MAX, CallProof, PROTOCOL_VERSION, SESSION_PATH, prove};
 use tonic::transport::Channel;
@@ -82,6 +83,7 @@ async fn a_stranger_learns_the_protocol_version_and_nothing_else() -> Result<()>
     rejected(stranger.session(open()).await, "a session")?;
     rejected(stranger.fetch_bundle(FetchBundleRequest::default()).await, "the bundle")?;
     rejected(stranger.diagnose(DiagnoseRequest::default()).await, "a diagnosis")?;
+    rejected(stranger.observe(ObserveRequest::default()).await, "the observation of iterations")?;
     let channel = Channel::from_shared(format!("http://{}", worker.address))?.connect().await?;
     for path in [
         "/grpc.health.v1.Health/Check",
@@ -99,7 +101,7 @@ async fn a_stranger_learns_the_protocol_version_and_nothing_else() -> Result<()>
     let (request, _) = prove(&mut stranger, &guess, SESSION_PATH, open()).await?;
     rejected(stranger.session(request).await, "a session with a guessed secret")?;
     let rejections = scrape(worker.metrics).await?.total("inflight_worker_unauthenticated_calls_total")?;
-    ensure!(rejections == 7.0, "{rejections} rejections were counted");
+    ensure!(rejections == 8.0, "{rejections} rejections were counted");
     serve(&router).await
 }
 

@@ -108,6 +108,19 @@ def reached(rules: list[dict]) -> set[object]:
     return {port["port"] for rule in rules for port in rule["ports"]}
 
 
+def check_callers_of_workers(name: str, incoming: list[dict], documents: list[dict]) -> None:
+    """Pods of routers, of the same namespace, and no others may connect to the gRPC port of a worker."""
+    peers = [peer for rule in incoming if {"port": "grpc"} in rule["ports"] for peer in rule["from"]]
+    assert len(peers) == 1 and set(peers[0]) == {"podSelector"}, f"{name}: {peers} may connect"
+    labels = peers[0]["podSelector"]["matchLabels"]
+    assert labels, f"{name}: every pod may connect"
+    for document in documents:
+        if (pod := pod_of(document)) and "labels" in pod["metadata"]:
+            is_router = document["kind"] == "Deployment" and pod["spec"]["containers"][0]["name"] == "router"
+            allowed = matches(labels, pod["metadata"]["labels"])
+            assert allowed == is_router, f"{name}: {document['metadata']['name']} may connect: {allowed}"
+
+
 def check_network(documents: list[dict]) -> None:
     """What a pod connects to by its arguments is let through, what only others need is not; peers can reach what they must."""
     policies = [d for d in documents if d["kind"] == "NetworkPolicy"]
@@ -122,6 +135,7 @@ def check_network(documents: list[dict]) -> None:
         assert reached(incoming) == {port["name"] for port in container["ports"]}, f"{name}: policies open {reached(incoming)}, which are not its ports"
         if container["name"] == "worker":
             assert all("from" in rule for rule in incoming), f"{name}: everyone may connect to a worker"
+            check_callers_of_workers(name, incoming, documents)
         if not any("Egress" in spec["policyTypes"] for spec in own):
             continue
         ports = reached([rule for spec in own for rule in spec.get("egress", [])])

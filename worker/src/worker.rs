@@ -12,7 +12,7 @@ use inflight_grammar::{GrammarError, Grammars, MemoryBudget, Vocabulary};
 use inflight_models::{self as models, FingerprintCache, ModelDir};
 use inflight_net::{
     Acceptor, ConnectionLimits, Framing, HttpServer, OpenCallsLayer, Protocols, ReceiveBudget, ReceiveLayer,
-    ReceiveLimits, ServerTls, TlsError, UnreadBudget,
+    ReceiveLimits, ServerTls, TlsError, UnreadBudget, create_private_file,
 };
 use inflight_proto::v1::worker_server::WorkerServer;
 use inflight_proto::{FILE_DESCRIPTOR_SET, PROTOCOL_VERSION, v1};
@@ -244,7 +244,7 @@ impl Core {
     pub fn new(options: &Options, served: Served, incarnation: String) -> Result<Self, Error> {
         let Served { runtime, prior, name, architecture, eos_token_ids, bundle } = served;
         let recording = options.record.as_ref().map(|path| {
-            let create = std::fs::File::create(path);
+            let create = create_private_file(path);
             create.map_err(|source| Error::Record { path: path.clone(), source })
         });
         let recording = recording.transpose()?;
@@ -451,6 +451,7 @@ fn receive_limits(path: &str, submit_bytes_max: usize) -> ReceiveLimits {
         framing: Framing::Grpc,
         message_bytes_max: if session { submit_bytes_max } else { SMALL_MESSAGE_BYTES_MAX },
         option: None,
+        time_option: None,
         message_time_max: MESSAGE_TIME_MAX,
         streaming: session || path.starts_with("/grpc.reflection."),
     }

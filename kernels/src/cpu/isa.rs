@@ -89,3 +89,19 @@ impl Isa {
         }
     }
 }
+
+#[cfg(test)]
+impl Isa {
+    /// Returns the instruction sets to test; those that this machine lacks are reported as skipped, once.
+    pub(crate) fn tested() -> Vec<Isa> {
+        static REPORTED: std::sync::Once = std::sync::Once::new();
+        REPORTED.call_once(|| {
+            for name in ["avx2", "avx512", "avx512-vnni", "avx512-bf16"] {
+                if Self::by_name(name).is_none() {
+                    inflight_fixtures::skipped("kernels", &format!("this machine has no {name}"));
+                }
+            }
+        });
+        Self::available()
+    }
+}

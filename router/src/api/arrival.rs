@@ -51,6 +51,8 @@ pub(crate) struct ArrivalLayer {
 const OPEN_MESSAGE_BYTES_MAX: usize = 4 << 10;
 /// Maximum calls open at once on an unauthenticated connection.
 const UNAUTHENTICATED_CALLS_MAX: u32 = 32;
+/// Maximum calls open at once, of those that need no authentication, on a connection that has authenticated.
+const PROBES_MAX: u32 = 64;
 
 /// Returns the limits on receiving messages of a path.
 pub(crate) fn receive_limits(path: &str, options: &Options, framing: Framing) -> ReceiveLimits {
@@ -59,6 +61,7 @@ pub(crate) fn receive_limits(path: &str, options: &Options, framing: Framing) ->
         framing,
         message_bytes_max: if open { OPEN_MESSAGE_BYTES_MAX } else { options.message_bytes_max },
         option: (!open).then_some("--message-bytes-max"),
+        time_option: Some("--message-timeout"),
         message_time_max: options.message_time_max,
         streaming: path == MODEL_STREAM_INFER || path.starts_with("/grpc.reflection."),
     }
@@ -80,16 +83,20 @@ pub(crate) fn receive_budget_exhausted(bytes_max: u64, retry: Duration) -> Outco
 }
 
 impl ArrivalLayer {
-    /// Rejects a call above the limit of an unauthenticated connection.
+    /// Rejects a call without authentication above the limit of open calls on its connection.
     fn check_calls(&self, request: &Request<Body>) -> Result<(), Outcome> {
-        let peer = request.extensions().get::<Peer>().filter(|peer| !peer.is_authenticated());
-        if !is_open(request.uri().path()) || peer.is_none_or(|peer| peer.calls() < UNAUTHENTICATED_CALLS_MAX)
-        {
+        let Some(peer) = request.extensions().get::<Peer>().filter(|_| is_open(request.uri().path())) else {
+            return Ok(());
+        };
+        let (open, most, what) = match peer.is_authenticated() {
+            true => (peer.probes(), PROBES_MAX, "calls of health and reflection"),
+            false => (peer.calls(), UNAUTHENTICATED_CALLS_MAX, "calls"),
+        };
+        if open < most {
             return Ok(());
         }
-        let what = format!(
-            "{UNAUTHENTICATED_CALLS_MAX} calls are open on this connection, as many as without a key; end some, or send the key"
-        );
+        let key = if peer.is_authenticated() { "" } else { " without a key" };
+        let what = format!("{most} {what} are open on this connection, the limit{key}; end some");
         Err(Outcome::Full(Box::new(Overload::of_router(
             what,
             "unauthenticated_calls",
@@ -134,9 +141,11 @@ where
             let response = (self.layer.refuse)(request.uri().path(), outcome);
             return Box::pin(async move { Ok(response) });
         }
-        let counted = (!is_open(request.uri().path())).then(|| self.layer.open.token());
+        let is_probe = is_open(request.uri().path());
+        let counted = (!is_probe).then(|| self.layer.open.token());
+        let peer = request.extensions().get::<Peer>();
         // Keeps the connection from being idle, and delays a drain for API calls.
-        let open = (request.extensions().get::<Peer>().map(Peer::call), counted);
+        let open = (peer.map(if is_probe { Peer::probe } else { Peer::call }), counted);
         let refuse = self.layer.refuse;
         let path = request.uri().path().to_owned();
         let expiry = arrival.deadline.map(|deadline| tokio::time::sleep_until(deadline.into()));

@@ -7,7 +7,7 @@ use inflight_router_core::TokenizePiece;
 
 use crate::dispatcher::ServedModel;
 use crate::metrics as names;
-use crate::outcome::Outcome;
+use crate::outcome::{Outcome, Overload};
 
 /// Cost of compiling a byte of a grammar, in bytes of text to tokenize.
 const BYTE_COST: usize = 16;
@@ -67,6 +67,10 @@ impl GrammarCheck {
         metrics::gauge!(names::GRAMMARS).set(grammars.counters().entries as f64);
         match outcome {
             Ok(()) => Ok(None),
+            Err(error) if error.is_transient() => {
+                let retry = std::time::Duration::from_secs(1);
+                Err(Outcome::Full(Box::new(Overload::of_router(error.to_string(), "threads", retry))))
+            }
             Err(error) => {
                 metrics::counter!(names::GRAMMARS_REFUSED).increment(1);
                 Err(Outcome::field(self.field, error))

@@ -37,6 +37,7 @@ impl Grpc {
     /// Validates and queues the request of either form of Generate.
     async fn start(&self, request: Request<v1::GenerateRequest>) -> Result<ResponseStream, Status> {
         let incoming = RequestContext::new(request.extensions(), request.metadata().as_ref());
+        let incoming = incoming.map_err(Outcome::into_status)?;
         let start = async {
             let request = generation_request(request.into_inner())?;
             self.ingress.start(request, incoming).await
@@ -349,6 +350,7 @@ impl Inference for Grpc {
     ) -> Result<Response<v1::TokenizeResponse>, Status> {
         use v1::tokenize_request::Input as Prompt;
         let incoming = RequestContext::new(request.extensions(), request.metadata().as_ref());
+        let incoming = incoming.map_err(Outcome::into_status)?;
         let v1::TokenizeRequest { model, input, parse_special, omit_pieces } = request.into_inner();
         let input = match input {
             Some(Prompt::Text(text)) => Input::Text(text),

@@ -9,8 +9,9 @@ use inflight_router_core::TokenizePiece;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
+use tokio_util::task::task_tracker::TaskTrackerToken;
 use tonic::codegen::http::{Extensions, HeaderMap};
-use tracing::{Instrument, info_span};
+use tracing::{Instrument, Span, info_span};
 use tracing_opentelemetry::OpenTelemetrySpanExt;
 
 use crate::api::admission::{self, Admission, AdmissionGuard, AdmissionSlot, TokenCharge};
@@ -27,13 +28,15 @@ use crate::api::response_stream::ResponseStream;
 use crate::api::tokenizing::{TokenizeTerms, Tokenizing};
 use crate::call_guard::CallGuard;
 use crate::clock;
+use crate::cluster::bundle::Model;
+use crate::dispatcher::request::AdmittedCall;
 use crate::dispatcher::{ServedModel, SharedDispatcher};
 use crate::metrics as names;
 use crate::options::Options;
 use crate::outcome::{Outcome, Overload};
 use crate::tenants::Caller;
 use crate::trace::{self, TraceContext};
-use crate::usage::log::UsageLog;
+use crate::usage::log::{UsageLog, UsageSlot};
 
 /// Request path shared by gRPC, KServe and HTTP.
 pub(crate) struct Ingress {
@@ -61,19 +64,22 @@ pub(crate) struct RequestContext {
 }
 
 impl RequestContext {
-    pub(crate) fn new(extensions: &Extensions, headers: &HeaderMap) -> Self {
-        Self {
+    /// Returns the context of a call.
+    ///
+    /// # Errors
+    /// The call has not passed the authentication layer.
+    pub(crate) fn new(extensions: &Extensions, headers: &HeaderMap) -> Result<Self, Outcome> {
+        let unknown = || Outcome::Unauthenticated("the caller is not known".to_owned());
+        Ok(Self {
             arrival: extensions.get::<CallArrival>().copied().unwrap_or_else(CallArrival::now),
             context: trace::extract(headers),
-            caller: extensions.get::<Caller>().cloned().unwrap_or(Caller::Anyone),
+            caller: extensions.get::<Caller>().cloned().ok_or_else(unknown)?,
             admission_guard: extensions.get::<AdmissionSlot>().and_then(AdmissionSlot::take),
             received: extensions.get::<Arc<ReservedBytes>>().cloned(),
             shares_message: false,
-        }
+        })
     }
-}
 
-impl RequestContext {
     /// Returns the context of the request in the next message of the call, admitted on its own. It takes over what that
     /// message has reserved of the receive budget.
     pub(crate) fn for_next_message(&self, admission: &Admission) -> Result<Self, Outcome> {
@@ -93,6 +99,19 @@ impl RequestContext {
 
 /// Counts an open call.
 struct OpenStream;
+
+/// Request that was validated and tokenized, but not queued.
+pub(crate) struct PreparedRequest {
+    call: AdmittedCall,
+    model: Arc<Model>,
+    span: Span,
+    permit: OwnedSemaphorePermit,
+    open: TaskTrackerToken,
+    admission_guard: Option<AdmissionGuard>,
+    usage: Option<UsageSlot>,
+    /// Place among the requests that wait for a worker to start.
+    _held: Option<OwnedSemaphorePermit>,
+}
 
 impl OpenStream {
     fn new() -> Self {
@@ -152,9 +171,19 @@ impl Ingress {
     /// Validates and queues a request.
     pub(crate) async fn start(
         &self,
-        mut request: GenerationRequest,
+        request: GenerationRequest,
         incoming: RequestContext,
     ) -> Result<ResponseStream, Outcome> {
+        let prepared = self.prepare(request, incoming).await?;
+        self.submit(prepared)
+    }
+
+    /// Validates a request and tokenizes its prompt.
+    pub(crate) async fn prepare(
+        &self,
+        mut request: GenerationRequest,
+        incoming: RequestContext,
+    ) -> Result<PreparedRequest, Outcome> {
         request::check_input(&request.input)?;
         let permit = self.stream_permit()?;
         let open = self.open.token();
@@ -167,7 +196,7 @@ impl Ingress {
         let terms = request::terms(&mut request, &self.options, &caller)?;
         let bytes = received.as_ref().filter(|_| !shares_message).map_or(0, |received| received.bytes());
         let served = self.dispatch.served();
-        let _released = self.cold_start.served(&request, &terms.tenant, bytes, arrival, served).await?;
+        let held = self.cold_start.served(&request, &terms.tenant, bytes, arrival, served).await?;
         let required = Some(request.require_fingerprint.as_str()).filter(|required| !required.is_empty());
         let served = self.dispatch.resolve(&request.model, required, arrival.at)?;
         let span = info_span!(
@@ -205,6 +234,12 @@ impl Ingress {
         span.record("prompt_tokens", call.prompt.len());
         call.trace = TraceContext::of(&span, &context);
         let model = served.model;
+        Ok(PreparedRequest { call, model, span, permit, open, admission_guard, usage, _held: held })
+    }
+
+    /// Queues a request, whose response must be read from now on.
+    pub(crate) fn submit(&self, prepared: PreparedRequest) -> Result<ResponseStream, Outcome> {
+        let PreparedRequest { call, model, span, permit, open, admission_guard, usage, _held } = prepared;
         let charge = admission_guard
             .as_ref()
             .map(|admission_guard| {

@@ -1,5 +1,6 @@
 //! KServe v2 inference API: tensors to requests, text to tensors.
 
+mod stream_calls;
 mod tensors;
 
 use std::pin::Pin;
@@ -30,8 +31,9 @@ use crate::api::generation::{GenerationEvent, Usage};
 use crate::api::ingress::{Ingress, RequestContext, rejected};
 use crate::api::response_stream::{GenerationEvents, ResponseStream};
 use crate::clock;
-use crate::outcome::Outcome;
+use crate::outcome::{Outcome, Overload};
 use crate::tenants::Tenants;
+use stream_calls::StreamCalls;
 #[cfg(feature = "fuzz")]
 pub(crate) use tensors::fuzz;
 use tensors::{InferRequest, bytes_tensor};
@@ -40,6 +42,8 @@ use tensors::{InferRequest, bytes_tensor};
 const STREAM_REQUESTS_MAX: usize = 64;
 /// Maximum responses of one call that wait for the client.
 const STREAM_RESPONSES_MAX: usize = 16;
+/// Delay after which a caller with too many open calls may try again.
+const RETRY: Duration = Duration::from_secs(1);
 /// The only version of a model.
 const VERSION: &str = "1";
 
@@ -50,19 +54,22 @@ pub(crate) struct Kserve {
     admission: Admission,
     tenants: Option<Arc<Tenants>>,
     drain: CancellationToken,
+    streams: StreamCalls,
 }
 
 type InferStream = Pin<Box<dyn Stream<Item = Result<ModelStreamInferResponse, Status>> + Send>>;
 
 impl Kserve {
-    /// Creates the service. Once `drain` is cancelled, open calls accept no further requests.
+    /// Creates the service. Once `drain` is cancelled, open calls accept no further requests. At most `streams_max` calls of
+    /// ModelStreamInfer are open.
     pub(crate) fn new(
         ingress: Arc<Ingress>,
         admission: Admission,
         tenants: Option<Arc<Tenants>>,
         drain: CancellationToken,
+        streams_max: usize,
     ) -> Self {
-        Self { ingress, admission, tenants, drain }
+        Self { ingress, admission, tenants, drain, streams: StreamCalls::new(streams_max) }
     }
 }
 
@@ -315,6 +322,7 @@ impl GrpcInferenceService for Kserve {
         request: Request<ModelInferRequest>,
     ) -> Result<Response<ModelInferResponse>, Status> {
         let incoming = RequestContext::new(request.extensions(), request.metadata().as_ref());
+        let incoming = incoming.map_err(Outcome::into_status)?;
         let request = request.into_inner();
         let id = request.id.clone();
         let infer = InferRequest::read(request).map_err(rejected_status)?;
@@ -333,8 +341,13 @@ impl GrpcInferenceService for Kserve {
         request: Request<Streaming<ModelInferRequest>>,
     ) -> Result<Response<InferStream>, Status> {
         let shared = RequestContext::new(request.extensions(), request.metadata().as_ref());
+        let shared = shared.map_err(Outcome::into_status)?;
         let mut requests = request.into_inner();
-        let Self { ingress, admission, tenants, drain } = self.clone();
+        let Self { ingress, admission, tenants, drain, streams } = self.clone();
+        let open = streams.enter(shared.caller.tenant()).ok_or_else(|| {
+            let what = "the caller has as many calls of ModelStreamInfer open as the router has free (--streams-max is the limit of all callers); end some".to_owned();
+            rejected_status(Outcome::Full(Box::new(Overload::of_router(what, "kserve_streams", RETRY))))
+        })?;
         let (responses, ready) = mpsc::channel(STREAM_RESPONSES_MAX);
         let reader = tokio::spawn(async move {
             let slots = Arc::new(Semaphore::new(STREAM_REQUESTS_MAX));
@@ -395,7 +408,7 @@ impl GrpcInferenceService for Kserve {
         });
         let reader = AbortOnDropHandle::new(reader);
         let responses = ReceiverStream::new(ready).map(move |message| {
-            let _held = &reader;
+            let _held = (&reader, &open);
             message
         });
         Ok(Response::new(Box::pin(responses)))

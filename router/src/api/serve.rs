@@ -69,8 +69,13 @@ impl Shared {
         H: Health,
     {
         let (options, ingress) = (&self.options, &self.ingress);
-        let kserve =
-            Kserve::new(ingress.clone(), self.admission.clone(), self.tenants.clone(), self.drain.clone());
+        let kserve = Kserve::new(
+            ingress.clone(),
+            self.admission.clone(),
+            self.tenants.clone(),
+            self.drain.clone(),
+            options.streams_max,
+        );
         let kserve =
             GrpcInferenceServiceServer::new(kserve).max_decoding_message_size(options.message_bytes_max);
         let inference = InferenceServer::new(Grpc::new(ingress.clone()));

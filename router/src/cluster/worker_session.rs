@@ -33,6 +33,8 @@ use crate::options::{Options, OptionsError, secure_endpoint};
 
 /// Path of the method that streams a bundle.
 const FETCH_BUNDLE_PATH: &str = "/inflight.v1.Worker/FetchBundle";
+/// Maximum time to fetch a bundle. Other workers with the same bundle wait meanwhile, for it to be loaded once.
+const BUNDLE_TIME_MAX: Duration = Duration::from_secs(60);
 /// Maximum bytes of a name in a worker's hello: routers keep them as labels of metrics.
 const HELLO_NAME_BYTES_MAX: usize = 512;
 
@@ -222,7 +224,17 @@ impl SessionTask {
         }
         let (limits, block_tokens, capacity) = check_hello(&hello)?;
         let fetch = self.fetch_bundle(client.clone(), hello.bundle_digest.clone(), limit);
-        let model = self.models.get(&hello.bundle_digest, fetch).await?;
+        let fetch = async {
+            let late =
+                SessionError::Timeout { what: "the fetch of its whole bundle", limit: BUNDLE_TIME_MAX };
+            timeout(BUNDLE_TIME_MAX, fetch).await.unwrap_or(Err(late))
+        };
+        let model = tokio::select! {
+            biased;
+            // The worker is not listed any more.
+            () = self.retired.cancelled() => return Err(SessionError::Closed),
+            model = self.models.get(&hello.bundle_digest, fetch) => model?,
+        };
         let heartbeat = match hello.heartbeat_interval_ms {
             0 => self.options.session_timeout / 3,
             interval => Duration::from_millis(interval.into()),

@@ -10,7 +10,6 @@ pub(crate) mod request;
 mod state;
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::fs::File;
 use std::hash::{DefaultHasher, Hash as _, Hasher as _};
 use std::io;
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -18,7 +17,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::task::Waker;
 use std::time::{Duration, Instant};
 
-use inflight_net::batch_wakeups;
+use inflight_net::{batch_wakeups, create_private_file};
 use inflight_router_core::{
     Dispatcher, DispatcherOptions, Event, FairQueueOptions, QueueLimits, Recording, ResolveError,
     ResubmissionReason, SessionId, Violation, WorkerId, WorkerInfo, WorkerUpdate, prompt_chains,
@@ -105,7 +104,7 @@ impl SharedDispatcher {
         let core = Dispatcher::new(core_options, options.placement.build(seed));
         let recorder = options.record.as_ref().map(|path| {
             let log = Recording::new(core_options, options.placement, seed);
-            File::create(path).map(|file| Recorder::new(file, log))
+            create_private_file(path).map(|file| Recorder::new(file, log))
         });
         let epoch = clock::now();
         let live = Hub::new(options, epoch);

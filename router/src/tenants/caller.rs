@@ -45,6 +45,14 @@ impl Credential {
 }
 
 impl Caller {
+    /// Returns the name of the caller's tenant; empty without tenants.
+    pub(crate) fn tenant(&self) -> Arc<str> {
+        match self {
+            Self::Anyone => Arc::default(),
+            Self::Tenant { tenant, .. } => tenant.name.clone(),
+        }
+    }
+
     /// Returns the id of the caller's key or certificate; empty without one.
     pub(crate) fn key_id(&self) -> &str {
         match self {

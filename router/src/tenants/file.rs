@@ -19,6 +19,28 @@ pub(super) struct TenantsFile {
     pub(super) tenants: BTreeMap<String, TenantEntry>,
 }
 
+impl TenantsFile {
+    /// Parses a file. Errors have the line, but not its text, which may have a key in the place of its digest.
+    pub(super) fn parse(text: &str, json: bool) -> Result<Self, String> {
+        if json {
+            return serde_json::from_str(text).map_err(|error| without_values(&error.to_string()));
+        }
+        toml::from_str(text).map_err(|error: toml::de::Error| {
+            let before = error.span().and_then(|span| text.get(..span.start));
+            let line = before.map(|before| format!("line {}: ", 1 + before.matches('\n').count()));
+            line.unwrap_or_default() + &without_values(error.message())
+        })
+    }
+}
+
+/// Returns the error of a parser without the text that it quotes (`invalid type: string "…"`).
+fn without_values(error: &str) -> String {
+    match (error.find("string \""), error.rfind('"')) {
+        (Some(begin), Some(end)) => format!("{}string{}", &error[..begin], &error[end + 1..]),
+        _ => error.to_owned(),
+    }
+}
+
 #[derive(Debug, Clone, Default, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(super) struct LimitsEntry {
@@ -94,7 +116,8 @@ impl LimitsEntry {
         let weight = self.weight.map_or(Ok(Weight::default()), Weight::try_from);
         Ok(TenantLimits {
             weight: weight.map_err(|error| error.to_string())?,
-            priority_max: self.priority_max.map_or(Priority::MAX, Priority::clamped),
+            // A tenant may place its requests after those of others, but before them only with the operator's permission.
+            priority_max: self.priority_max.map_or(Priority::default(), Priority::clamped),
             requests_per_minute: self.requests_per_minute,
             tokens_per_minute: self.tokens_per_minute,
             tokens_per_day: self.tokens_per_day,

@@ -92,7 +92,7 @@ impl Call {
     ) -> Self {
         let mut stream = TcpStream::connect(address).await.unwrap();
         let mut head =
-            format!("{method} {path} HTTP/1.1\r\nhost: test\r\ncontent-length: {}\r\n", body.len());
+            format!("{method} {path} HTTP/1.1\r\nhost: {address}\r\ncontent-length: {}\r\n", body.len());
         for (name, value) in headers {
             head.push_str(&format!("{name}: {value}\r\n"));
         }

@@ -256,3 +256,30 @@ async fn floods_of_headers_and_slow_senders_are_ended() {
     })
     .await;
 }
+
+#[tokio::test]
+async fn a_call_gives_its_bytes_back_once_its_prompt_is_tokenized() {
+    bounded(async {
+        let options = Options {
+            message_bytes_max: 16_000,
+            receive_bytes_max: 20_000,
+            ..with_http(HttpOptions::default())
+        };
+        let mut http = HttpCluster::start(options).await;
+        let padding = "x".repeat(12_000);
+        let body = format!(
+            r#"{{"messages": [{{"role": "user", "content": "a"}}], "max_tokens": 9, "unknown": "{padding}"}}"#
+        );
+        // Together they have more than the budget; neither has an answer yet.
+        let mut calls = Vec::new();
+        for _ in 0..3 {
+            let call = http.post(CHAT, &body).await;
+            calls.push((call, http.session.submit().await));
+        }
+        for (call, submit) in calls {
+            http.session.finish(&submit, 0, &tokens("b"), v1::FinishReason::Length);
+            assert_eq!(call.response().await.status, 200);
+        }
+    })
+    .await;
+}

@@ -214,3 +214,37 @@ async fn an_open_call_takes_no_requests_of_a_key_that_was_revoked() {
     })
     .await;
 }
+
+#[tokio::test]
+async fn open_stream_calls_are_bounded_and_a_tenant_leaves_some_to_others() {
+    bounded(async {
+        let file = tenant("a", "") + &tenant("b", "");
+        let options = Options { streams_max: 5, ..Options::default() };
+        let (cluster, _session, _folder, _worker) = started(&file, options).await;
+        // A call without requests, until the sender is dropped.
+        let open = async |key: &str| {
+            let mut client = GrpcInferenceServiceClient::new(cluster.channel.clone());
+            let (requests, outgoing) = tokio::sync::mpsc::channel::<kserve::ModelInferRequest>(1);
+            let outgoing = tokio_stream::wrappers::ReceiverStream::new(outgoing);
+            client.model_stream_infer(with_key(outgoing, key)).await.map(|answers| (requests, answers))
+        };
+        let mut calls = Vec::new();
+        for (key, accepted) in
+            [("a", true), ("a", true), ("a", true), ("a", false), ("b", true), ("b", false)]
+        {
+            match open(key).await {
+                Ok(call) if accepted => calls.push(call),
+                Err(refused) if !accepted => {
+                    assert_eq!(refused.code(), Code::ResourceExhausted);
+                    assert!(refused.message().contains("--streams-max"), "{refused}");
+                }
+                other => panic!("{key}: {:?}", other.map(|_| ())),
+            }
+        }
+        drop(calls);
+        while open("a").await.is_err() {
+            tokio::task::yield_now().await;
+        }
+    })
+    .await;
+}

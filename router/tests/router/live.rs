@@ -615,13 +615,40 @@ async fn hostile_names_arrive_as_they_are_and_break_nothing() {
     .await;
 }
 
-/// Posts to a path with these headers alone; returns the status. The client's own host header is a name.
+/// Posts to a path with these headers alone; returns the status.
 async fn kill(address: std::net::SocketAddr, path: &str, headers: &[(&str, &str)]) -> u16 {
-    let mut head = format!("POST {path} HTTP/1.1\r\ncontent-length: 0\r\n");
+    status_of(address, "POST", path, headers).await
+}
+
+/// Returns the status of a call with these headers alone. The host header of other calls is the address.
+async fn status_of(address: std::net::SocketAddr, method: &str, path: &str, headers: &[(&str, &str)]) -> u16 {
+    let mut head = format!("{method} {path} HTTP/1.1\r\ncontent-length: 0\r\n");
     headers.iter().for_each(|(name, value)| head.push_str(&format!("{name}: {value}\r\n")));
     let mut stream = tokio::net::TcpStream::connect(address).await.unwrap();
     stream.write_all(format!("{head}\r\n").as_bytes()).await.unwrap();
-    Call::over(stream).response().await.status
+    Call::over(stream).head().await.0
+}
+
+#[tokio::test]
+async fn without_keys_a_page_whose_name_was_rebound_to_this_machine_reads_nothing() {
+    bounded(async {
+        let options = Options { admin: Admin::On, ..with_http(HttpOptions::default()) };
+        let http = HttpCluster::start(options.clone()).await;
+        let keyed = format!("[tenants.boss]\nadmin = true\nkeys = [{{ sha256 = \"{}\" }}]\n", digest("boss"));
+        let (with_keys, _session, _folder, _worker) = started(&keyed, options).await;
+        let own = http.address.to_string();
+        let key = ("authorization", "Bearer boss");
+        for (host, allowed) in [("rebound.example", false), (own.as_str(), true), ("localhost", true)] {
+            for (path, found) in [("/ui/events", 200), ("/ui/requests/1", 404)] {
+                let got = status_of(http.address, "GET", path, &[("host", host)]).await;
+                assert_eq!(got, if allowed { found } else { 403 }, "{path} as {host}");
+                // Another site's page does not have the key.
+                let got = status_of(with_keys.http.unwrap(), "GET", path, &[("host", host), key]).await;
+                assert_eq!(got, found, "{path} as {host} with a key");
+            }
+        }
+    })
+    .await;
 }
 
 #[tokio::test]

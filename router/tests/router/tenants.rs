@@ -1,9 +1,10 @@
 use std::path::PathBuf;
 use std::time::Duration;
 
-use inflight_proto::v1;
 use inflight_proto::v1::inference_client::InferenceClient;
-use inflight_router::{Options, Router};
+use inflight_proto::{StrictCodec, v1};
+use inflight_router::{Admin, HttpOptions, Options, Router};
+use prost::Message as _;
 use sha2::{Digest as _, Sha256};
 use tokio_util::sync::CancellationToken;
 use tonic::metadata::MetadataMap;
@@ -14,6 +15,7 @@ use tonic_health::pb::health_client::HealthClient;
 use tonic_types::StatusExt as _;
 
 use crate::cluster::{Cluster, Generated, bounded, metrics, text, tokens};
+use crate::http_client::{Call, with_http};
 use crate::worker::{ScriptedSession, ScriptedWorker, WorkerProfile, sequence};
 
 const LENGTH: v1::FinishReason = v1::FinishReason::Length;
@@ -138,6 +140,29 @@ async fn a_tenant_runs_under_its_configured_name_weight_and_maximum_priority() {
         let other = v1::GenerateRequest { tenant: "other".to_owned(), ..asked };
         let status = generate(&cluster, other, "acme").await.err().unwrap();
         assert_eq!(status.code(), Code::PermissionDenied, "{status}");
+    })
+    .await;
+}
+
+#[tokio::test]
+async fn a_tenant_goes_before_others_only_with_permission_and_may_go_after_them() {
+    bounded(async {
+        let file = "anonymous = \"guests\"\n[tenants.guests]\n".to_owned()
+            + &tenant("acme", "weight = 2")
+            + &tenant("vip", "priority_max = 5");
+        let (mut cluster, mut session, _folder, _worker) = started(&file, Options::default()).await;
+        session.grant(8, 1000);
+        let asked = |priority| v1::GenerateRequest { priority, ..text("a") };
+        let mut streams = Vec::new();
+        for (priority, expected) in [(90, 0), (-3, -3)] {
+            streams.push(cluster.generate(asked(priority)).await.unwrap());
+            let submit = session.submit().await;
+            assert_eq!((submit.tenant.as_str(), submit.priority), ("guests", expected));
+            streams.push(generate(&cluster, asked(priority), "acme").await.unwrap());
+            assert_eq!(session.submit().await.priority, expected);
+        }
+        streams.push(generate(&cluster, asked(90), "vip").await.unwrap());
+        assert_eq!(session.submit().await.priority, 5);
     })
     .await;
 }
@@ -565,6 +590,69 @@ async fn a_model_without_workers_is_unavailable_and_not_unknown() {
         };
         assert_eq!(away.code(), Code::Unavailable, "{away}");
         assert_eq!(cluster.generate(ask("nothing")).await.err().unwrap().code(), Code::NotFound);
+    })
+    .await;
+}
+
+/// gRPC methods that need no key.
+const OPEN_METHODS: [&str; 2] =
+    ["/inference.GRPCInferenceService/ServerLive", "/inference.GRPCInferenceService/ServerReady"];
+
+/// HTTP paths that need no key.
+const OPEN_PATHS: [&str; 7] = ["/health", "/livez", "/metrics", "/ready", "/readyz", "/ui", "/version"];
+
+#[tokio::test]
+async fn every_method_and_path_but_the_documented_ones_needs_a_key() {
+    bounded(async {
+        let http = HttpOptions { metrics: true, ..HttpOptions::default() };
+        let options = Options { admin: Admin::On, ..with_http(http) };
+        let (cluster, _session, _folder, _worker) = started(&tenant("acme", ""), options).await;
+        let files = prost_types::FileDescriptorSet::decode(inflight_proto::FILE_DESCRIPTOR_SET).unwrap();
+        let mut open = Vec::new();
+        for file in files.file {
+            for service in &file.service {
+                for method in &service.method {
+                    let path = format!("/{}.{}/{}", file.package(), service.name(), method.name());
+                    let mut client = tonic::client::Grpc::new(cluster.channel.clone());
+                    client.ready().await.unwrap();
+                    let codec = StrictCodec::<v1::ListModelsRequest, v1::ListModelsRequest>::default();
+                    let call = Request::new(v1::ListModelsRequest {});
+                    let answer = client.unary(call, path.parse().unwrap(), codec).await;
+                    if answer.err().is_none_or(|status| status.code() != Code::Unauthenticated) {
+                        open.push(path);
+                    }
+                }
+            }
+        }
+        assert_eq!(open, OPEN_METHODS);
+        let guarded = [
+            "/",
+            "/v1/chat/completions",
+            "/v1/completions",
+            "/v1/responses",
+            "/v1/messages",
+            "/v1/messages/count_tokens",
+            "/tokenize",
+            "/detokenize",
+            "/tokenizer_info",
+            "/v1/models",
+            "/v1/models/tiny",
+            "/ui/events",
+            "/ui/requests/1",
+            "/ui/workers/0/kill",
+            "/health/",
+            "//health",
+            "/v1/../health",
+            "/%68ealth",
+        ];
+        for (path, needs_key) in
+            guarded.map(|path| (path, true)).into_iter().chain(OPEN_PATHS.map(|path| (path, false)))
+        {
+            for method in ["GET", "POST"] {
+                let mut call = Call::send(cluster.http.unwrap(), method, path, &[], b"").await;
+                assert_eq!(call.head().await.0 == 401, needs_key, "{method} {path}");
+            }
+        }
     })
     .await;
 }

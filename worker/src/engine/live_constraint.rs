@@ -53,12 +53,15 @@ impl LiveConstraint {
     ) -> Result<Option<Self>, Failure> {
         let sampling = &request.sampling;
         let Some(constraint) = &sampling.constraint else { return Ok(None) };
-        let invalid = |error: GrammarError| Failure::Invalid(error.to_string());
+        let refused = |error: GrammarError| match error.is_transient() {
+            true => Failure::Overloaded(error.to_string()),
+            false => Failure::Invalid(error.to_string()),
+        };
         let grammars = grammars.ok_or_else(|| {
             Failure::Invalid("this worker has no vocabulary, which structured output needs".to_owned())
         })?;
         let compiled = request.grammar.clone().unwrap_or_else(|| grammars.compile(&constraint.grammar));
-        let mut matcher = compiled.map_err(invalid)?.matcher(constraint.begins_after);
+        let mut matcher = compiled.map_err(refused)?.matcher(constraint.begins_after);
         let checked = matcher.check_share();
         let consumed = checked.and_then(|()| tokens.iter().try_for_each(|token| matcher.consume(*token)));
         consumed.map_err(|error| Failure::Constraint(error.to_string()))?;

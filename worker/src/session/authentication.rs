@@ -1,4 +1,4 @@
-//! Authentication of the worker's callers: a proof of the shared secret, or a client certificate.
+//! Authentication of the worker's callers by proofs of the shared secret, beside any client certificate that TLS requires.
 
 use std::sync::Arc;
 use std::task::{Context, Poll};
@@ -47,8 +47,6 @@ impl Authenticator {
     fn authenticate(&self, request: &mut Request<Body>) -> Result<(), Status> {
         let state = &*self.0;
         let peer = request.extensions().get::<Peer>().cloned();
-        // The TLS handshake has verified the certificate against the client CA.
-        let certified = peer.as_ref().is_some_and(|peer| peer.identity().is_some());
         let secrets = state.secret.secrets();
         let verified =
             state.challenges.verify(&secrets, request.uri().path(), request.headers(), Instant::now());
@@ -57,7 +55,6 @@ impl Authenticator {
                 request.extensions_mut().insert(answer);
                 Ok(())
             }
-            Err(ProofError::Missing) if certified => Ok(()),
             Err(error) => {
                 self.report(peer, error);
                 Err(match error {

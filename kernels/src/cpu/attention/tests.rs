@@ -200,7 +200,7 @@ proptest! {
         case in case(), rows in 2usize..40, block in 0u32..7, threads in 1usize..4, seed in any::<u32>(),
     ) {
         let expected = reference_attention(&case);
-        for isa in Isa::available() {
+        for isa in Isa::tested() {
             let one = Chunks { rows: 1, block_tokens: 16, threads: 1, together: false, seed: 0 };
             let alone = run(isa, &case, one);
             let many = Chunks { rows, block_tokens: 1 << block, threads, together: true, seed };
@@ -247,7 +247,7 @@ proptest! {
     ) {
         let one = Chunks { rows: 1, block_tokens: 16, threads: 1, together: false, seed: 0 };
         let plain = run(Isa::PORTABLE, &case, one);
-        for isa in Isa::available() {
+        for isa in Isa::tested() {
             let alone = run(isa, &case, one);
             let together = run(isa, &case, Chunks { rows, block_tokens: 1 << block, threads, together: true, seed });
             for s in 0..case.lengths.len() {

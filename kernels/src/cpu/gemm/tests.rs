@@ -71,7 +71,7 @@ fn check(
     let (bytes, weights) = stored(dtype, &values(seed, n * k, 1.0));
     let (x, bias, y) =
         (values(seed ^ 1, rows * k, 1.0), values(seed ^ 2, n, 1.0), values(seed ^ 3, rows * n, 1.0));
-    for isa in Isa::available() {
+    for isa in Isa::tested() {
         // Two sources, as for concatenated query, key and value projections.
         let split = n / 3;
         let at = split * k * dtype.bytes();
@@ -155,7 +155,7 @@ fn sources_of_different_dtypes_become_f32() {
         WeightRows { encoding: Encoding::Plain(Dtype::F16), bytes: &half, rows: 5, interleaved: None },
         WeightRows { encoding: Encoding::Plain(Dtype::Bf16), bytes: &brain, rows: 2, interleaved: None },
     ];
-    for isa in Isa::available() {
+    for isa in Isa::tested() {
         let w = PackedMatrix::pack(&pool, isa, 3, &rows, WeightFormat::of(&rows)).unwrap();
         assert_eq!((w.format(), w.n(), w.k()), (WeightFormat::F32, 7, 3));
         let mut y = vec![0.0; 7 * 3];
@@ -183,7 +183,7 @@ fn check_integers(
     let format = if four { WeightFormat::Int4 { group } } else { WeightFormat::Int8 { group } };
     let source = [WeightRows { encoding: Dtype::Bf16.into(), bytes: &bytes, rows: n, interleaved: None }];
     let mut first: Option<Vec<f32>> = None;
-    for isa in Isa::available() {
+    for isa in Isa::tested() {
         let w = PackedMatrix::pack(&many, isa, k, &source, format).unwrap();
         assert_eq!((w.format(), w.bytes()), (format, format.packed_bytes(isa, n, k)));
         let all = run_gemm(&many, &w, &x, StartKind::Bias, &bias, &vec![0.0; rows * n], 0..rows);
@@ -275,7 +275,7 @@ fn the_largest_integers_of_either_sign_do_not_overflow() {
         let exact = weights[..k].iter().sum::<f32>() * signs[1] * 2.0;
         for group in [8, 24, 32, 40, 64, 256] {
             for format in [WeightFormat::Int8 { group }, WeightFormat::Int4 { group }] {
-                for isa in Isa::available() {
+                for isa in Isa::tested() {
                     let w = PackedMatrix::pack(&pool, isa, k, &source, format).unwrap();
                     for rows in [1, 2, 7] {
                         let x = vec![signs[1] * 2.0; rows * k];
@@ -308,7 +308,7 @@ fn gguf_blocks_keep_every_bit() {
         encoding.widen(&bytes, &mut weights);
         let rows = [WeightRows { encoding, bytes: &bytes, rows: 5, interleaved: None }];
         assert_eq!(WeightFormat::of(&rows), format);
-        for isa in Isa::available() {
+        for isa in Isa::tested() {
             let w = PackedMatrix::pack(&pool, isa, k, &rows, format).unwrap();
             let mut unit = vec![0.0; k * k];
             (0..k).for_each(|i| unit[i * k + i] = 127.0);
@@ -331,7 +331,7 @@ fn check_gated(half: usize, k: usize, rows: usize, format: Option<WeightFormat>,
     let source =
         [WeightRows { encoding: Dtype::Bf16.into(), bytes: &bytes, rows: 2 * half, interleaved: None }];
     let format = format.unwrap_or(WeightFormat::of(&source));
-    for isa in Isa::available() {
+    for isa in Isa::tested() {
         let w = PackedMatrix::pack(&pool, isa, k, &source, format).unwrap();
         for bias in [None, Some(&bias[..])] {
             let scratch = &mut Activations::default();

@@ -306,7 +306,7 @@ mod tests {
     fn exp_is_within_two_ulp_on_every_instruction_set() {
         let mut xs: Vec<f32> = (-873_000..=883_000).map(|i| i as f32 * 1e-4).collect();
         xs.extend((0..100_000).map(|i| (i as f32 - 50_000.0) * 1e-9));
-        for isa in Isa::available() {
+        for isa in Isa::tested() {
             let mut ys = vec![0.0; xs.len()];
             run(isa, ExpAll(Base::E, &xs, &mut ys));
             for (x, y) in xs.iter().zip(&ys) {
@@ -332,7 +332,7 @@ mod tests {
     fn exp2_is_within_three_ulp_on_every_instruction_set() {
         let mut xs: Vec<f32> = (-1_259_990..=1_270_000).map(|i| i as f32 * 1e-4).collect();
         xs.extend((0..100_000).map(|i| (i as f32 - 50_000.0) * 1e-9));
-        for isa in Isa::available() {
+        for isa in Isa::tested() {
             let mut ys = vec![0.0; xs.len()];
             run(isa, ExpAll(Base::Two, &xs, &mut ys));
             for (x, y) in xs.iter().zip(&ys) {

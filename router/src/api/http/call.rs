@@ -5,6 +5,7 @@ use tonic::codegen::http::{Extensions, HeaderMap};
 
 use super::request_id::RequestId;
 use crate::api::ingress::RequestContext;
+use crate::outcome::Outcome;
 
 /// Header of a client that resumes a stream of server-sent events.
 const LAST_EVENT_ID: HeaderName = HeaderName::from_static("last-event-id");
@@ -20,11 +21,15 @@ pub(crate) struct Call {
 }
 
 impl Call {
-    pub(super) fn new(path: &str, extensions: &Extensions, headers: &HeaderMap) -> Self {
+    /// Returns the metadata of a call.
+    ///
+    /// # Errors
+    /// The call has not passed the authentication layer.
+    pub(super) fn new(path: &str, extensions: &Extensions, headers: &HeaderMap) -> Result<Self, Outcome> {
         let request_id = extensions.get::<RequestId>().cloned().unwrap_or_else(RequestId::new);
         let last_event_id =
             headers.get(LAST_EVENT_ID).map(|id| String::from_utf8_lossy(id.as_bytes()).into_owned());
-        let context = RequestContext::new(extensions, headers);
-        Self { context, request_id, path: path.to_owned(), last_event_id }
+        let context = RequestContext::new(extensions, headers)?;
+        Ok(Self { context, request_id, path: path.to_owned(), last_event_id })
     }
 }

@@ -11,7 +11,7 @@ use tonic::codegen::http::Response;
 
 use super::chat_stream::ChatStream;
 use super::fields::{FieldTable, Fields, honoured, ignored, is_empty, parse_object, refused};
-use super::logprobs::{ChatLogprobs, PromptBody, check_prompts};
+use super::logprobs::{ChatLogprobs, PromptBody, check_outputs, check_prompts};
 use super::sampling::{self, StreamOptions};
 use super::tools::{self, ToolForm};
 use super::usage::{TimingsBody, UsageBody};
@@ -305,6 +305,8 @@ pub(super) async fn create(api: Arc<HttpApi>, call: Call, body: Bytes) -> Result
         let encoder = ChatStream::new(&started, output.stream_options, output.logprobs, api.http.timings);
         return sse::respond(started, encoder, api.http.keepalive).await;
     }
+    let alternatives = started.streams.first().and_then(|stream| stream.call().sampling.logprobs);
+    check_outputs(started.output_tokens_max(), "top_logprobs", alternatives)?;
     complete(&api, started, output).await
 }
 

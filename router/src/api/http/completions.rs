@@ -11,7 +11,7 @@ use tonic::codegen::http::Response;
 use super::chat::finish_reason;
 use super::completion_stream::CompletionStream;
 use super::fields::{FieldTable, Fields, honoured, ignored, parse, refused};
-use super::logprobs::{PromptBody, TextLogprobs, TextOffset, check_prompts};
+use super::logprobs::{PromptBody, TextLogprobs, TextOffset, check_outputs, check_prompts};
 use super::sampling::{self, StreamOptions};
 use super::usage::{TimingsBody, UsageBody};
 use super::{Call, HttpApi, Started, json, sse, structured};
@@ -187,6 +187,7 @@ pub(super) async fn create(api: Arc<HttpApi>, call: Call, body: Bytes) -> Result
         let encoder = CompletionStream::new(&started, output, &echoed, api.http.timings);
         return sse::respond(started, encoder, api.http.keepalive).await;
     }
+    check_outputs(started.output_tokens_max(), "logprobs", output.logprobs)?;
     complete(&api, started, output, &echoed).await
 }
 

@@ -41,7 +41,7 @@ impl OpenAiError {
         Self {
             message: outcome.message(),
             kind: http.openai_type,
-            param: outcome.invalid_field().map(str::to_owned),
+            param: outcome.invalid_field(),
             code: http.openai_code,
         }
     }

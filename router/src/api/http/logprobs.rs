@@ -43,6 +43,27 @@ pub(super) fn check_prompts(
     Err(Outcome::field(*field, reason))
 }
 
+/// Maximum size of the log probabilities of outputs in a response that is one object, in alternatives: that of 32,768 tokens with the
+/// most alternatives, whose JSON has up to 45 MB.
+const OUTPUTS_SIZE_MAX: u64 = 32_768 * (TOKEN_SIZE as u64 + SamplingSpec::LOGPROBS_MAX as u64);
+
+/// Checks the size of a response that has the log probabilities of up to `tokens` output tokens in one object. `field` enables them,
+/// with this number of alternatives per token.
+///
+/// # Errors
+/// There may be too many.
+pub(super) fn check_outputs(tokens: u64, field: &str, alternatives: Option<u32>) -> Result<(), Outcome> {
+    let Some(alternatives) = alternatives else { return Ok(()) };
+    let most = OUTPUTS_SIZE_MAX / (TOKEN_SIZE as u64 + u64::from(alternatives));
+    if tokens <= most {
+        return Ok(());
+    }
+    let reason = format!(
+        "{field} may return log probabilities of {tokens} output tokens, those of all choices; at most {most} are returned with so many alternatives: lower n or the maximum of tokens, or stream chat or text completions"
+    );
+    Err(Outcome::field(field, reason))
+}
+
 /// Log probability that stands for minus infinity, which JSON cannot express.
 const MINUS_INFINITY: f32 = -9999.0;
 
@@ -278,5 +299,12 @@ mod tests {
             }
         }
         assert_eq!(check_prompts(usize::MAX, 1, &[(echo, None), (field, None)]), Ok(()));
+        for (alternatives, most) in [(Some(20), 32_768), (Some(0), 196_608)] {
+            assert_eq!(check_outputs(most, "top_logprobs", alternatives), Ok(()));
+            let refused = check_outputs(most + 1, "top_logprobs", alternatives).unwrap_err();
+            assert_eq!(refused.invalid_field().as_deref(), Some("top_logprobs"));
+            assert!(refused.message().contains(&format!("at most {most} are returned")), "{refused:?}");
+        }
+        assert_eq!(check_outputs(u64::MAX, "logprobs", None), Ok(()));
     }
 }

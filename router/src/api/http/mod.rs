@@ -41,6 +41,7 @@ use axum::Router;
 use axum::extract::State;
 use axum::routing::{MethodRouter, get, on};
 use futures::future::BoxFuture;
+use inflight_net::ReservedBytes;
 use tonic::body::Body;
 use tonic::codegen::Bytes;
 use tonic::codegen::http::{Request, Response};
@@ -51,6 +52,7 @@ use crate::api::generation::{GenerationRequest, Resume};
 use crate::api::ingress::Ingress;
 use crate::api::response_stream::ResponseStream;
 use crate::cluster::bundle::Model;
+use crate::dispatcher::request::AdmittedCall;
 use crate::options::{HttpOptions, Options};
 use crate::outcome::Outcome;
 pub(crate) use call::Call;
@@ -159,11 +161,14 @@ impl HttpApi {
         let further = requests.iter().skip(1).map(|_| context.for_next_request(&self.admission));
         let further: Vec<_> = further.collect::<Result<_, _>>()?;
         let contexts = std::iter::once(context).chain(further);
-        let mut streams = Vec::with_capacity(requests.len());
+        let mut prepared = Vec::with_capacity(requests.len());
         for (at, (mut request, context)) in requests.into_iter().zip(contexts).enumerate() {
             request.request_id = if at == 0 { request_id.clone() } else { format!("{request_id}-{at}") };
-            streams.push(self.ingress.start(request, context).await.map_err(at_header)?);
+            prepared.push(self.ingress.prepare(request, context).await.map_err(at_header)?);
         }
+        // Only now, as no stream is read before all have begun, and one that is not read for long ends.
+        let streams = prepared.into_iter().map(|prepared| self.ingress.submit(prepared).map_err(at_header));
+        let streams: Vec<_> = streams.collect::<Result<_, _>>()?;
         let model = streams.first().map_or_else(String::new, |stream| stream.call().model.clone());
         let cursor = streams.first().and_then(|stream| self.ingress.track(stream));
         // A resumed response has the times of its first part.
@@ -204,6 +209,12 @@ impl Started {
     /// Returns the number of choices of each prompt.
     fn choices(&self) -> u32 {
         self.streams.first().map_or(1, |stream| stream.call().sampling.n)
+    }
+
+    /// Returns the maximum output tokens of all choices of all prompts.
+    fn output_tokens_max(&self) -> u64 {
+        let of = |call: &AdmittedCall| u64::from(call.max_tokens) * u64::from(call.sampling.n);
+        self.streams.iter().map(|stream| of(stream.call())).sum()
     }
 
     /// Completes the texts of the prompts: one that was given as token ids is decoded.
@@ -275,10 +286,13 @@ fn unix_seconds() -> u64 {
 /// Returns the route of a handler of POST requests.
 fn post(handler: Handler) -> MethodRouter<Arc<HttpApi>> {
     let run = move |State(api): State<Arc<HttpApi>>, request: Request<axum::body::Body>| async move {
-        let (parts, body) = request.into_parts();
+        let (mut parts, body) = request.into_parts();
         let path = parts.uri.path().to_owned();
         let call = Call::new(&path, &parts.extensions, &parts.headers);
+        // The call gives back what its message has reserved of the receive budget, long before it ends.
+        parts.extensions.remove::<Arc<ReservedBytes>>();
         let answer = async {
+            let call = call?;
             let body = body::receive(body, &api.options).await?;
             handler(api, call, body).await
         };

@@ -9,7 +9,7 @@ use tonic::codegen::Bytes;
 use tonic::codegen::http::Response;
 
 use super::fields::{FieldTable, Fields, honoured, ignored, parse, parse_object, refused};
-use super::logprobs::PositionBody;
+use super::logprobs::{PositionBody, check_outputs};
 use super::response_events::ResponseEvents;
 use super::response_object::{Ended, OutputItem, RequestEcho, ToolEcho};
 use super::sampling;
@@ -251,10 +251,12 @@ fn text_format<'a>(fields: &Fields<'a>) -> Result<Option<&'a RawValue>, Outcome>
 pub(super) async fn create(api: Arc<HttpApi>, call: Call, body: Bytes) -> Result<Response<Body>, Outcome> {
     let (request, output) = read(&body).map_err(rejected)?;
     drop(body);
-    let with_logprobs = request.sampling.logprobs.is_some();
+    let alternatives = request.sampling.logprobs;
     let started = Box::pin(api.start(vec![request], output.stream, call)).await.map_err(rejected)?;
+    // Streamed ones too: the last event repeats them all.
+    check_outputs(started.output_tokens_max(), "top_logprobs", alternatives)?;
     let echo = RequestEcho::new(&started, output.instructions, output.max_output_tokens, output.tools);
-    let bundle = started.bundle().filter(|_| with_logprobs);
+    let bundle = started.bundle().filter(|_| alternatives.is_some());
     if output.stream {
         let encoder = ResponseEvents::new(echo, bundle, api.http.timings);
         return sse::respond(started, encoder, api.http.keepalive).await;

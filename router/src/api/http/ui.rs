@@ -10,6 +10,7 @@ use axum::routing::{get, on};
 use futures::stream;
 use http_body::Frame;
 use http_body_util::{Full, StreamBody};
+use inflight_net::Peer;
 use tokio::time::Instant;
 use tonic::body::Body;
 use tonic::codegen::Bytes;
@@ -17,7 +18,8 @@ use tonic::codegen::http::header::{
     CACHE_CONTROL, CONTENT_SECURITY_POLICY, CONTENT_TYPE, HOST, HeaderName, REFERRER_POLICY,
     X_CONTENT_TYPE_OPTIONS, X_FRAME_OPTIONS,
 };
-use tonic::codegen::http::{Extensions, HeaderMap, HeaderValue, Request, Response, StatusCode, Uri};
+use tonic::codegen::http::request::Parts;
+use tonic::codegen::http::{HeaderMap, HeaderValue, Request, Response, StatusCode, Uri};
 
 use super::errors::refuse;
 use super::{AxumResponse, HttpApi, json};
@@ -74,9 +76,18 @@ fn finish(path: &str, answer: Result<Response<Body>, Outcome>) -> AxumResponse {
     response.map(axum::body::Body::new)
 }
 
-/// Returns the state of `/ui`, if the caller may use it.
-fn authorize<'a>(api: &'a HttpApi, extensions: &Extensions) -> Result<&'a Ui, Outcome> {
-    Operations::authorize(extensions.get::<Caller>())?;
+/// Returns the state of `/ui`, if the caller may use it. Without keys, a page of another site could read it in a browser on the
+/// router's machine, once the name of its site was rebound to a loopback address.
+fn authorize<'a>(api: &'a HttpApi, parts: &Parts) -> Result<&'a Ui, Outcome> {
+    let caller = parts.extensions.get::<Caller>();
+    Operations::authorize(caller)?;
+    let address = parts.extensions.get::<Peer>().and_then(Peer::address);
+    let is_local = address.is_none_or(|address| address.ip().to_canonical().is_loopback());
+    if matches!(caller, Some(Caller::Anyone)) && is_local && !is_local_name(&parts.headers, &parts.uri) {
+        return Err(Outcome::Denied(
+            "the host header names another site; call the router by its address or as localhost".to_owned(),
+        ));
+    }
     // The routes exist only with it.
     api.ui.as_ref().ok_or_else(|| Outcome::UnknownPath { path: "/ui".to_owned() })
 }
@@ -108,8 +119,8 @@ fn rate(uri: &Uri) -> Result<u32, Outcome> {
 /// Updates of a watch as server-sent events.
 async fn events(State(api): State<Arc<HttpApi>>, request: Request<axum::body::Body>) -> AxumResponse {
     let (parts, _) = request.into_parts();
-    let caller = parts.extensions.get::<Caller>();
-    let answer = authorize(&api, &parts.extensions).and_then(|ui| {
+    let answer = authorize(&api, &parts).and_then(|ui| {
+        let caller = parts.extensions.get::<Caller>();
         let watching = ui.operations.watch(caller, rate(&parts.uri)?, true, "http")?;
         Ok(event_stream(watching))
     });
@@ -152,8 +163,9 @@ async fn request(
     Path(text): Path<String>,
     request: Request<axum::body::Body>,
 ) -> AxumResponse {
-    let path = request.uri().path();
-    let answer = authorize(&api, request.extensions()).and_then(|ui| {
+    let (parts, _) = request.into_parts();
+    let path = parts.uri.path();
+    let answer = authorize(&api, &parts).and_then(|ui| {
         let life = ui.operations.hub.life(number(&text, path)?, "", clock::now());
         json(&life.ok_or_else(|| Outcome::UnknownPath { path: path.to_owned() })?)
     });
@@ -180,16 +192,13 @@ async fn kill(
     let (parts, _) = request.into_parts();
     let path = parts.uri.path().to_owned();
     let killed = async {
-        let ui = authorize(&api, &parts.extensions)?;
+        let ui = authorize(&api, &parts)?;
         let hub = &ui.operations.hub;
         let socket = hub.killer().ok_or_else(|| {
             Outcome::Denied("workers can be killed only under `inflight up` with --admin on".to_owned())
         })?;
         if parts.headers.get(UI_HEADER).is_none_or(|value| value.as_bytes() != b"1") {
             return Err(Outcome::Denied("the header X-Inflight-UI: 1 is missing".to_owned()));
-        }
-        if !is_local_name(&parts.headers, &parts.uri) {
-            return Err(Outcome::Denied("call the router by its address or as localhost".to_owned()));
         }
         let index = text.parse().ok().filter(|index: &usize| *index < hub.up_workers());
         let index = index.ok_or_else(|| Outcome::UnknownPath { path: path.clone() })?;
@@ -208,7 +217,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_kill_needs_an_address_or_localhost_as_the_host() {
+    fn local_names_are_addresses_and_localhost() {
         for (host, local) in [
             ("127.0.0.1:8640", true),
             ("localhost", true),

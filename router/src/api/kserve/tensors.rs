@@ -98,7 +98,7 @@ impl InferRequest {
         let input = match (said.text("text_input")?, said.whole("input_ids")?) {
             (Some(text), None) => Input::Text(text),
             (None, Some(ids)) => {
-                let ids: Option<Vec<u32>> = ids.into_iter().map(|id| u32::try_from(id).ok()).collect();
+                let ids: Option<Vec<u32>> = ids.iter().map(|id| u32::try_from(*id).ok()).collect();
                 let ids = ids.ok_or_else(|| Outcome::invalid("input_ids has an id that is no token's"))?;
                 Input::TokenIds(ids)
             }
@@ -170,17 +170,17 @@ impl Said {
         self.texts(name)?.map(|texts| Self::one(name, &texts)).transpose()
     }
 
-    fn whole(&self, name: &str) -> Result<Option<Vec<i128>>, Outcome> {
+    fn whole(&self, name: &str) -> Result<Option<&[i128]>, Outcome> {
         match self.0.get(name) {
             None => Ok(None),
-            Some(Value::Whole(values)) => Ok(Some(values.clone())),
+            Some(Value::Whole(values)) => Ok(Some(values)),
             Some(_) => Self::wrong(name, "a whole number"),
         }
     }
 
     fn number<T: TryFrom<i128>>(&self, name: &str) -> Result<Option<T>, Outcome> {
         let Some(values) = self.whole(name)? else { return Ok(None) };
-        let value = Self::one(name, &values)?;
+        let value = Self::one(name, values)?;
         match T::try_from(value) {
             Ok(number) => Ok(Some(number)),
             Err(_) => Err(Outcome::Invalid(format!("{name} is {value}, which is out of range"))),

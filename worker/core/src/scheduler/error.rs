@@ -6,7 +6,7 @@ use crate::TransferId;
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum SubmitError {
     /// The waiting queue is full.
-    #[error("the worker's waiting queue is full ({waiting} sequences); try again later")]
+    #[error("the worker's waiting queue is full ({waiting} sequences, --max-waiting); try again later")]
     QueueFull {
         /// Sequences waiting.
         waiting: u32,

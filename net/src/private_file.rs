@@ -1,0 +1,36 @@
+//! Files with what only their owner may read.
+
+use std::fs::{File, OpenOptions};
+use std::io;
+use std::os::unix::fs::OpenOptionsExt as _;
+use std::path::Path;
+
+/// Creates a file that only its user can read, or truncates one that exists, whose permissions stay.
+///
+/// # Errors
+/// I/O error.
+pub fn create_private_file(path: &Path) -> io::Result<File> {
+    OpenOptions::new().write(true).create(true).truncate(true).mode(0o600).open(path)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::fs::PermissionsExt as _;
+
+    use inflight_fixtures::TempDir;
+
+    use super::*;
+
+    #[test]
+    fn only_the_user_can_read_a_new_file_and_one_that_exists_keeps_its_permissions() {
+        let folder = TempDir::new("private-file").unwrap();
+        let path = folder.path().join("recording");
+        let mode = || std::fs::metadata(&path).unwrap().permissions().mode() & 0o777;
+        drop(create_private_file(&path).unwrap());
+        assert_eq!(mode(), 0o600);
+        std::fs::write(&path, "old").unwrap();
+        std::fs::set_permissions(&path, std::fs::Permissions::from_mode(0o640)).unwrap();
+        assert_eq!(create_private_file(&path).unwrap().metadata().unwrap().len(), 0);
+        assert_eq!(mode(), 0o640);
+    }
+}
