@@ -183,7 +183,6 @@ mod tests {
                     v1::ChatMessage { content: content.to_owned(), ..v1::ChatMessage::default() };
                     count
                 ],
-                ..v1::Chat::default()
             })),
             ..v1::GenerateRequest::default()
         };
@@ -202,7 +201,6 @@ mod tests {
         let position = v1::PositionLogprobs {
             chosen: Some(v1::TokenLogprob { token_id: 100_000, logprob: -1.5 }),
             top: vec![v1::TokenLogprob { token_id: 100_000, logprob: -1.5 }; 20],
-            ..Default::default()
         };
         let sequence = v1::SequenceUpdate { logprobs: vec![position; 50_000], ..Default::default() };
         let update = v1::Update { sequences: vec![sequence], ..Default::default() };
