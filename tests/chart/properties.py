@@ -112,7 +112,7 @@ def check_callers_of_workers(name: str, incoming: list[dict], documents: list[di
     """Pods of routers, of the same namespace, and no others may connect to the gRPC port of a worker."""
     peers = [peer for rule in incoming if {"port": "grpc"} in rule["ports"] for peer in rule["from"]]
     assert len(peers) == 1 and set(peers[0]) == {"podSelector"}, f"{name}: {peers} may connect"
-    labels = peers[0]["podSelector"]["matchLabels"]
+    labels = peers[0]["podSelector"].get("matchLabels")
     assert labels, f"{name}: every pod may connect"
     for document in documents:
         if (pod := pod_of(document)) and "labels" in pod["metadata"]:
