@@ -16,7 +16,7 @@ const FILES: [&str; 5] = [
     "inflight/v1/worker.proto",
 ];
 
-/// Size of a string, of bytes, of a vector and of a map.
+/// `size_of` a `String`, `Vec` or `BTreeMap`.
 const CONTAINER: usize = 24;
 
 fn main() -> Result<(), Box<dyn Error>> {
@@ -35,7 +35,7 @@ fn main() -> Result<(), Box<dyn Error>> {
     Ok(())
 }
 
-/// Messages by full name, for the estimate of the size of a decoded message.
+/// Descriptors of all messages by full name, from which upper bounds on the sizes of the generated types are computed.
 struct Shapes(BTreeMap<String, DescriptorProto>);
 
 impl Shapes {
@@ -62,8 +62,7 @@ impl Shapes {
         self.0.keys().position(|known| known == name).unwrap_or_else(|| panic!("no message {name}"))
     }
 
-    /// Size of a value of the field's type without what it points to, rounded up: messages are inline, and an optional value takes
-    /// its alignment more.
+    /// Upper bound on the inline size of one value of a field, without heap memory. Messages are inline, as `Option`s.
     fn inline(&self, field: &FieldDescriptorProto) -> usize {
         match field.r#type() {
             Type::String | Type::Bytes => CONTAINER,
@@ -74,7 +73,7 @@ impl Shapes {
         }
     }
 
-    /// Size of a message without what it points to, rounded up. Messages that contain themselves are not supported: none does.
+    /// Upper bound on `size_of` the generated type of a message. Recursive messages are not supported; the API has none.
     fn size(&self, name: &str) -> usize {
         let message = self.0.get(name).unwrap_or_else(|| panic!("no message {name}"));
         let mut alternatives = BTreeMap::new();
@@ -95,14 +94,14 @@ impl Shapes {
         size.next_multiple_of(8)
     }
 
-    /// Size of an element of a repeated message; nodes of maps are half empty.
+    /// Memory of an element of a repeated message field; of an entry of a map twice its size, as B-tree nodes may be half empty.
     fn element(&self, name: &str) -> usize {
         let is_entry =
             self.0.get(name).and_then(|message| message.options.as_ref()).is_some_and(|of| of.map_entry());
         self.size(name) * if is_entry { 2 } else { 1 }
     }
 
-    /// Source of the table: for each message its name, size, and fields whose values take memory beside it.
+    /// Rust source of the table of `decoded_size`: name, size, and fields with heap memory of each message.
     fn source(&self) -> String {
         let mut source = String::from("&[\n");
         for (name, message) in &self.0 {

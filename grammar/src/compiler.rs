@@ -226,37 +226,19 @@ fn choice_grammar(choices: &[String]) -> String {
 }
 
 /// Runs `work` on a thread with a large stack, and turns its panics into errors.
-fn guarded<T: Send, E: From<Failed> + Send>(work: impl FnOnce() -> Result<T, E> + Send) -> Result<T, E> {
+fn guarded<T: Send>(work: impl FnOnce() -> Result<T, GrammarError> + Send) -> Result<T, GrammarError> {
     std::thread::scope(|scope| {
         let thread = std::thread::Builder::new().name("grammar".to_owned()).stack_size(STACK_BYTES);
         match thread.spawn_scoped(scope, work) {
-            Ok(thread) => thread.join().unwrap_or_else(|panic| Err(E::from(Failed::of_panic(&*panic)))),
-            Err(error) => Err(E::from(Failed::NoThread(error.to_string()))),
+            Ok(thread) => thread.join().unwrap_or_else(|panic| Err(panicked(&*panic))),
+            Err(error) => Err(GrammarError::NoThread(error.to_string())),
         }
     })
 }
 
-/// Failure beside the errors of the library.
-enum Failed {
-    /// It panicked.
-    Panic(String),
-    /// No thread could be started.
-    NoThread(String),
-}
-
-impl Failed {
-    fn of_panic(panic: &(dyn std::any::Any + Send)) -> Self {
-        let text = panic.downcast_ref::<&str>().map(|text| (*text).to_owned());
-        let text = text.or_else(|| panic.downcast_ref::<String>().cloned());
-        Self::Panic(format!("the grammar compiler failed: {}", text.unwrap_or_default()))
-    }
-}
-
-impl From<Failed> for GrammarError {
-    fn from(failed: Failed) -> Self {
-        match failed {
-            Failed::Panic(reason) => Self::Refused(shorten(&reason)),
-            Failed::NoThread(reason) => Self::NoThread(reason),
-        }
-    }
+/// Returns the error of a panic of the library.
+fn panicked(panic: &(dyn std::any::Any + Send)) -> GrammarError {
+    let text = panic.downcast_ref::<&str>().map(|text| (*text).to_owned());
+    let text = text.or_else(|| panic.downcast_ref::<String>().cloned());
+    GrammarError::Refused(shorten(&format!("the grammar compiler failed: {}", text.unwrap_or_default())))
 }

@@ -29,7 +29,7 @@ struct PeerState {
     identity: Option<Identity>,
     /// Number of open calls.
     calls: AtomicU32,
-    /// Number of those that need no authentication.
+    /// Number of open calls on paths that need no authentication (health, reflection).
     probes: AtomicU32,
     /// Whether a call was ever made.
     used: AtomicBool,
@@ -113,7 +113,7 @@ impl Peer {
         OpenCall { peer: self.clone(), is_probe: false }
     }
 
-    /// [`Peer::call`] for a call that needs no authentication, which [`Peer::probes`] counts too.
+    /// Counts a new call on a path that needs no authentication, in [`Peer::calls`] and [`Peer::probes`], until the guard is dropped.
     pub fn probe(&self) -> OpenCall {
         self.0.probes.fetch_add(1, Ordering::AcqRel);
         let mut call = self.call();
@@ -121,7 +121,7 @@ impl Peer {
         call
     }
 
-    /// Returns the number of open calls that need no authentication.
+    /// Returns the number of open calls on paths that need no authentication.
     pub fn probes(&self) -> u32 {
         self.0.probes.load(Ordering::Acquire)
     }

@@ -1,11 +1,11 @@
-//! Files with what only their owner may read.
+//! Creation of files that only their owner can read.
 
 use std::fs::{File, OpenOptions};
 use std::io;
 use std::os::unix::fs::OpenOptionsExt as _;
 use std::path::Path;
 
-/// Creates a file that only its user can read, or truncates one that exists, whose permissions stay.
+/// Creates a file with mode 0600. A file that exists is truncated and keeps its permissions.
 ///
 /// # Errors
 /// I/O error.

@@ -26,7 +26,7 @@ pub enum ReceiveError {
         at_least: bool,
         /// Maximum size.
         max: usize,
-        /// Flag that sets it, in parentheses.
+        /// Command-line flag that sets the limit, as ` (--flag)`; empty without one.
         option: String,
     },
     /// The message did not arrive in time.
@@ -34,7 +34,7 @@ pub enum ReceiveError {
     TooSlow {
         /// Maximum time in seconds.
         seconds: f64,
-        /// Flag that sets it, in parentheses.
+        /// Command-line flag that sets the limit, as ` (--flag)`; empty without one.
         option: String,
     },
     /// The budget of all calls is spent.
@@ -254,7 +254,7 @@ impl LimitedBody {
     }
 }
 
-/// Returns the name of an option as the errors show it, empty without one.
+/// Returns a command-line flag as ` (--flag)` for an error message; empty without one.
 fn in_parentheses(option: Option<&str>) -> String {
     option.map_or(String::new(), |option| format!(" ({option})"))
 }

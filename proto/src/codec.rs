@@ -47,7 +47,7 @@ where
 #[derive(Debug)]
 pub struct StrictDecoder<U>(ProstDecoder<U>);
 
-/// Bytes of a message that takes little memory whatever it has: no element takes more than a thousand times its bytes.
+/// Encoded size up to which a message is decoded without a check: decoded, it has less than a thousand times as many bytes.
 const SMALL_BYTES: usize = 16 << 10;
 
 impl<U: Message + Name + Default> Decoder for StrictDecoder<U> {
@@ -55,7 +55,7 @@ impl<U: Message + Name + Default> Decoder for StrictDecoder<U> {
     type Error = Status;
 
     fn decode(&mut self, src: &mut DecodeBuf<'_>) -> Result<Option<U>, Status> {
-        // The whole message is in one piece.
+        // tonic buffers a message contiguously, so the chunk is the whole message.
         if src.remaining() > SMALL_BYTES {
             decoded_size::check(&U::full_name(), src.chunk())
                 .map_err(|error| Status::invalid_argument(error.to_string()))?;

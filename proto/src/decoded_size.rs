@@ -6,40 +6,40 @@
 
 use prost::encoding::{DecodeContext, WireType, decode_key, decode_varint, skip_field};
 
-/// Memory that any message may take.
+/// Decoded size that every message may have, in bytes.
 const BYTES_MAX: usize = 16 << 20;
-/// Memory that each byte of a message may take beyond that.
+/// Decoded bytes beyond that for each encoded byte.
 const FACTOR: usize = 4;
 
-/// Message type.
+/// Memory layout of a message type.
 #[derive(Debug)]
 struct Shape {
     /// Full name.
     name: &'static str,
-    /// Size without what it points to, in bytes, rounded up.
+    /// Upper bound on `size_of` the generated type.
     #[cfg(test)]
     size: usize,
-    /// Number and kind of each field whose values take memory beside it.
+    /// Number and kind of each field with heap memory.
     fields: &'static [(u32, Kind)],
 }
 
-/// Field whose values take memory.
+/// Heap memory of a field by its type.
 #[derive(Debug, Clone, Copy)]
 enum Kind {
-    /// String or bytes, with the size of an element if it is repeated.
+    /// String or bytes: `size_of` an element if the field is repeated, else 0.
     Bytes(usize),
-    /// Message: its index in [`SHAPES`], and the size of an element if it is repeated.
+    /// Submessage: index of its type in [`SHAPES`], and the size of an element if the field is repeated, else 0.
     Message(usize, usize),
-    /// Repeated numbers: size of one in a packed field, and in memory.
+    /// Repeated fixed-width numbers: encoded and decoded size of an element.
     Fixed(usize, usize),
-    /// Repeated varints: size of one in memory.
+    /// Repeated varints: decoded size of an element.
     Varint(usize),
 }
 
-/// All messages, by name.
+/// Layouts of all messages, sorted by name.
 static SHAPES: &[Shape] = include!(concat!(env!("OUT_DIR"), "/shapes.rs"));
 
-/// Message that takes too much memory.
+/// Error of a message whose decoded size exceeds the limit.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error(
     "the message of {bytes} bytes would take more than {most} bytes of memory; send fewer elements of repeated fields at once"
@@ -49,8 +49,8 @@ pub(crate) struct TooLarge {
     most: usize,
 }
 
-/// Checks the memory that a message of the type `name` takes, before it is decoded. A malformed message passes with what precedes the
-/// error, where decoding ends too.
+/// Checks the decoded size of an encoded message of the type `name`. A malformed message is measured up to its error, where decoding
+/// stops, too.
 pub(crate) fn check(name: &str, message: &[u8]) -> Result<(), TooLarge> {
     let most = BYTES_MAX + FACTOR * message.len();
     let Ok(index) = SHAPES.binary_search_by(|shape| shape.name.cmp(name)) else { return Ok(()) };
@@ -61,17 +61,17 @@ pub(crate) fn check(name: &str, message: &[u8]) -> Result<(), TooLarge> {
     }
 }
 
-/// Reason to measure no further.
+/// Reason why measuring ends before the end of a message.
 enum Stop {
     TooLarge,
     Malformed,
 }
 
-/// Memory that is left.
+/// Decoded bytes left of the limit.
 struct Left(usize);
 
 impl Left {
-    /// Depth of nested messages at which prost ends.
+    /// Recursion limit of prost.
     const DEPTH_MAX: usize = 100;
 
     fn take(&mut self, bytes: usize) -> Result<(), Stop> {
@@ -197,7 +197,7 @@ mod tests {
             ..Default::default()
         };
         assert_eq!(check_of(&kserve::ModelInferRequest { inputs: vec![ids], ..Default::default() }), Ok(()));
-        // The largest update with log probabilities.
+        // A worker's update with 50,000 positions of 20 log probabilities each is accepted.
         let position = v1::PositionLogprobs {
             chosen: Some(v1::TokenLogprob { token_id: 100_000, logprob: -1.5 }),
             top: vec![v1::TokenLogprob { token_id: 100_000, logprob: -1.5 }; 20],

@@ -1,4 +1,4 @@
-//! Requests that are small on the wire and large in memory, or whose refusal repeats them.
+//! Memory amplification: gRPC messages that are small on the wire and large once decoded, and error statuses that quote the request.
 
 use anyhow::{Context, Result, ensure};
 use inflight_harness::{LocalCluster, scrape, send_raw};
@@ -53,7 +53,7 @@ async fn elements_of_two_bytes_take_no_memory_of_hundreds() -> Result<()> {
 #[tokio::test(flavor = "multi_thread")]
 async fn a_refusal_fits_into_the_headers_of_common_clients_whatever_the_request_quotes() -> Result<()> {
     let cluster = LocalCluster::start(program(), &["--workers=1"]).await?;
-    // Three bytes each in the percent encoding of the message.
+    // Percent-encoding in `grpc-message` makes three bytes of each quotation mark.
     let name = "\"".repeat(3 << 20);
     let mut request = short_request();
     request.model = name.clone();
@@ -67,7 +67,7 @@ async fn a_refusal_fits_into_the_headers_of_common_clients_whatever_the_request_
     );
     let details = status.details().len();
     ensure!(details <= 2048, "{details} bytes of details");
-    // Name of a tensor, which is the field of the refusal too.
+    // The name of a tensor is in the message and in the field of google.rpc.BadRequest.
     let tensor = field(0x0a, name.as_bytes());
     let status =
         send_raw(&cluster.endpoint, INFER, field(0x2a, &tensor)).await?.context("it was accepted")?;

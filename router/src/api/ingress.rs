@@ -109,7 +109,7 @@ pub(crate) struct PreparedRequest {
     open: TaskTrackerToken,
     admission_guard: Option<AdmissionGuard>,
     usage: Option<UsageSlot>,
-    /// Place among the requests that wait for a worker to start.
+    /// Permit of a request that waited for a cold start, held until it is submitted.
     _held: Option<OwnedSemaphorePermit>,
 }
 
@@ -237,7 +237,7 @@ impl Ingress {
         Ok(PreparedRequest { call, model, span, permit, open, admission_guard, usage, _held: held })
     }
 
-    /// Queues a request, whose response must be read from now on.
+    /// Queues a request. Its response must then be read, or it ends after --stall-timeout.
     pub(crate) fn submit(&self, prepared: PreparedRequest) -> Result<ResponseStream, Outcome> {
         let PreparedRequest { call, model, span, permit, open, admission_guard, usage, _held } = prepared;
         let charge = admission_guard

@@ -166,7 +166,8 @@ impl HttpApi {
             request.request_id = if at == 0 { request_id.clone() } else { format!("{request_id}-{at}") };
             prepared.push(self.ingress.prepare(request, context).await.map_err(at_header)?);
         }
-        // Only now, as no stream is read before all have begun, and one that is not read for long ends.
+        // All prompts are tokenized before the first is submitted: a stream that is not read for --stall-timeout ends, and none is
+        // read before all are submitted.
         let streams = prepared.into_iter().map(|prepared| self.ingress.submit(prepared).map_err(at_header));
         let streams: Vec<_> = streams.collect::<Result<_, _>>()?;
         let model = streams.first().map_or_else(String::new, |stream| stream.call().model.clone());
