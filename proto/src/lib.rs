@@ -8,6 +8,8 @@ mod call_proof;
 mod codec;
 mod convert;
 mod decoded_size;
+#[cfg(feature = "fuzz")]
+pub mod fuzz;
 
 pub use bundle::bundle_digest;
 pub use call_proof::{

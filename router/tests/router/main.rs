@@ -4,6 +4,7 @@
 #![allow(clippy::large_futures, reason = "a test is one future")]
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking, in its helpers too")]
 
+mod administrators;
 mod chaos;
 mod cluster;
 mod connections;

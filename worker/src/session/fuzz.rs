@@ -3,6 +3,7 @@
 use std::time::Duration;
 
 use inflight_contract::SamplingSpec;
+use inflight_proto::fuzz::decode_length_delimited;
 use inflight_proto::v1::{self, session_request::Message};
 use inflight_worker_core::Time;
 use prost::Message as _;
@@ -13,16 +14,19 @@ use crate::engine::{Finish, Request, SessionId};
 
 const SESSION: SessionId = SessionId(1);
 
-/// Decodes length-delimited session messages. Each is the same after another encoding; an accepted submission is within the
-/// documented limits, a rejected one ends each unfinished choice once; accepted reports of service never shrink a counter. Returns whether there was a message.
+/// Decodes length-delimited session messages. Each takes at most the memory that the codec measures, and is the same after another
+/// encoding; an accepted submission is within the documented limits, a rejected one ends each unfinished choice once; accepted
+/// reports of service never shrink a counter. Returns whether there was a message.
 ///
 /// # Panics
 /// If one of these does not hold.
 pub(crate) fn session(mut data: &[u8]) -> bool {
     let tables = ServiceTables::new("own");
     let (mut now, mut decoded) = (Time::ZERO, false);
-    while let Ok(request) = v1::SessionRequest::decode_length_delimited(&mut data) {
+    while let Some((request, bytes)) = decode_length_delimited::<v1::SessionRequest>(&mut data) {
         decoded = true;
+        let heap = heap_bytes(&request);
+        assert!(heap <= bytes, "{heap} bytes of memory, measured as {bytes}");
         let encoded = request.encode_to_vec();
         let again = v1::SessionRequest::decode(encoded.as_slice()).expect("an encoded message decodes");
         // As bytes, because NaN differs from itself.
@@ -44,6 +48,22 @@ pub(crate) fn session(mut data: &[u8]) -> bool {
         now = now.after(Duration::from_millis(10));
     }
     decoded
+}
+
+/// Heap memory of the repeated fields and the strings that a router sends in large numbers.
+fn heap_bytes(request: &v1::SessionRequest) -> usize {
+    match &request.message {
+        Some(Message::Submit(submit)) => {
+            let resumed = submit.resumed.iter().map(|choice| size_of_val(&*choice.token_ids));
+            let prompt = size_of_val(&*submit.prompt_token_ids);
+            prompt + size_of_val(&*submit.resumed) + resumed.sum::<usize>()
+        }
+        Some(Message::ServiceTable(report)) => {
+            let names = report.tenants.iter().map(|tenant| tenant.tenant.len());
+            size_of_val(&*report.tenants) + names.sum::<usize>()
+        }
+        _ => 0,
+    }
 }
 
 fn check_submission(submit: v1::Submit, now: Time) {

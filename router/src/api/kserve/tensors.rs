@@ -357,12 +357,23 @@ pub(super) fn bytes_tensor(texts: &[String]) -> Vec<u8> {
     raw
 }
 
-/// Entry point for fuzzing: a request of `ModelInfer`. An accepted one is read in the same way after another encoding, and
-/// its texts survive as raw contents. Returns whether it was accepted.
+/// Entry point for fuzzing: a request of `ModelInfer`. It takes at most the memory that the codec measures; an accepted one is read
+/// in the same way after another encoding, and its texts survive as raw contents. Returns whether it was accepted.
 #[cfg(feature = "fuzz")]
 pub(crate) fn fuzz(data: &[u8]) -> bool {
     use prost::Message as _;
-    let Ok(message) = ModelInferRequest::decode(data) else { return false };
+    let Some((message, bytes)) = inflight_proto::fuzz::decode::<ModelInferRequest>(data) else {
+        return false;
+    };
+    let contents = message.inputs.iter().flat_map(|input| &input.contents);
+    let elements = contents.map(|contents| {
+        size_of_val(&*contents.int64_contents)
+            + size_of_val(&*contents.bool_contents)
+            + size_of_val(&*contents.bytes_contents)
+    });
+    let heap =
+        size_of_val(&*message.inputs) + elements.sum::<usize>() + message.raw_input_contents.concat().len();
+    assert!(heap <= bytes, "{heap} bytes of memory, measured as {bytes}");
     let again = ModelInferRequest::decode(message.encode_to_vec().as_slice());
     let again = again.expect("an encoded message decodes");
     // As text, because NaN differs from itself.

@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 use std::time::Duration;
 
 use inflight_contract::{Priority, Weight};
+use inflight_proto::fuzz::decode_length_delimited;
 use inflight_proto::v1;
 use inflight_proto::v1::session_response::Message as Response;
 use inflight_router_core::{
@@ -40,15 +41,17 @@ struct Router {
     open: bool,
 }
 
-/// Decodes length-delimited session messages. Each is the same after another encoding, and the dispatcher keeps what it promises
-/// to clients, whatever the worker reports. Returns whether there was a message.
+/// Decodes length-delimited session messages. Each takes at most the memory that the codec measures, and is the same after another
+/// encoding; the dispatcher keeps what it promises to clients, whatever the worker reports. Returns whether there was a message.
 ///
 /// # Panics
 /// If one of these does not hold.
 pub(crate) fn session(mut data: &[u8]) -> bool {
     let (mut router, mut decoded) = (Router::new(), false);
-    while let Ok(message) = v1::SessionResponse::decode_length_delimited(&mut data) {
+    while let Some((message, bytes)) = decode_length_delimited::<v1::SessionResponse>(&mut data) {
         decoded = true;
+        let heap = heap_bytes(&message);
+        assert!(heap <= bytes, "{heap} bytes of memory, measured as {bytes}");
         let encoded = message.encode_to_vec();
         let again = v1::SessionResponse::decode(encoded.as_slice()).expect("an encoded message decodes");
         // As bytes, because NaN differs from itself.
@@ -66,6 +69,16 @@ pub(crate) fn session(mut data: &[u8]) -> bool {
     }
     router.finish();
     decoded
+}
+
+/// Heap memory of the outputs in an update.
+fn heap_bytes(message: &v1::SessionResponse) -> usize {
+    let Some(Response::Update(update)) = &message.message else { return 0 };
+    let sequences = update.sequences.iter().map(|sequence| {
+        let positions = sequence.logprobs.iter().map(|position| size_of_val(&*position.top));
+        size_of_val(&*sequence.token_ids) + size_of_val(&*sequence.logprobs) + positions.sum::<usize>()
+    });
+    size_of_val(&*update.sequences) + sequences.sum::<usize>()
 }
 
 impl Router {
