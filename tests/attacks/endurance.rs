@@ -38,6 +38,8 @@ const LONG: Duration = Duration::from_secs(60);
 /// Time after which a stream counts as hung. A request that meets lost workers again and again is in quarantine for
 /// a while.
 const HUNG: Duration = Duration::from_secs(180);
+/// Timeout of the requests. Wall clocks jump further, so a deadline by a wall clock shows as DEADLINE_EXCEEDED.
+const DEADLINE: Duration = Duration::from_secs(600);
 /// Statuses with which a stream may fail: no capacity, no worker, or too many attempts that lost their worker.
 const FAILURES: [Code; 4] = [Code::Unavailable, Code::ResourceExhausted, Code::Aborted, Code::Internal];
 
@@ -68,7 +70,7 @@ fn request(number: u64, random: &mut StdRng) -> GenerateRequest {
 async fn generate(channels: &[Channel], request: GenerateRequest) -> Result<Vec<u32>, Status> {
     let clients = channels.iter().cloned().map(InferenceClient::new).collect();
     let policy = ResumePolicy { patience: Duration::from_secs(60), ..ResumePolicy::default() };
-    let mut stream = GenerateStream::new(clients, request).with_policy(policy);
+    let mut stream = GenerateStream::new(clients, request).with_policy(policy).with_timeout(DEADLINE);
     let (mut tokens, mut completed) = (Vec::new(), false);
     while let Some(response) = stream.message().await? {
         match response.event {
