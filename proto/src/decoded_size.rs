@@ -52,7 +52,8 @@ pub(crate) enum SizeError {
         /// Limit of the decoded size.
         most: usize,
     },
-    /// No encoder writes such a message. prost decodes some: it ignores the wire type of map entries.
+    /// No encoder writes such a message. prost decodes some (it ignores the wire type of map entries), and others up to their error,
+    /// which can be behind any number of elements.
     #[error("the message does not decode: it ends within a field, or a field has the wrong wire type")]
     Malformed,
 }
@@ -240,9 +241,18 @@ mod tests {
             assert_eq!(check("inflight.v1.GenerateRequest", malformed), Err(SizeError::Malformed));
             assert!(v1::GenerateRequest::decode(malformed).is_err());
         }
+        // A field that ends behind the message around it: prost decodes the field to its end first.
+        let beyond = [0x2a, 0x02, 0x2a, 0x04, 0, 0, 0, 0];
+        assert_eq!(check("inference.ModelInferRequest", &beyond), Err(SizeError::Malformed));
+        assert!(kserve::ModelInferRequest::decode(&beyond[..]).is_err());
         let empty_tensors = [0x2a, 0x00].repeat(1 << 20);
-        // A group, and an empty entry of a map with the wire type of a 64-bit number, which prost does not check.
-        for prefix in [&[][..], &[0xfb, 0x07, 0xfc, 0x07], &[0x21, 0x00]] {
+        let group = [0xfb, 0x07, 0xfc, 0x07];
+        // A map entry with the wire type of a 64-bit number. A parser that skips 8 bytes takes the rest for one unknown field.
+        let entry = [
+            0x21, 0x08, 0x18, 0x18, 0x18, 0x18, 0x18, 0x18, 0x18, 0x7a, 0x88, 0x80, 0x80, 0x01, 0, 0x7a,
+            0x05, 0, 0, 0, 0, 0,
+        ];
+        for prefix in [&[][..], &group, &entry] {
             let message = [prefix, &empty_tensors].concat();
             assert_eq!(kserve::ModelInferRequest::decode(&*message).unwrap().inputs.len(), 1 << 20);
             assert!(check("inference.ModelInferRequest", &message).is_err(), "{prefix:x?}");
