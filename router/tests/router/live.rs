@@ -8,14 +8,11 @@ use inflight_proto::v1::RequestState::{Decode, Ended, Preempted, Prefill, Queued
 use inflight_proto::v1::admin_client::AdminClient;
 use inflight_router::{Admin, HttpOptions, Options};
 use serde_json::Value;
-use tokio::io::{AsyncBufReadExt as _, AsyncWriteExt as _, BufReader};
-use tokio::net::UnixListener;
 use tonic::transport::Channel;
 use tonic::{Code, Status, Streaming};
 
 use crate::cluster::{Cluster, bounded, text, tokens};
 use crate::http_client::{Call, HttpCluster, parse_events, with_http};
-use crate::tenants::{Folder, digest, started, with_key};
 use crate::worker::{ScriptedObservation, ScriptedWorker, WorkerProfile};
 
 const LENGTH: v1::FinishReason = v1::FinishReason::Length;
