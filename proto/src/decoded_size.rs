@@ -52,8 +52,8 @@ pub(crate) enum SizeError {
         /// Limit of the decoded size.
         most: usize,
     },
-    /// No encoder writes such a message. prost decodes some (it ignores the wire type of map entries), and others up to their error,
-    /// which can be behind any number of elements.
+    /// The message is not valid protobuf. prost accepts some of these, because it ignores the wire type of map entries, and allocates
+    /// the elements before the error in others.
     #[error("the message does not decode: it ends within a field, or a field has the wrong wire type")]
     Malformed,
 }
@@ -61,7 +61,7 @@ pub(crate) enum SizeError {
 /// Checks the decoded size of an encoded message of the type `name`.
 ///
 /// # Errors
-/// [`SizeError`]. A malformed message is one, because what follows its first error is not measured.
+/// [`SizeError::TooLarge`], or [`SizeError::Malformed`] for a message that does not parse, whose rest cannot be measured.
 pub(crate) fn check(name: &str, message: &[u8]) -> Result<(), SizeError> {
     let most = BYTES_MAX + FACTOR * message.len();
     let Ok(index) = SHAPES.binary_search_by(|shape| shape.name.cmp(name)) else { return Ok(()) };
