@@ -85,7 +85,8 @@ fn own_code(text: &str, comparison: bool) -> Vec<String> {
         }
         if in_block {
             let command = line.split(" #").next().unwrap_or_default();
-            let program = ["inflight ", "./target/release/inflight ", "cargo run --release -- "];
+            let program =
+                ["inflight ", "./target/debug/inflight ", "./target/release/inflight ", "cargo run -- "];
             let ours = program.iter().find_map(|program| command.trim_start().strip_prefix(program));
             if continued || ours.is_some() {
                 parts.push(ours.unwrap_or(command).to_owned());

@@ -13,7 +13,6 @@ mod documents;
 mod event;
 mod exit;
 mod exposition;
-#[cfg(feature = "fuzz")]
 #[doc(hidden)]
 pub mod fuzz;
 mod generate;
@@ -24,6 +23,7 @@ mod memory_share;
 mod metrics_compat;
 mod metrics_endpoint;
 mod otlp_metrics;
+mod quick_build;
 mod recording_dir;
 mod renamed;
 mod replay;

@@ -15,6 +15,7 @@ use inflight_router::{
 use crate::event::{self, RoleEvent};
 use crate::exit::{CommandError, Exit};
 use crate::metrics_endpoint;
+use crate::quick_build;
 use crate::role;
 use crate::signals;
 use crate::telemetry;
@@ -386,6 +387,7 @@ pub async fn run(args: Args) -> Result<(), CommandError> {
         telemetry::start(&args.telemetry, "inflight-router", &router_id, args.metrics_listen, &buckets())
             .await?;
     let metrics = telemetry.metrics;
+    quick_build::log(args.role.supervised);
     let listeners = 1 + usize::from(options.http.is_some());
     let connections = options.connections.connections_max.saturating_mul(listeners);
     role::check_open_files(connections.saturating_add(options.workers.len()), "lower --connections-max");

@@ -18,6 +18,7 @@ use inflight_worker::{
 use crate::event::{self, RoleEvent};
 use crate::exit::{CommandError, Exit};
 use crate::metrics_endpoint;
+use crate::quick_build;
 use crate::role;
 use crate::signals;
 use crate::step_target::StepTargetArg;
@@ -304,6 +305,7 @@ pub async fn run(args: Args) -> Result<(), CommandError> {
         telemetry::start(&args.telemetry, "inflight-worker", &worker_id, args.metrics_listen, BUCKETS)
             .await?;
     let metrics = telemetry.metrics;
+    quick_build::log(args.role.supervised);
     role::check_open_files(CONNECTIONS_MAX, "start fewer routers");
     let outcome = Box::pin(async {
         let progress = LoadProgressDisplay::new(args.role.supervised);

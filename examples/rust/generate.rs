@@ -1,5 +1,5 @@
 //! Streams a completion from a router:
-//! `cargo run --release -p inflight-proto --example generate -- "Once upon a time" [http://HOST:PORT]`.
+//! `cargo run -p inflight-proto --example generate -- "Once upon a time" [http://HOST:PORT]`.
 
 use std::io::Write as _;
 use std::time::Duration;

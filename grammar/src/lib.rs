@@ -9,7 +9,7 @@ mod budget;
 mod cache;
 mod compiler;
 mod error;
-#[cfg(feature = "fuzz")]
+#[doc(hidden)]
 pub mod fuzz;
 mod grammars;
 mod json_schema;

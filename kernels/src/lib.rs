@@ -6,7 +6,6 @@
 //! order does depend on the instruction set ([`cpu::Isa`]), which is therefore part of the numerics
 //! fingerprint, as is [`VERSION`].
 pub mod cpu;
-#[cfg(feature = "cuda")]
 pub mod cuda;
 mod dtype;
 mod encoding;

@@ -75,7 +75,6 @@ pub(crate) fn check(name: &str, message: &[u8]) -> Result<(), SizeError> {
 
 /// Returns the decoded size of an encoded message of the type `name`, an upper bound without the message itself, or `None` if it is
 /// malformed or its type is unknown.
-#[cfg(feature = "fuzz")]
 pub(crate) fn measure(name: &str, message: &[u8]) -> Option<usize> {
     let index = SHAPES.binary_search_by(|shape| shape.name.cmp(name)).ok()?;
     let mut left = Left(usize::MAX);

@@ -8,7 +8,7 @@ mod call_proof;
 mod codec;
 mod convert;
 mod decoded_size;
-#[cfg(feature = "fuzz")]
+#[doc(hidden)]
 pub mod fuzz;
 
 pub use bundle::bundle_digest;

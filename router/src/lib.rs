@@ -11,7 +11,6 @@ mod clock;
 mod cluster;
 mod dispatcher;
 mod format_choice;
-#[cfg(feature = "fuzz")]
 #[doc(hidden)]
 pub mod fuzz;
 mod live;

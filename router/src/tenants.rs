@@ -341,7 +341,6 @@ fn parse_time(text: &str) -> Result<SystemTime, String> {
 
 /// Entry point for fuzzing: a tenants' file, JSON if it begins with a brace. An accepted one has only limits above 0, and is
 /// accepted again over itself, with the same tenants. Returns whether it was accepted.
-#[cfg(feature = "fuzz")]
 pub(crate) fn fuzz(text: &str) -> bool {
     let json = text.trim_start().starts_with('{');
     let Ok(table) = TenantTable::parse(text, json, &TenantTable::default()) else { return false };

@@ -1,6 +1,6 @@
 //! The inventory of metrics in the code makes docs/metrics.md, and dashboard and alert rules name nothing else.
 //!
-//! `INFLIGHT_WRITE_DOCS=1 cargo test -p inflight-tests --test metrics` writes docs/metrics.md.
+//! `INFLIGHT_WRITE_DOCS=1 cargo test --workspace --test repository metrics` writes docs/metrics.md.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
@@ -85,7 +85,7 @@ fn the_documented_metrics_are_those_of_the_inventory() {
     let documented = fs::read_to_string(&path).unwrap();
     assert!(
         documented == text,
-        "docs/metrics.md differs from the inventory; write it with INFLIGHT_WRITE_DOCS=1 cargo test -p inflight-tests --test metrics"
+        "docs/metrics.md differs from the inventory; write it with INFLIGHT_WRITE_DOCS=1 cargo test --workspace --test repository metrics"
     );
 }
 

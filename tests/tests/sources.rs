@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 use anyhow::{Context, Result, ensure};
 
 /// Folders with production code, relative to the repository.
-const SOURCES: [&str; 26] = [
+const SOURCES: [&str; 27] = [
     "bench/src",
     "bench/traces/src",
     "cli/src",
@@ -27,6 +27,7 @@ const SOURCES: [&str; 26] = [
     "tests/support/fuzz/src",
     "tests/support/gpu/src",
     "tests/support/harness/src",
+    "tests/support/kernels/src",
     "net/src",
     "worker/core/src",
     "worker/models/src",

@@ -2,16 +2,13 @@
 
 use inflight_kernels::cpu::KvDtype;
 use inflight_models::ModelDir;
-#[cfg(feature = "cuda")]
 use inflight_runtime::DRAFT_ROWS;
 use inflight_runtime::{HostMemory, MemoryLedger, Runtime};
 use inflight_runtime_cpu::{CpuOptions, CpuRuntime};
-#[cfg(feature = "cuda")]
 use inflight_runtime_cuda::{self as cuda, CudaOptions, CudaRuntime};
 use inflight_runtime_sim::{SimOptions, SimRuntime};
 use inflight_worker_core::CostPrior;
 
-#[cfg(feature = "cuda")]
 use crate::options::Drafts;
 use crate::options::{Device, KvCacheDtype, Options, OptionsError};
 use crate::worker::{Error, Progress};
@@ -41,11 +38,7 @@ pub(crate) fn load_runtime(
         return Ok((Box::new(runtime), Some(profile.prior(options.block_tokens))));
     }
     match options.device {
-        #[cfg(feature = "cuda")]
         Device::Cuda(_) => return Ok((load_cuda(model, options, ledger, progress)?, None)),
-        #[cfg(not(feature = "cuda"))]
-        Device::Cuda(_) => return Err(Error::NoCuda),
-        #[cfg(feature = "cuda")]
         Device::Auto => match cuda::available(&ordinals(options)) {
             Ok(()) => match cuda::supports(model, options.tensor_parallel) {
                 Ok(()) => return Ok((load_cuda(model, options, ledger, progress)?, None)),
@@ -55,8 +48,6 @@ pub(crate) fn load_runtime(
             // Explicitly listed GPUs are required: no fallback to the CPU.
             Err(reason) => return Err(cuda::Error::from(reason).into()),
         },
-        #[cfg(not(feature = "cuda"))]
-        Device::Auto => {}
         Device::Cpu | Device::Sim(_) => {}
     }
     let kv_dtype = match options.kv_cache_dtype {
@@ -89,12 +80,9 @@ fn wrong_kv_dtype(options: &Options, range: &'static str) -> Error {
     OptionsError::OutOfRange { name, value, range }.into()
 }
 
-/// Ordinals of the visible GPUs that a worker can use; empty in a build without the feature `cuda`.
+/// Ordinals of the visible GPUs that a worker can use.
 pub fn usable_gpus() -> Vec<u32> {
-    #[cfg(feature = "cuda")]
-    return (0..cuda::count()).filter(|gpu| cuda::available(&[*gpu as usize]).is_ok()).collect();
-    #[cfg(not(feature = "cuda"))]
-    Vec::new()
+    (0..cuda::count()).filter(|gpu| cuda::available(&[*gpu as usize]).is_ok()).collect()
 }
 
 /// Memory of the host in bytes that this process may use: the machine's or, if less, its control groups'.
@@ -102,12 +90,10 @@ pub fn host_memory_limit() -> Option<u64> {
     HostMemory::read().map(|memory| memory.limit())
 }
 
-#[cfg(feature = "cuda")]
 fn ordinals(options: &Options) -> Vec<usize> {
     options.gpus_of_ranks().into_iter().map(|gpu| gpu as usize).collect()
 }
 
-#[cfg(feature = "cuda")]
 fn load_cuda(
     model: &ModelDir,
     options: &Options,
@@ -120,7 +106,6 @@ fn load_cuda(
     Ok(Box::new(CudaRuntime::load(model, &cuda, progress)?))
 }
 
-#[cfg(feature = "cuda")]
 fn cuda_options(options: &Options) -> Result<CudaOptions, Error> {
     if let Some(quantize) = options.quantize {
         let range = "left out on GPUs, which keep weights in 16 bits; --device cpu rounds them";
@@ -155,7 +140,7 @@ fn cuda_options(options: &Options) -> Result<CudaOptions, Error> {
     })
 }
 
-#[cfg(all(test, feature = "cuda"))]
+#[cfg(test)]
 mod tests {
     use super::*;
 

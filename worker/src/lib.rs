@@ -7,7 +7,6 @@
 mod bundle;
 mod device;
 pub mod engine;
-#[cfg(feature = "fuzz")]
 #[doc(hidden)]
 pub mod fuzz;
 pub mod metrics;

@@ -101,17 +101,11 @@ pub enum Error {
     #[error(transparent)]
     Runtime(#[from] inflight_runtime_cpu::Error),
     /// The CUDA runtime can't run the model.
-    #[cfg(feature = "cuda")]
     #[error(transparent)]
     Cuda(#[from] inflight_runtime_cuda::Error),
     /// The host pool of a worker on GPUs exceeds a memory limit.
-    #[cfg(feature = "cuda")]
     #[error("the host pool takes {0}; lower --host-cache-bytes")]
     HostMemory(inflight_runtime::OverLimit),
-    /// A GPU was requested of a build without the feature `cuda`.
-    #[cfg(not(feature = "cuda"))]
-    #[error("this build computes on CPUs alone; build with the feature `cuda`, or take --device cpu")]
-    NoCuda,
     /// Scheduler limits that contradict each other.
     #[error(transparent)]
     SchedulerLimits(#[from] inflight_worker_core::LimitsError),

@@ -19,6 +19,7 @@ pub use args::Args;
 
 use crate::exit::{CommandError, Exit, print_stderr};
 use crate::generate::exit_code;
+use crate::quick_build;
 
 /// Assumed vocabulary size if no server reports one: few models have a smaller one.
 const VOCAB_SIZE_ASSUMED: u32 = 10_000;
@@ -39,6 +40,9 @@ pub async fn run(args: Args) -> Result<(), CommandError> {
 }
 
 async fn bench(mut args: Args) -> Result<(), CommandError> {
+    if let Some(notice) = quick_build::notice() {
+        print_stderr(format_args!("{notice}; the load generator, too, takes more of the processor"));
+    }
     if args.find_rate.is_some()
         && let [_, second, ..] = &args.endpoint[..]
     {

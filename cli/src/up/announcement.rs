@@ -5,6 +5,7 @@ use std::path::Path;
 use inflight_proto::v1::Model;
 
 use crate::event::ClusterMember;
+use crate::quick_build;
 
 /// Addresses and models of a cluster that is ready.
 pub(super) struct Announcement<'a> {
@@ -30,6 +31,9 @@ impl Announcement<'_> {
             format!("--endpoint http://{endpoint} ")
         };
         let mut text = String::from("\ninflight is ready\n\n");
+        if let Some(notice) = quick_build::notice() {
+            text.push_str(&format!("  note     {notice}\n"));
+        }
         for model in *models {
             let Model { name, architecture, context_tokens, .. } = model;
             text.push_str(&format!(

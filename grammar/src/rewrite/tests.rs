@@ -1,5 +1,5 @@
 //! Schemas as rules rewrite them. That a rewritten schema allows the same values is tested with the JSON Schema Test Suite
-//! (`worker/tests/structured.rs`).
+//! (`worker/tests/worker/structured.rs`).
 
 use serde_json::{Value, json};
 

@@ -478,17 +478,17 @@ impl GemmTask<'_> {
             unsafe {
                 match self.tiles.height(tile) {
                     1 => self.tile::<S, F, 1, 1>(position),
-                    2 if F::ROWS >= 2 => self.tile::<S, F, 2, 1>(position),
-                    3 if F::ROWS >= 3 => self.tile::<S, F, 3, 1>(position),
-                    4 if F::ROWS >= 4 => self.tile::<S, F, 4, 1>(position),
-                    5 if F::ROWS >= 5 => self.tile::<S, F, 5, 1>(position),
-                    6 if F::ROWS >= 6 => self.tile::<S, F, 6, 1>(position),
-                    7 if F::ROWS >= 7 => self.tile::<S, F, 7, 1>(position),
-                    8 if F::ROWS >= 8 => self.tile::<S, F, 8, 1>(position),
-                    9 if F::ROWS >= 9 => self.tile::<S, F, 9, 1>(position),
-                    10 if F::ROWS >= 10 => self.tile::<S, F, 10, 1>(position),
-                    11 if F::ROWS >= 11 => self.tile::<S, F, 11, 1>(position),
-                    12 if F::ROWS >= 12 => self.tile::<S, F, 12, 1>(position),
+                    2 if const { F::ROWS >= 2 } => self.tile::<S, F, 2, 1>(position),
+                    3 if const { F::ROWS >= 3 } => self.tile::<S, F, 3, 1>(position),
+                    4 if const { F::ROWS >= 4 } => self.tile::<S, F, 4, 1>(position),
+                    5 if const { F::ROWS >= 5 } => self.tile::<S, F, 5, 1>(position),
+                    6 if const { F::ROWS >= 6 } => self.tile::<S, F, 6, 1>(position),
+                    7 if const { F::ROWS >= 7 } => self.tile::<S, F, 7, 1>(position),
+                    8 if const { F::ROWS >= 8 } => self.tile::<S, F, 8, 1>(position),
+                    9 if const { F::ROWS >= 9 } => self.tile::<S, F, 9, 1>(position),
+                    10 if const { F::ROWS >= 10 } => self.tile::<S, F, 10, 1>(position),
+                    11 if const { F::ROWS >= 11 } => self.tile::<S, F, 11, 1>(position),
+                    12 if const { F::ROWS >= 12 } => self.tile::<S, F, 12, 1>(position),
                     _ => unreachable!("tiles are at most as tall as the tallest"),
                 }
             }

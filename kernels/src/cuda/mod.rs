@@ -1,15 +1,13 @@
 //! Kernels for CUDA devices: embedded images, parameter blocks and launch functions.
 //!
 //! The kernels are CUDA C++ in `kernels/cuda`, over a thin header of wrappers. Their machine code and PTX are
-//! embedded as one compressed archive, unpacked when a GPU is used. The same sources, compiled as plain C++ over fibers (feature `harness`), run on any machine:
-//! [`Harness`] is a [`Device`] that is correct but slow.
+//! embedded as one compressed archive, unpacked when a GPU is used.
 //!
-//! All launch code is generic over [`Device`], so tests on the harness exercise the code that GPUs run.
+//! All launch code is generic over [`Device`], so tests exercise the code that GPUs run: on the harness of `tests/support/kernels`, which
+//! compiles the same sources as C++ and runs each CUDA thread as a fiber.
 
 mod attention_plan;
 mod device;
-#[cfg(feature = "harness")]
-mod harness;
 mod image;
 mod launch;
 mod params;
@@ -17,11 +15,6 @@ mod replacement;
 
 pub use attention_plan::{AttentionPlan, PlanShape, PlannedSequence};
 pub use device::{Device, DeviceError, HalfDtype, KvStore, Launch, Profile};
-#[cfg(feature = "harness")]
-pub use harness::{
-    Harness, HostMemory, Mutant, from_e4m3_on_harness, narrow_on_harness, run_harness_unchecked,
-    to_e4m3_on_harness, widen_on_harness,
-};
 pub use image::{Image, Images, KERNELS, Target, family_of};
 pub use launch::{
     ATTENTION_ROWS, ATTENTION_SPLIT, ATTENTION_SPLIT_ROWS, HEAD_DIMS, SAMPLING_SPLIT_ROWS, SKINNY_ROWS,

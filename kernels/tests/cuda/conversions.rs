@@ -1,8 +1,9 @@
 //! Tests of the harness's 16-bit and FP8 conversions.
 
-use inflight_kernels::cuda::{
-    HalfDtype, Harness, from_e4m3_on_harness, narrow_on_harness, to_e4m3_on_harness, widen_on_harness,
+use inflight_kernel_harness::{
+    Harness, from_e4m3_on_harness, narrow_on_harness, to_e4m3_on_harness, widen_on_harness,
 };
+use inflight_kernels::cuda::HalfDtype;
 
 use crate::{SeededRng, e4m3};
 

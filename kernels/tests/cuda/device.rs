@@ -5,9 +5,8 @@ use std::ffi::CString;
 use std::sync::{Arc, Mutex, OnceLock};
 
 use cudarc::driver::{CudaContext, DriverError, result, sys};
-use inflight_kernels::cuda::{
-    Device, DeviceError, Harness, HostMemory, Image, Images, Launch, Profile, Target, family_of,
-};
+use inflight_kernel_harness::{Harness, HostMemory};
+use inflight_kernels::cuda::{Device, DeviceError, Image, Images, Launch, Profile, Target, family_of};
 
 /// Harness or GPU.
 pub(crate) enum TestDevice {

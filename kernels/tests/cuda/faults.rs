@@ -1,6 +1,7 @@
 //! Tests that the harness detects races and invalid accesses.
 
-use inflight_kernels::cuda::{Device, Harness, Launch};
+use inflight_kernel_harness::Harness;
+use inflight_kernels::cuda::{Device, Launch};
 
 #[test]
 fn the_harness_detects_races_and_invalid_addresses() {

@@ -2,7 +2,7 @@
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
-use inflight_kernels::cuda::{Harness, Mutant};
+use inflight_kernel_harness::{Harness, Mutant};
 
 use crate::device::TestDevice;
 use crate::{attention, drafts, product, sampling, sampling_split};

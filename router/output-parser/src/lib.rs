@@ -9,7 +9,6 @@ mod call_object;
 mod call_part;
 mod event;
 mod format;
-#[cfg(feature = "fuzz")]
 #[doc(hidden)]
 pub mod fuzz;
 mod grammar;

@@ -34,7 +34,6 @@ use crate::clock;
 use crate::outcome::{Outcome, Overload};
 use crate::tenants::Tenants;
 use stream_calls::StreamCalls;
-#[cfg(feature = "fuzz")]
 pub(crate) use tensors::fuzz;
 use tensors::{InferRequest, bytes_tensor};
 

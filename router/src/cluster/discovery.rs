@@ -1,7 +1,6 @@
 //! Worker discovery: fixed addresses, DNS, or Kubernetes EndpointSlices. A source publishes the whole set of
 //! addresses on each change; a failing source keeps its last set.
 
-#[cfg(feature = "kubernetes")]
 pub(crate) mod kubernetes;
 
 use std::collections::BTreeSet;
@@ -54,14 +53,6 @@ pub enum SourceError {
         /// The reason.
         reason: String,
     },
-    /// Not supported by this build.
-    #[error(
-        "{text:?}: this build has no Kubernetes support; build with the feature `kubernetes`, or use dns://"
-    )]
-    Unsupported {
-        /// The given text.
-        text: String,
-    },
 }
 
 impl FromStr for Source {
@@ -96,9 +87,6 @@ impl FromStr for Source {
             if !label(namespace) || !label(service) {
                 return Err(malformed("names have lower-case letters, digits and hyphens"));
             }
-            if cfg!(not(feature = "kubernetes")) {
-                return Err(SourceError::Unsupported { text: text.to_owned() });
-            }
             let (namespace, service) = (namespace.to_owned(), service.to_owned());
             return Ok(Self::Kubernetes { namespace, service, port });
         }
@@ -130,12 +118,9 @@ impl Source {
                 };
                 resolve(&host, port, interval, lookup, found).await;
             }
-            #[cfg(feature = "kubernetes")]
             Self::Kubernetes { namespace, service, port } => {
                 kubernetes::follow(&namespace, &service, port, interval, found).await;
             }
-            #[cfg(not(feature = "kubernetes"))]
-            Self::Kubernetes { .. } => std::future::pending().await, // refused by `from_str`
         }
     }
 }
@@ -206,12 +191,8 @@ mod tests {
             Ok(Source::Dns { host: "workers.default.svc".to_owned(), port: 8652 })
         );
         let kubernetes = parse("kubernetes://prod/inflight-worker:8652");
-        if cfg!(feature = "kubernetes") {
-            let (namespace, service) = ("prod".to_owned(), "inflight-worker".to_owned());
-            assert_eq!(kubernetes, Ok(Source::Kubernetes { namespace, service, port: 8652 }));
-        } else {
-            assert!(matches!(kubernetes, Err(SourceError::Unsupported { .. })));
-        }
+        let (namespace, service) = ("prod".to_owned(), "inflight-worker".to_owned());
+        assert_eq!(kubernetes, Ok(Source::Kubernetes { namespace, service, port: 8652 }));
         for bad in [
             "",
             "worker",

@@ -1,6 +1,5 @@
 //! Conversions between the session's protobuf messages and the dispatcher's types.
 
-#[cfg(feature = "fuzz")]
 pub(crate) mod fuzz;
 
 use std::time::Duration;

@@ -1,6 +1,6 @@
 //! Effect of each knob of the worker's scheduler, in size and direction: the tables of docs/operating.md.
 //!
-//! `cargo test --release -p inflight-simulator --test simulator knobs -- --nocapture` prints them.
+//! `cargo test --workspace --test simulator knobs -- --nocapture` prints them.
 
 use std::time::Duration;
 

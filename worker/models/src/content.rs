@@ -91,7 +91,6 @@ impl TensorContent {
     }
 
     /// Bytes of the file that are the tensor's.
-    #[cfg(feature = "fuzz")]
     pub(super) fn range(&self) -> Range<u64> {
         self.range.clone()
     }

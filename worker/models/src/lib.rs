@@ -17,7 +17,6 @@ mod fields;
 mod files;
 mod fingerprint;
 mod fingerprint_cache;
-#[cfg(feature = "fuzz")]
 #[doc(hidden)]
 pub mod fuzz;
 mod generation;

@@ -286,7 +286,6 @@ impl Tensors {
     }
 
     /// All tensors by name.
-    #[cfg(feature = "fuzz")]
     pub(super) fn entries(&self) -> &BTreeMap<String, TensorEntry> {
         &self.entries
     }

@@ -3,7 +3,6 @@
 mod authentication;
 mod cache_feed;
 mod engine_thread;
-#[cfg(feature = "fuzz")]
 pub(crate) mod fuzz;
 mod load_report;
 mod observation;

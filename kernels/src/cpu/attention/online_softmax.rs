@@ -179,12 +179,24 @@ impl AttentionTask<'_> {
                 match states.len() {
                     1 => self.update_tile_outlined::<S, N, T, 1>(states, sums, tile, base),
                     2 => self.update_tile_outlined::<S, N, T, 2>(states, sums, tile, base),
-                    3 if S::QUERIES >= 3 => self.update_tile_outlined::<S, N, T, 3>(states, sums, tile, base),
-                    4 if S::QUERIES >= 4 => self.update_tile_outlined::<S, N, T, 4>(states, sums, tile, base),
-                    5 if S::QUERIES >= 5 => self.update_tile_outlined::<S, N, T, 5>(states, sums, tile, base),
-                    6 if S::QUERIES >= 6 => self.update_tile_outlined::<S, N, T, 6>(states, sums, tile, base),
-                    7 if S::QUERIES >= 7 => self.update_tile_outlined::<S, N, T, 7>(states, sums, tile, base),
-                    8 if S::QUERIES >= 8 => self.update_tile_outlined::<S, N, T, 8>(states, sums, tile, base),
+                    3 if const { S::QUERIES >= 3 } => {
+                        self.update_tile_outlined::<S, N, T, 3>(states, sums, tile, base)
+                    }
+                    4 if const { S::QUERIES >= 4 } => {
+                        self.update_tile_outlined::<S, N, T, 4>(states, sums, tile, base)
+                    }
+                    5 if const { S::QUERIES >= 5 } => {
+                        self.update_tile_outlined::<S, N, T, 5>(states, sums, tile, base)
+                    }
+                    6 if const { S::QUERIES >= 6 } => {
+                        self.update_tile_outlined::<S, N, T, 6>(states, sums, tile, base)
+                    }
+                    7 if const { S::QUERIES >= 7 } => {
+                        self.update_tile_outlined::<S, N, T, 7>(states, sums, tile, base)
+                    }
+                    8 if const { S::QUERIES >= 8 } => {
+                        self.update_tile_outlined::<S, N, T, 8>(states, sums, tile, base)
+                    }
                     _ => unreachable!("up to 8 queries are treated at once"),
                 }
             }
@@ -200,7 +212,7 @@ impl AttentionTask<'_> {
         base: usize,
     ) {
         // SAFETY: the caller guarantees the instruction set, and valid states, sums and tile.
-        unsafe { S::run_subkernel(TileUpdate::<S, N, T, Q> { task: self, states, sums, tile, base }) }
+        unsafe { S::run_outlined(TileUpdate::<S, N, T, Q> { task: self, states, sums, tile, base }) }
     }
 
     /// Updates the online softmax of Q queries with a tile.

@@ -20,7 +20,13 @@ impl Simd for Avx2 {
 
     #[inline(always)]
     unsafe fn run_subkernel<P: SubKernel<Self>>(subkernel: P) {
-        // A separate function, as an inlined subkernel competes for registers with the surrounding loops.
+        // An inlined subkernel competes for registers with the surrounding loops.
+        // SAFETY: the caller's guarantees are those of `run_outlined`.
+        unsafe { Self::run_outlined(subkernel) }
+    }
+
+    #[inline(always)]
+    unsafe fn run_outlined<P: SubKernel<Self>>(subkernel: P) {
         #[target_feature(enable = "avx2,fma,f16c")]
         #[inline(never)]
         unsafe fn outlined<P: SubKernel<Avx2>>(subkernel: P) {

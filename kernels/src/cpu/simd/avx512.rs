@@ -25,6 +25,18 @@ impl Simd for Avx512 {
     }
 
     #[inline(always)]
+    unsafe fn run_outlined<P: SubKernel<Self>>(subkernel: P) {
+        #[target_feature(enable = "avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl")]
+        #[inline(never)]
+        unsafe fn outlined<P: SubKernel<Avx512>>(subkernel: P) {
+            // SAFETY: the caller guarantees the instruction set, which the attribute enables.
+            unsafe { subkernel.run() }
+        }
+        // SAFETY: the caller guarantees AVX-512 F, BW, DQ and VL, which `outlined` enables.
+        unsafe { outlined(subkernel) }
+    }
+
+    #[inline(always)]
     unsafe fn splat(x: f32) -> __m512 {
         // SAFETY: the caller guarantees AVX-512; no memory is accessed.
         unsafe { _mm512_set1_ps(x) }

@@ -43,6 +43,9 @@ pub(crate) trait Simd: Copy + 'static {
 
     /// Runs a subkernel, as a separate function where register allocation benefits.
     unsafe fn run_subkernel<P: SubKernel<Self>>(subkernel: P);
+    /// Runs a subkernel that needs no more than this instruction set as a separate function: a kernel with many variants inlined into it
+    /// takes the compiler a time that grows faster than their number.
+    unsafe fn run_outlined<P: SubKernel<Self>>(subkernel: P);
     unsafe fn splat(x: f32) -> Self::V;
     unsafe fn load(from: *const f32) -> Self::V;
     unsafe fn store(to: *mut f32, v: Self::V);

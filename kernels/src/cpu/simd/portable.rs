@@ -30,6 +30,12 @@ impl Simd for Portable {
 
     #[inline(always)]
     unsafe fn run_subkernel<P: SubKernel<Self>>(subkernel: P) {
+        // SAFETY: the caller's guarantees are those of `run_outlined`.
+        unsafe { Self::run_outlined(subkernel) }
+    }
+
+    #[inline(never)]
+    unsafe fn run_outlined<P: SubKernel<Self>>(subkernel: P) {
         // SAFETY: the caller's guarantees are those of `SubKernel::run`; plain Rust needs no target feature.
         unsafe { subkernel.run() }
     }

@@ -13,7 +13,6 @@ mod errors;
 mod event_writer;
 mod faults;
 mod fields;
-#[cfg(feature = "fuzz")]
 pub(crate) mod fuzz;
 mod generations;
 mod logprobs;

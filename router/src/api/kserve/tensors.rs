@@ -359,7 +359,6 @@ pub(super) fn bytes_tensor(texts: &[String]) -> Vec<u8> {
 
 /// Entry point for fuzzing: a request of `ModelInfer`. It takes at most the memory that the codec measures; an accepted one is read
 /// in the same way after another encoding, and its texts survive as raw contents. Returns whether it was accepted.
-#[cfg(feature = "fuzz")]
 pub(crate) fn fuzz(data: &[u8]) -> bool {
     use prost::Message as _;
     let Some((message, bytes)) = inflight_proto::fuzz::decode::<ModelInferRequest>(data) else {

@@ -4,7 +4,8 @@ use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, OnceLock, Weak};
 
 use cudarc::driver::sys::CUresult;
-use inflight_kernels::cuda::{Device as _, DeviceError, Harness, HostMemory, Launch, run_harness_unchecked};
+use inflight_kernel_harness::{Harness, HostMemory, run_harness_unchecked};
+use inflight_kernels::cuda::{Device as _, DeviceError, Launch};
 
 use crate::settings::Settings;
 use crate::stream::SimulatedStream;

@@ -2,7 +2,7 @@
 //! their documentation specifies. So the runtime's own calls, from driver detection to captured graphs and
 //! the end of a group, run on any machine: the device is simulated, the worker is not.
 //!
-//! Kernels run on the CPU harness ([`inflight_kernels::cuda::Harness`]), from the same sources. Streams are
+//! Kernels run on the CPU harness ([`inflight_kernel_harness::Harness`]), from the same sources. Streams are
 //! threads that start work as late as possible: when it is waited for, or after a random delay. Data used
 //! before it is there reads as NaN, as does memory that was never written.
 //!
@@ -31,7 +31,7 @@ mod stream;
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-use inflight_kernels::cuda::Harness;
+use inflight_kernel_harness::Harness;
 
 use cudarc::driver::sys::CUresult;
 

@@ -5,7 +5,8 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Weak};
 
 use cudarc::driver::sys::CUresult;
-use inflight_kernels::cuda::{Harness, kernel_names};
+use inflight_kernel_harness::Harness;
+use inflight_kernels::cuda::kernel_names;
 
 use crate::DriverResult;
 use crate::cubin;

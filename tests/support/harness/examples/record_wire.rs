@@ -1,5 +1,5 @@
 //! Records the wire messages of a release, for the compatibility test of later builds:
-//! `cargo run --release -p inflight-harness --example record_wire -- BINARY FILE`.
+//! `cargo run -p inflight-harness --example record_wire -- BINARY FILE`.
 //!
 //! It starts a router and two workers of `BINARY` with a recording proxy in front of each, makes calls that
 //! use every field a client can set, kills a worker, and writes up to 64 messages per method and direction.

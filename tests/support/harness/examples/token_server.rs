@@ -1,5 +1,5 @@
 //! Token server without a model, to measure the overhead and accuracy of a load generator:
-//! `cargo run --release -p inflight-harness --example token_server -- FIRST_MS GAP_MS [TOKENS_PER_MESSAGE]`.
+//! `cargo run -p inflight-harness --example token_server -- FIRST_MS GAP_MS [TOKENS_PER_MESSAGE]`.
 
 use std::time::Duration;
 

@@ -5,7 +5,8 @@ use std::sync::Arc;
 
 use inflight_contract::{SamplingParams, SamplingSpec};
 use inflight_fixtures::{Arch, Checkpoint, Dtype, TempDir};
-use inflight_kernels::cuda::{DeviceError, HalfDtype, Harness, HostMemory, KvStore, SamplingResult};
+use inflight_kernel_harness::{Harness, HostMemory};
+use inflight_kernels::cuda::{DeviceError, HalfDtype, KvStore, SamplingResult};
 use inflight_kernels::philox4x32;
 use inflight_models::{ModelDir, ModelSource};
 use inflight_runtime::{Batch, BlockCopy, Capabilities, Feedback, Runtime, Sampled, SlotSetup, TokenMasks};

@@ -332,7 +332,7 @@ impl<G: Gpu> WeightUpload<'_, G> {
 #[cfg(test)]
 mod tests {
     use inflight_fixtures::{Arch, Checkpoint, Dtype, Family, TempDir};
-    use inflight_kernels::cuda::{Harness, HostMemory};
+    use inflight_kernel_harness::{Harness, HostMemory};
     use inflight_models::ModelSource;
     use inflight_runtime::sharding::shards;
 

@@ -1,5 +1,5 @@
 #ifdef HARNESS_CHECKED
-#include "../device.cuh"
+#include "device.cuh"
 #include "checks.h"
 
 #include <link.h>

@@ -1,6 +1,5 @@
 //! Machines without a driver: `auto` falls back to the CPU, and `cuda` is rejected with the reason.
 
-#![cfg(feature = "cuda")]
 #![allow(clippy::unwrap_used, reason = "helpers of tests fail like tests")]
 
 use inflight_runtime_cuda::{Unavailable, available};

@@ -1,4 +1,4 @@
-#include "../device.cuh"
+#include "device.cuh"
 #include "checks.h"
 
 #include <stdio.h>

@@ -1,5 +1,5 @@
 // Kernels that are wrong, each in one way, to see that the harness finds it; no device ever runs them.
-#include "../device.cuh"
+#include "device.cuh"
 
 struct FaultyParams {
     // 64 bytes of global memory.

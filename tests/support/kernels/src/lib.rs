@@ -10,7 +10,7 @@ use std::cell::RefCell;
 use std::ffi::{CStr, CString, c_char, c_void};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use super::device::{Device, DeviceError, HalfDtype, Launch, Profile};
+use inflight_kernels::cuda::{Device, DeviceError, HalfDtype, Launch, Profile};
 
 #[cfg(harness)]
 mod foreign {

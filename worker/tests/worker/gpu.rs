@@ -1,7 +1,6 @@
 //! CUDA runtime, with real calls of driver, cuBLASLt and NCCL on simulated GPUs, compared with the CPU
 //! runtime.
 
-#![cfg(feature = "cuda")]
 #![allow(clippy::unwrap_used, reason = "helpers of tests fail like tests")]
 
 use std::sync::Arc;

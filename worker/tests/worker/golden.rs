@@ -4,7 +4,7 @@
 //!
 //! The first line of `golden/bits.txt` is the version of its hashes. After a change of arithmetic: raise
 //! `inflight_kernels::VERSION`, then record on a machine of each instruction set with `INFLIGHT_GOLDEN=record
-//! cargo test --release -p inflight-worker --test golden`.
+//! cargo test --workspace --test worker golden`.
 
 #![allow(clippy::unwrap_used, reason = "helpers of tests fail like tests")]
 

@@ -1,0 +1,15 @@
+//! Quick builds: what `cargo run` and `cargo test` compile (profile `dev`), most of it unoptimised. Artefacts are built with `--release`.
+
+/// Returns what to print where speed matters, or `None` from an artefact. The factors are those of docs/benchmarks.md#quick-build.
+pub(crate) fn notice() -> Option<&'static str> {
+    const NOTICE: &str = "this is a quick build (cargo's profile dev): the same tokens, but the time between tokens of the demo model is about \
+                          1.5 times, and the processor time of a router per token 3 times that of cargo build --release";
+    cfg!(debug_assertions).then_some(NOTICE)
+}
+
+/// Logs the notice, unless `up`, which prints it itself, supervises this process.
+pub(crate) fn log(supervised: bool) {
+    if let Some(notice) = notice().filter(|_| !supervised) {
+        tracing::warn!("{notice}");
+    }
+}

@@ -1,0 +1,4 @@
+//! Tests of the parser of model output and of the grammars of tool calls.
+
+mod grammar;
+mod parser;
