@@ -28,7 +28,7 @@ def check(root, deny, folder, days_max, work):
         raise Failed(f"{root / 'deny.toml'} has no section {SECTION.strip()}, or several: leave one there")
     config = work / "deny.toml"
     config.write_text(text.replace(SECTION, SECTION + "".join(f"{line}\n" for line in settings)), encoding="utf-8")
-    command = [deny, "--all-features", "--locked", "--color", "never", "--config", config]
+    command = [deny, "--locked", "--color", "never", "--config", config]
     run = lambda *arguments: subprocess.run([*command, *arguments], cwd=root, env=environment, check=False, capture_output=True, text=True)
     fetched = run("fetch", "db")
     if fetched.returncode != 0:

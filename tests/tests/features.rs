@@ -109,9 +109,12 @@ fn identity(units: &[Value], index: usize, identities: &mut [Option<u64>]) -> u6
         .collect();
     dependencies.sort_unstable();
     let mut hasher = DefaultHasher::new();
-    for part in ["pkg_id", "target", "profile", "platform", "mode", "features"] {
+    for part in ["pkg_id", "target", "platform", "mode", "features"] {
         unit[part].to_string().hash(&mut hasher);
     }
+    // Its name is that of the command: `dev` or `test`.
+    let settings = unit["profile"].as_object().into_iter().flatten().filter(|(key, _)| *key != "name");
+    settings.map(|(key, value)| format!("{key}={value}")).for_each(|setting| setting.hash(&mut hasher));
     dependencies.hash(&mut hasher);
     let identity = hasher.finish();
     identities[index] = Some(identity);

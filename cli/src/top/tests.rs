@@ -446,7 +446,7 @@ fn hostile() -> WatchResponse {
 #[test]
 fn hostile_names_and_any_size_of_the_terminal_do_no_harm() {
     let event = |at: u64| LifeEvent {
-        at_ms: at * u64::MAX / 300,
+        at_ms: at * (u64::MAX / 300),
         kind: "\u{1b}[2J".to_owned(),
         worker: "\u{202e}w".to_owned(),
         detail: "東京 ".repeat(100),

@@ -1,5 +1,5 @@
-//! Tests of the worker: models and the CPU runtime against references, bits under any schedule and as recorded, the CUDA runtime on a
-//! simulated driver, the engine over recording and simulated runtimes, sessions with routers. One binary, as each costs time to link.
+//! Tests of the worker: models and the CPU runtime against references, recorded bits, the engine over recording and simulated runtimes,
+//! sessions with routers, machines without a GPU. One binary, as each costs time to link.
 
 #![allow(clippy::unwrap_used, reason = "helpers of tests fail like tests")]
 
@@ -8,13 +8,10 @@ mod changed_files;
 mod engine;
 mod gguf;
 mod golden;
-mod gpu;
 mod no_gpu;
 mod observation;
 mod parity;
 mod quantization;
-mod scarcity;
-mod schedule;
 mod service;
 mod simulated;
 mod structured;
