@@ -191,6 +191,7 @@ fn check(expectation: &str, output: &str, folder: &Path) -> Result<()> {
 }
 
 #[tokio::test(flavor = "multi_thread")]
+#[ignore = "takes five minutes; the lane artefact of .ci/nightly runs it"]
 async fn the_commands_of_the_tour_show_what_it_says() -> Result<()> {
     let folder = TempDir::new("tour")?;
     let mut running = Running::default();

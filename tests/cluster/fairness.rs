@@ -78,6 +78,7 @@ async fn generate(
 }
 
 #[tokio::test(flavor = "multi_thread")]
+#[ignore = "takes half a minute alone; the lane artefact of .ci/nightly runs it"]
 async fn tenants_get_their_weights_across_routers_and_a_flood_gains_nothing() -> Result<()> {
     let _exclusive = exclusive().await;
     let folder = TempDir::new("fairness")?;

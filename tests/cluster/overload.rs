@@ -166,6 +166,7 @@ fn report(name: &str, stats: &PhaseStats) {
 }
 
 #[tokio::test(flavor = "multi_thread")]
+#[ignore = "measures goodput of the release build; the lane artefact of .ci/nightly runs it"]
 async fn at_ten_times_capacity_goodput_holds_and_the_excess_is_rejected_at_once() -> Result<()> {
     let _exclusive = exclusive().await;
     let mut workers = Vec::new();

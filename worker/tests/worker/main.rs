@@ -1,5 +1,6 @@
-//! Tests of the worker: models and the CPU runtime against references, recorded bits, the engine over recording and simulated runtimes,
-//! sessions with routers, machines without a GPU. One binary, as each costs time to link.
+//! Tests of the worker: models and the CPU runtime against references, recorded bits, bits under any schedule and with too little of
+//! everything, the CUDA runtime on a simulated driver (in child processes), the engine over recording and simulated runtimes, sessions
+//! with routers. One binary, as each costs time to link.
 
 #![allow(clippy::unwrap_used, reason = "helpers of tests fail like tests")]
 
@@ -8,10 +9,13 @@ mod changed_files;
 mod engine;
 mod gguf;
 mod golden;
+mod gpu;
 mod no_gpu;
 mod observation;
 mod parity;
 mod quantization;
+mod scarcity;
+mod schedule;
 mod service;
 mod simulated;
 mod structured;

@@ -10,7 +10,7 @@ use std::path::Path;
 use std::sync::Arc;
 
 use inflight_contract::{Constraint, FinishReason, Grammar, SamplingSpec, Weight};
-use inflight_fixtures::{Arch, Checkpoint, Dtype, Family, skipped};
+use inflight_fixtures::{Arch, Checkpoint, Dtype, Family, cases, skipped};
 use inflight_grammar::{Grammars, MemoryBudget, Vocabulary};
 use inflight_models::{ModelDir, ModelSource};
 use inflight_runtime_cpu::{CpuOptions, CpuRuntime};
@@ -20,8 +20,8 @@ use inflight_worker::engine::{
 use inflight_worker_core::Time;
 use serde_json::{Value, json};
 
-/// Outputs to validate.
-const OUTPUTS: usize = 3000;
+/// Outputs to validate in a thorough run.
+const OUTPUTS: u32 = 3000;
 /// Maximum share of the suite's schemas that are refused, in percent; those that allow no value are among them.
 const REFUSED_MAX: f64 = 27.0;
 /// Sequences in a batch.
@@ -267,6 +267,7 @@ fn has_inexact_number(text: &str) -> bool {
 fn outputs_under_a_schema_are_valid_and_what_cannot_be_enforced_is_refused_before_it_runs() {
     let (mut engine, vocabulary, grammars) = engine();
     engine.command(Command::Open(SessionId(0)), Time::ZERO, &mut Vec::new());
+    let wanted = cases(OUTPUTS) as usize;
     let tools = tools();
     let all: Vec<Value> = tools.iter().cloned().chain(suite_schemas()).collect();
     let mut refusals: BTreeMap<String, usize> = BTreeMap::new();
@@ -286,7 +287,7 @@ fn outputs_under_a_schema_are_valid_and_what_cannot_be_enforced_is_refused_befor
     println!("{} schemas, {refused} of them refused ({share:.1} %): {refusals:#?}", all.len());
     assert!(all.len() == tools.len() || share <= REFUSED_MAX, "{share:.1} % of the schemas are refused");
     // Half as many again, as random texts may reach `max_tokens`.
-    let work: Vec<usize> = (0..OUTPUTS * 3 / 2).map(|nth| accepted[nth % accepted.len()]).collect();
+    let work: Vec<usize> = (0..wanted * 3 / 2).map(|nth| accepted[nth % accepted.len()]).collect();
     let outputs = generate(&mut engine, &vocabulary, &all, &work);
     let (mut valid, mut inexact, mut unfinished) = (0, 0, 0);
     let (mut stuck, mut invalid) = (BTreeMap::new(), Vec::new());
@@ -335,7 +336,7 @@ fn outputs_under_a_schema_are_valid_and_what_cannot_be_enforced_is_refused_befor
     );
     assert!(invalid.is_empty(), "{invalid:#?}");
     assert!(stuck.is_empty(), "{stuck:#?}");
-    assert!(valid >= OUTPUTS, "only {valid} outputs ended; {unfinished} reached max_tokens");
+    assert!(valid >= wanted, "only {valid} outputs ended; {unfinished} reached max_tokens");
 }
 
 /// Runs a request alone and returns its tokens and its end.

@@ -8,7 +8,7 @@ use std::path::PathBuf;
 use std::sync::{Arc, Mutex};
 
 use inflight_contract::SamplingSpec;
-use inflight_fixtures::{Arch, BenchmarkShape, Checkpoint, Dtype, TempDir, skipped};
+use inflight_fixtures::{Arch, BenchmarkShape, Checkpoint, Dtype, TempDir, cases, skipped};
 use inflight_harness::SimulatedGpu;
 use inflight_kernels::cpu::{Isa, KvDtype};
 use inflight_kernels::philox4x32;
@@ -445,13 +445,14 @@ fn compare(
 /// Serializes the tests: kernel threads wait by spinning, so concurrent tests slow each other down.
 static SERIAL: Mutex<()> = Mutex::new(());
 
-/// Checks random workloads on one instruction set, for every dtype and quantization.
-fn on(name: &str, cases: u32) {
+/// Checks random workloads, `all` of them in a thorough run, on one instruction set, for every dtype and quantization.
+fn on(name: &str, all: u32) {
     let _serial = SERIAL.lock();
     let Some(isa) = Isa::by_name(name) else {
         skipped("schedules", &format!("this machine has no {name}"));
         return;
     };
+    let cases = cases(all);
     for dtype in Dtype::all() {
         check(isa, *dtype, StorageFormat::default(), &[1], Arch::all(), cases);
     }
@@ -532,7 +533,7 @@ fn load_on_gpus(path: PathBuf, ranks: usize, block_tokens: u32) -> CudaRuntime {
 
 #[test]
 fn the_schedule_never_changes_the_answer_of_a_gpu() {
-    let test = "the_schedule_never_changes_the_answer_of_a_gpu";
+    let test = "schedule::the_schedule_never_changes_the_answer_of_a_gpu";
     if !SimulatedGpu::within("gpus=2,memory=1024,ptx=90,checks=false", test).unwrap() {
         return;
     }

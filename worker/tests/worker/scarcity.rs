@@ -15,7 +15,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use inflight_contract::{Constraint, FinishReason, Grammar, SamplingParams, SamplingSpec, Weight};
-use inflight_fixtures::{Arch, BenchmarkShape, Checkpoint, Dtype, TempDir, skipped};
+use inflight_fixtures::{Arch, BenchmarkShape, Checkpoint, Dtype, TempDir, is_thorough, skipped};
 use inflight_grammar::{Grammars, Vocabulary};
 use inflight_harness::SimulatedGpu;
 use inflight_kernels::cpu::{Isa, KvDtype};
@@ -543,7 +543,7 @@ fn seeds() -> std::ops::Range<u64> {
     }
 }
 
-/// Workloads of each format, over all instruction sets.
+/// Workloads of each format in a thorough run, over all instruction sets.
 const CASES: u32 = 60;
 
 #[test]
@@ -556,6 +556,7 @@ fn scarcity_never_changes_the_answer() {
             None => skipped("scarcity", &format!("this machine has no {name}")),
         }
     }
+    let all = if is_thorough() { CASES } else { CASES / 2 };
     let coverages = FORMATS.map(|_| RefCell::new(Coverage::default()));
     for seed in seeds() {
         for (d, (format, coverage)) in FORMATS.into_iter().zip(&coverages).enumerate() {
@@ -564,7 +565,7 @@ fn scarcity_never_changes_the_answer() {
                 let folder = Checkpoint::new(arch, format.dtype).write_temp().unwrap();
                 let config = Config {
                     // As many for each format on machines with few instruction sets: enough to cover every event.
-                    cases: CASES.div_ceil(isas.len() as u32),
+                    cases: all.div_ceil(isas.len() as u32),
                     failure_persistence: None,
                     rng_seed: RngSeed::Fixed(seed << 8 | (d << 4 | i) as u64),
                     ..Config::default()
@@ -617,7 +618,7 @@ fn on_gpus(ranks: usize) -> impl Strategy<Value = Workload> {
 
 #[test]
 fn scarcity_never_changes_the_answer_of_a_gpu() {
-    let test = "scarcity_never_changes_the_answer_of_a_gpu";
+    let test = "scarcity::scarcity_never_changes_the_answer_of_a_gpu";
     if !SimulatedGpu::within("gpus=2,memory=1024,ptx=90,checks=false", test).unwrap() {
         return;
     }

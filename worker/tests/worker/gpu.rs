@@ -83,7 +83,7 @@ fn fast_options() -> CudaOptions {
 
 #[test]
 fn a_gpu_agrees_with_the_cpu_for_all_gemms_and_tensor_parallel() {
-    let test = "a_gpu_agrees_with_the_cpu_for_all_gemms_and_tensor_parallel";
+    let test = "gpu::a_gpu_agrees_with_the_cpu_for_all_gemms_and_tensor_parallel";
     // On the oldest driver, which has no function and reads no file of CUDA 13.
     if !SimulatedGpu::within("gpus=2,memory=1024,ptx=90,cuda=12.2", test).unwrap() {
         return;
@@ -142,7 +142,7 @@ fn a_gpu_agrees_with_the_cpu_for_all_gemms_and_tensor_parallel() {
 /// With a cache directory a second start times nothing, and computes the same bits; choices that do not run are timed anew.
 #[test]
 fn kept_gemm_choices_are_used_by_the_next_start() {
-    let test = "kept_gemm_choices_are_used_by_the_next_start";
+    let test = "gpu::kept_gemm_choices_are_used_by_the_next_start";
     if !SimulatedGpu::within("gpus=1,memory=1024,ptx=90,cuda=12.2", test).unwrap() {
         return;
     }
