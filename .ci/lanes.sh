@@ -93,9 +93,9 @@ tested() {
 
 # slowest COUNT - the slowest tests of the output of .ci/test-runner on standard input, with their binaries.
 slowest() {
-    awk '$1 == "Running" { binary = $2; if (binary == "unittests") binary = $3; sub(/^.*\/deps\//, "", $NF); sub(/-[0-9a-f]*\)$/, "", $NF); binary = $NF }
+    awk '$1 == "Running" { sub(/^.*\/deps\//, "", $NF); sub(/-[0-9a-f]*\)$/, "", $NF); binary = $NF }
          $1 == "test" && $NF ~ /^<[0-9.]+s>$/ { seconds = substr($NF, 2, length($NF) - 3); printf "%9.3f s  %s %s\n", seconds, binary, $2 }' |
-        sort -rn | head -n "$1"
+        sort -rn | awk -v count="$1" 'NR <= count' # not head, which would end sort by a closed pipe
 }
 
 # summary - the durations of all lanes, and what failed; returns 1 if anything did.
