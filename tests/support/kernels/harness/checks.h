@@ -13,7 +13,7 @@
 
 namespace harness {
 
-// Of global memory; CONSTANT if no kernel writes to it. src/cuda/harness.rs has the same.
+// Of global memory; CONSTANT if no kernel writes to it. src/lib.rs has the same.
 struct Range {
     uint8_t *from, *to;
     uint64_t constant;

@@ -52,7 +52,7 @@ enum class Op {
     MmaF16,
 };
 
-// Faults that tests put in, to see that other tests find them; src/cuda/harness.rs has the same list.
+// Faults that tests put in, to see that other tests find them; src/lib.rs has the same list.
 enum class Mutant : uint32_t {
     None,
     MissingWait,
