@@ -7,7 +7,7 @@ pub(crate) fn notice() -> Option<&'static str> {
     cfg!(debug_assertions).then_some(NOTICE)
 }
 
-/// Logs the notice, unless `up`, which prints it itself, supervises this process.
+/// Logs the notice at the start of a router or worker. `supervised` ones are silent: their `inflight up` prints it.
 pub(crate) fn log(supervised: bool) {
     if let Some(notice) = notice().filter(|_| !supervised) {
         tracing::warn!("{notice}");

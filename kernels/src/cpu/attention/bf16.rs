@@ -227,8 +227,8 @@ impl AttentionTask<'_> {
         }
     }
 
-    /// Updates Q queries with one span. `ALL` means that every query sees the whole span, the common case. A function of its own, as for
-    /// [`Simd::run_outlined`].
+    /// Updates Q queries with one span. `ALL` means that every query sees the whole span, the common case. Not inlined, for the
+    /// reason of [`Simd::run_outlined`].
     #[target_feature(enable = "avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl,avx512bf16")]
     #[inline(never)]
     unsafe fn update_span_masked<N: KvSource, const Q: usize, const ALL: bool, const PREFETCH: bool>(
