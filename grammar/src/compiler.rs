@@ -11,10 +11,10 @@ use toktrie::{ApproximateTokEnv, InferenceCapabilities, TokEnv, TokRxInfo, TokTr
 use crate::budget::MemoryBudget;
 use crate::error::shorten;
 use crate::matcher::{MATCHER_BYTES_MAX, MaskOutcome, Matcher, STEP_FUEL, Start, lexer_states_max};
-use crate::{GrammarError, Vocabulary, json_schema, nesting};
+use crate::{GrammarError, Vocabulary, chains, json_schema, nesting};
 
-/// Stack of the thread that compiles: grammars nest up to [`nesting::NESTING_MAX`] groups.
-const STACK_BYTES: usize = 16 << 20;
+/// Stack of the thread that compiles: grammars nest up to [`chains::LEVELS_MAX`] levels. What is not used takes no memory.
+const STACK_BYTES: usize = 256 << 20;
 
 /// Begin of the library's error about alternatives that are not known to exclude each other.
 const ONE_OF_REFUSED: &str = "oneOf constraints are not supported";
@@ -213,6 +213,7 @@ fn top_level(grammar: &Grammar, expand_one_of: bool) -> Result<TopLevelGrammar, 
         Grammar::Choice(choices) => TopLevelGrammar::from_lark(choice_grammar(choices)),
         Grammar::Lark(text) => {
             nesting::check(text)?;
+            chains::check_lark(text)?;
             TopLevelGrammar::from_lark(text.clone())
         }
     })

@@ -29,6 +29,17 @@ pub enum GrammarError {
         /// Maximum depth.
         most: usize,
     },
+    /// Definitions lead to each other over too many levels.
+    #[error(
+        "the grammar's references and rules lead to each other over {levels} levels of nesting; at most {most} are allowed; write \
+         short definitions in place"
+    )]
+    Chain {
+        /// Levels along the longest chain.
+        levels: usize,
+        /// Maximum levels.
+        most: usize,
+    },
     /// The compiler refuses the grammar.
     #[error("{0}")]
     Refused(String),

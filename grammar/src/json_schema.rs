@@ -3,6 +3,7 @@
 use serde_json::{Map, Value};
 
 use crate::GrammarError;
+use crate::chains;
 use crate::error::shorten;
 use crate::nesting::{self, NESTING_MAX};
 use crate::rewrite::rewrite;
@@ -40,7 +41,10 @@ pub(crate) fn prepare(text: &str, expand_one_of: bool) -> Result<Value, GrammarE
     match &mut schema {
         Value::Object(object) => {
             check(object, 0)?;
+            chains::check_schema(object)?;
             rewrite(object, expand_one_of)?;
+            // References of copied conditions lead to each other, too.
+            chains::check_schema(object)?;
             set_options(object);
         }
         // Schema of any value: an object, so that it can carry the options.

@@ -7,6 +7,7 @@
 
 mod budget;
 mod cache;
+mod chains;
 mod compiler;
 mod error;
 #[doc(hidden)]

@@ -14,7 +14,7 @@ use std::cell::Cell;
 use serde_json::{Map, Number, Value, json};
 
 use crate::GrammarError;
-use references::References;
+pub(crate) use references::References;
 
 /// Maximum values in the schemas that rules copy.
 const COPIED_MAX: usize = 20_000;

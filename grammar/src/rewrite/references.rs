@@ -8,7 +8,7 @@ use super::{LISTS, MAPS, ONE, copy, push};
 use crate::GrammarError;
 
 /// References of a schema that is one resource.
-pub(super) struct References<'a> {
+pub(crate) struct References<'a> {
     root: &'a Map<String, Value>,
     /// Schemas by their anchors.
     anchors: HashMap<&'a str, &'a Value>,
@@ -21,7 +21,7 @@ pub(super) struct References<'a> {
 }
 
 impl<'a> References<'a> {
-    pub(super) fn new(root: &'a Map<String, Value>) -> Self {
+    pub(crate) fn new(root: &'a Map<String, Value>) -> Self {
         let mut references =
             Self { root, anchors: HashMap::new(), nested: false, hoisted: Map::new(), names: HashMap::new() };
         references.collect(root, true);
@@ -46,7 +46,7 @@ impl<'a> References<'a> {
     }
 
     /// Returns the schema that a reference names; `None` if it is not within the schema, or not known to be.
-    pub(super) fn resolve(&self, reference: &str) -> Option<&'a Value> {
+    pub(crate) fn resolve(&self, reference: &str) -> Option<&'a Value> {
         let pointer = decode(reference.strip_prefix('#')?)?;
         if self.nested {
             return None;
