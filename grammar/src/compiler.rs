@@ -68,7 +68,7 @@ impl Compiler {
     /// `eos_token_ids` are its end tokens.
     ///
     /// # Errors
-    /// [`GrammarError::Vocabulary`] or [`GrammarError::NoThread`].
+    /// [`GrammarError::Vocabulary`] or [`GrammarError::Unavailable`].
     pub fn new(
         vocabulary: &Vocabulary,
         vocab_size: u32,
@@ -124,6 +124,14 @@ impl Compiler {
     /// # Errors
     /// [`GrammarError`]: the grammar is invalid, too large, or matches no text that the vocabulary can write.
     pub fn compile(&self, grammar: &Grammar) -> Result<CompiledGrammar, GrammarError> {
+        guarded(|| self.compile_on_this_thread(grammar))
+    }
+
+    /// Compiles a grammar on the stack of the caller; a panic of the library goes on.
+    ///
+    /// # Errors
+    /// As [`Compiler::compile`].
+    pub(crate) fn compile_on_this_thread(&self, grammar: &Grammar) -> Result<CompiledGrammar, GrammarError> {
         match (self.compile_as(grammar, false), grammar) {
             (Err(GrammarError::Refused(reason)), Grammar::JsonSchema(_))
                 if reason.starts_with(ONE_OF_REFUSED) =>
@@ -136,7 +144,7 @@ impl Compiler {
 
     /// Compiles a grammar, if it is a schema with or without its `oneOf` expanded.
     fn compile_as(&self, grammar: &Grammar, expand_one_of: bool) -> Result<CompiledGrammar, GrammarError> {
-        let parser = guarded(|| {
+        let parser = || {
             let (mut logger, mut limits) = (Logger::new(0, 0), self.factory.limits().clone());
             let tokens = self.factory.tok_env();
             let grammar = top_level(grammar, expand_one_of)?;
@@ -160,8 +168,8 @@ impl Compiler {
             let parser = parser.map_err(refused)?;
             Start::new(parser, Arc::clone(&self.shape), Arc::clone(&self.budget))
                 .map_err(|error| GrammarError::Unsatisfiable(error.to_string()))
-        });
-        let (start, outcome) = parser?;
+        };
+        let (start, outcome) = parser()?;
         let kib = (start.bytes() + start.own_bytes()) >> 10;
         if kib > START_KIB_MAX {
             return Err(GrammarError::TooLarge { kib, most: START_KIB_MAX });
@@ -232,7 +240,7 @@ fn guarded<T: Send>(work: impl FnOnce() -> Result<T, GrammarError> + Send) -> Re
         let thread = std::thread::Builder::new().name("grammar".to_owned()).stack_size(STACK_BYTES);
         match thread.spawn_scoped(scope, work) {
             Ok(thread) => thread.join().unwrap_or_else(|panic| Err(panicked(&*panic))),
-            Err(error) => Err(GrammarError::NoThread(error.to_string())),
+            Err(error) => Err(GrammarError::Unavailable(format!("no thread can be started ({error})"))),
         }
     })
 }

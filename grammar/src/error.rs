@@ -1,10 +1,12 @@
 //! Errors of compiling and matching.
 
+use serde::{Deserialize, Serialize};
+
 /// Maximum bytes of a reason in an error, which quotes parts of the grammar; caches keep errors.
 const REASON_BYTES_MAX: usize = 500;
 
 /// Reason for which a grammar cannot be used.
-#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, thiserror::Error)]
 pub enum GrammarError {
     /// The JSON schema is not JSON.
     #[error("the JSON schema is not valid JSON: {0}")]
@@ -63,9 +65,12 @@ pub enum GrammarError {
     /// No token of the vocabulary can begin the output.
     #[error("no token of the model's vocabulary can begin an output that matches the grammar: {0}")]
     Unsatisfiable(String),
-    /// The machine has no thread to compile on, for now; says nothing about the grammar.
-    #[error("no thread can be started to compile the grammar ({0}); try again later")]
-    NoThread(String),
+    /// Compiling the grammar takes more time or memory than allowed.
+    #[error("the grammar cannot be compiled: {0}; use fewer alternatives, shorter counted repetitions and smaller `multipleOf`")]
+    TooCostly(String),
+    /// The machine cannot compile it for now; says nothing about the grammar.
+    #[error("grammars cannot be compiled for now: {0}; try again later")]
+    Unavailable(String),
     /// The model's vocabulary cannot be used.
     #[error("the model's vocabulary cannot be used with grammars: {0}")]
     Vocabulary(String),
@@ -74,7 +79,7 @@ pub enum GrammarError {
 impl GrammarError {
     /// Whether another attempt may succeed, so that the outcome must not be kept.
     pub fn is_transient(&self) -> bool {
-        matches!(self, Self::NoThread(_))
+        matches!(self, Self::Unavailable(_))
     }
 }
 

@@ -2,15 +2,17 @@
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use inflight_contract::Grammar;
+use inflight_sandbox::Helper;
 
 use crate::cache::DigestCache;
+use crate::confined::{self, Confinement};
 use crate::{CompiledGrammar, Compiler, GrammarError, MemoryBudget, Vocabulary};
 
 /// Source of a model's vocabulary, read at first use.
-type VocabularySource = Box<dyn Fn() -> Result<Arc<Vocabulary>, GrammarError> + Send + Sync>;
+type VocabularySource = Arc<dyn Fn() -> Result<Arc<Vocabulary>, GrammarError> + Send + Sync>;
 
 /// Compiled grammars of one model.
 pub struct Grammars {
@@ -18,6 +20,8 @@ pub struct Grammars {
     vocab_size: u32,
     eos_token_ids: Vec<u32>,
     compiler: OnceLock<Result<Compiler, GrammarError>>,
+    /// Process in which each grammar is checked before it is compiled in this one; without it, this process checks.
+    helper: Option<Helper>,
     /// Held while the compiler is prepared.
     preparing: Mutex<()>,
     /// Memory of the matchers.
@@ -55,10 +59,11 @@ impl Grammars {
         source: impl Fn() -> Result<Arc<Vocabulary>, GrammarError> + Send + Sync + 'static,
     ) -> Self {
         Self {
-            source: Box::new(source),
+            source: Arc::new(source),
             vocab_size,
             eos_token_ids: eos_token_ids.to_vec(),
             compiler: OnceLock::new(),
+            helper: None,
             preparing: Mutex::default(),
             budget: Arc::default(),
             compiled: DigestCache::new(Self::COMPILED_MAX).with_bytes_max(Self::COMPILED_BYTES_MAX),
@@ -66,6 +71,22 @@ impl Grammars {
             hits: AtomicU64::new(0),
             misses: AtomicU64::new(0),
         }
+    }
+
+    /// Checks each grammar in a process of its own, so that this process compiles only what another one has compiled before, within
+    /// bounds of time and memory.
+    pub fn confined(self, confinement: Confinement) -> Self {
+        let (source, vocab_size, eos) = (Arc::clone(&self.source), self.vocab_size, self.eos_token_ids.clone());
+        let state = move || {
+            let vocabulary = source().map_err(|error| error.to_string())?;
+            confined::state(&vocabulary, vocab_size, &eos)
+        };
+        Self { helper: Some(confinement.helper(state)), ..self }
+    }
+
+    /// Number of the process that checks grammars, while it runs.
+    pub fn helper_process(&self) -> Option<u32> {
+        self.helper.as_ref().and_then(Helper::process)
     }
 
     /// Bounds the bytes of all matchers; the default is [`MemoryBudget::DEFAULT_BYTES`].
@@ -78,9 +99,24 @@ impl Grammars {
         self.budget.used()
     }
 
-    /// Starts a thread that prepares the vocabulary, which takes seconds for a large one, so that the first grammar does not wait
-    /// for it. A grammar that comes before it is ready waits for the rest. Returns at once.
+    /// Prepares the vocabulary for [`Grammars::check`] in the background, which takes seconds for a large one, so that the first grammar
+    /// does not wait for it. A grammar that comes before it is ready waits for the rest. Returns at once.
+    pub fn prepare_checks(self: &Arc<Self>) {
+        match &self.helper {
+            Some(helper) => helper.start(),
+            None => self.prepare_here(),
+        }
+    }
+
+    /// Prepares the vocabulary for [`Grammars::check`] and [`Grammars::compile`] in the background. Returns at once.
     pub fn prepare_in_background(self: &Arc<Self>) {
+        if let Some(helper) = &self.helper {
+            helper.start();
+        }
+        self.prepare_here();
+    }
+
+    fn prepare_here(self: &Arc<Self>) {
         let grammars = Arc::downgrade(self);
         let thread = std::thread::Builder::new().name("vocabulary".to_owned());
         // Without the thread, the first grammar prepares it.
@@ -98,15 +134,20 @@ impl Grammars {
         });
     }
 
-    /// Returns a compiled grammar, from the cache or compiled now. Reads the vocabulary if it is not prepared.
+    /// Returns a compiled grammar, from the cache or compiled now, on this thread. Reads the vocabulary if it is not prepared.
     ///
     /// # Errors
-    /// [`GrammarError`].
+    /// [`GrammarError`]; [`GrammarError::Unavailable`] if the helper has not accepted it, or so long ago that it is forgotten: see
+    /// [`Grammars::check`].
     pub fn compile(&self, grammar: &Grammar) -> Result<Arc<CompiledGrammar>, GrammarError> {
         let digest = grammar.digest();
         if let Some(known) = self.compiled.get(&digest) {
             self.hits.fetch_add(1, Ordering::Relaxed);
             return known;
+        }
+        if self.helper.is_some() {
+            let unchecked = || Err(GrammarError::Unavailable("this one was not checked".to_owned()));
+            self.checked.get(&digest).unwrap_or_else(unchecked)?;
         }
         self.misses.fetch_add(1, Ordering::Relaxed);
         let compiled = self.compiler().and_then(|compiler| compiler.compile(grammar)).map(Arc::new);
@@ -127,22 +168,37 @@ impl Grammars {
         self.checked.get(&grammar.digest()).is_some()
     }
 
-    /// Checks that a grammar compiles.
+    /// Checks that a grammar compiles. Returns the processor time that it took, zero if the outcome was known. Dropping the future ends
+    /// the compilation.
     ///
     /// # Errors
     /// [`GrammarError`].
-    pub fn check(&self, grammar: &Grammar) -> Result<(), GrammarError> {
+    pub async fn check(self: &Arc<Self>, grammar: &Grammar) -> Result<Duration, GrammarError> {
         let digest = grammar.digest();
         if let Some(known) = self.checked.get(&digest) {
             self.hits.fetch_add(1, Ordering::Relaxed);
-            return known;
+            return known.map(|()| Duration::ZERO);
         }
         self.misses.fetch_add(1, Ordering::Relaxed);
-        let outcome = self.compiler().and_then(|compiler| compiler.compile(grammar)).map(|_| ());
+        let outcome = match &self.helper {
+            Some(helper) => confined::check(helper, grammar).await,
+            None => self.check_here(grammar.clone()).await,
+        };
         if !outcome.as_ref().is_err_and(GrammarError::is_transient) {
-            self.checked.insert(digest, outcome.clone(), 0);
+            self.checked.insert(digest, outcome.clone().map(drop), 0);
         }
         outcome
+    }
+
+    /// Checks a grammar in this process.
+    async fn check_here(self: &Arc<Self>, grammar: Grammar) -> Result<Duration, GrammarError> {
+        let grammars = Arc::clone(self);
+        let checked = tokio::task::spawn_blocking(move || {
+            let begun = Instant::now();
+            grammars.compiler()?.compile(&grammar)?;
+            Ok(begun.elapsed())
+        });
+        checked.await.unwrap_or_else(|error| Err(GrammarError::Unavailable(error.to_string())))
     }
 
     /// Returns the counters since the start.

@@ -9,6 +9,7 @@ mod budget;
 mod cache;
 mod chains;
 mod compiler;
+mod confined;
 mod error;
 #[doc(hidden)]
 pub mod fuzz;
@@ -23,6 +24,7 @@ mod vocabulary;
 pub use budget::MemoryBudget;
 pub use cache::DigestCache;
 pub use compiler::{CompiledGrammar, Compiler};
+pub use confined::{Confinement, serve};
 pub use error::{GrammarError, MatchError};
 pub use grammars::{GrammarCounters, Grammars};
 pub use matcher::{MaskOutcome, Matcher};

@@ -1,0 +1,201 @@
+//! Helper's side: prepares a state, and forks for each request.
+//!
+//! Only one thread of the helper runs: it has a large stack, which the forks inherit, and the main thread waits for its end from the
+//! first line on. So no lock is held by another thread when it forks.
+
+use std::io::{self, Write};
+use std::process::ExitCode;
+use std::time::{Duration, Instant};
+
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::process::Signal;
+
+use crate::child::{Child, Confinement, ENDS, End, Outcome, check_memory};
+use crate::frame::{Frame, Frames, Kind};
+use crate::{Limits, filter};
+
+/// Stack of the work, which takes memory only as it is used.
+const STACK_BYTES: usize = 128 << 20;
+
+/// Bytes of the limits at the begin of a state.
+pub(crate) const LIMITS_BYTES: usize = 24;
+
+impl Limits {
+    pub(crate) fn to_bytes(self) -> [u8; LIMITS_BYTES] {
+        let numbers = [self.memory_bytes, self.cpu.as_micros() as u64, self.wall.as_micros() as u64];
+        let mut bytes = [0; LIMITS_BYTES];
+        bytes.chunks_exact_mut(8).zip(numbers).for_each(|(to, number)| to.copy_from_slice(&number.to_le_bytes()));
+        bytes
+    }
+
+    fn of_bytes(bytes: &[u8; LIMITS_BYTES]) -> Self {
+        let number = |at: usize| bytes[at * 8..].first_chunk().map_or(0, |bytes| u64::from_le_bytes(*bytes));
+        let (cpu, wall) = (Duration::from_micros(number(1)), Duration::from_micros(number(2)));
+        Self { memory_bytes: number(0), cpu, wall }
+    }
+}
+
+/// Runs this process as a helper of the process that started it: prepares a state from the bytes that it sends first, and does `work`
+/// with it for each of its requests, in processes of their own. Returns when the owner closes the connection, which is standard
+/// input and output.
+pub fn serve<S: 'static>(prepare: fn(&[u8]) -> Result<S, String>, work: fn(&S, &[u8]) -> Vec<u8>) -> ExitCode {
+    let thread = std::thread::Builder::new().name("helper".to_owned()).stack_size(STACK_BYTES);
+    let served = thread.spawn(move || run(prepare, work)).map(std::thread::JoinHandle::join);
+    match served {
+        Ok(Ok(Ok(()))) => ExitCode::SUCCESS,
+        _ => ExitCode::FAILURE,
+    }
+}
+
+fn run<S>(prepare: fn(&[u8]) -> Result<S, String>, work: fn(&S, &[u8]) -> Vec<u8>) -> io::Result<()> {
+    rustix::process::set_parent_process_death_signal(Some(Signal::KILL))?;
+    let (mut input, mut output) = (io::stdin().lock(), io::stdout().lock());
+    let Some(Frame { kind: Kind::Prepare, payload, .. }) = Frame::read(&mut input)? else {
+        return Err(io::Error::other("a helper is started by its owner, which sends it a state first"));
+    };
+    // Without what the standard library may have read ahead: the owner sends nothing more until this process is ready.
+    drop(input);
+    let prepared = match payload.split_first_chunk::<LIMITS_BYTES>() {
+        Some((limits, state)) => prepare(state).map(|state| (Limits::of_bytes(limits), state)),
+        None => Err("it got no limits".to_owned()),
+    };
+    let confined = prepared.and_then(|(limits, state)| {
+        let (confinement, unconfined) = confinement(limits)?;
+        Ok((confinement, unconfined, state))
+    });
+    let (confinement, unconfined, state) = match confined {
+        Ok(confined) => confined,
+        Err(reason) => return Frame::new(Kind::Failed, 0, reason.into_bytes()).write(&mut output),
+    };
+    drop(payload);
+    Frame::new(Kind::Ready, 0, unconfined.into_bytes()).write(&mut output)?;
+    Server { confinement, children: Vec::new() }.serve(&state, work, &mut output)
+}
+
+/// Tries a process without work. Returns what confines those of requests, and what does not.
+fn confinement(limits: Limits) -> Result<(Confinement, String), String> {
+    let unmeasured = |error: io::Error| format!("its processes could not be limited: {error}");
+    check_memory().map_err(unmeasured)?;
+    let tries = [filter::program(), None];
+    for filter in tries {
+        let confinement = Confinement { limits, filter };
+        let started = Child::fork(&confinement, Vec::new);
+        let mut child = started.map_err(|error| format!("no process can be started (fork): {error}"))?;
+        while !child.read().map_err(unmeasured)? {}
+        if let Outcome::Answer { .. } = child.outcome(&limits).map_err(unmeasured)? {
+            let unconfined = if confinement.filter.is_some() { "" } else { "system calls (seccomp)" };
+            return Ok((confinement, unconfined.to_owned()));
+        }
+    }
+    Err("its processes could not be limited: a process without work ended without an answer".to_owned())
+}
+
+struct Server {
+    confinement: Confinement,
+    children: Vec<(u64, Child)>,
+}
+
+impl Server {
+    fn serve<S>(mut self, state: &S, work: fn(&S, &[u8]) -> Vec<u8>, output: &mut impl Write) -> io::Result<()> {
+        let stdin = io::stdin();
+        let mut frames = Frames::default();
+        let mut buffer = vec![0; 64 << 10];
+        loop {
+            let (input, ready) = self.wait(&stdin)?;
+            if input {
+                let bytes = rustix::io::retry_on_intr(|| rustix::io::read(&stdin, &mut buffer))?;
+                if bytes == 0 {
+                    // The owner is gone: nobody waits for an answer.
+                    self.children.iter_mut().for_each(|(_, child)| child.kill(End::Killed));
+                    return Ok(());
+                }
+                frames.push(&buffer[..bytes]);
+            }
+            self.collect(&ready, output)?;
+            while let Some(frame) = frames.next()? {
+                self.handle(frame, state, work, output)?;
+            }
+        }
+    }
+
+    /// Waits for a message, for an output, or for the end of a process's time. Returns whether there is a message, and whose output.
+    fn wait(&mut self, stdin: &io::Stdin) -> io::Result<(bool, Vec<bool>)> {
+        let limits = self.confinement.limits;
+        let deadline = self.children.iter().map(|(_, child)| child.deadline(&limits)).min();
+        let timeout = deadline.map(|deadline| {
+            let left = deadline.saturating_duration_since(Instant::now()) + Duration::from_millis(1);
+            Timespec { tv_sec: left.as_secs() as i64, tv_nsec: left.subsec_nanos().into() }
+        });
+        let outputs = self.children.iter().map(|(_, child)| PollFd::new(child.output(), PollFlags::IN));
+        let mut polled: Vec<PollFd<'_>> = std::iter::once(PollFd::new(stdin, PollFlags::IN)).chain(outputs).collect();
+        match poll(&mut polled, timeout.as_ref()) {
+            Ok(_) | Err(rustix::io::Errno::INTR) => {}
+            Err(error) => return Err(error.into()),
+        }
+        let mut ready = polled.iter().map(|polled| !polled.revents().is_empty());
+        let input = ready.next().unwrap_or(false);
+        let outputs = ready.collect();
+        let now = Instant::now();
+        for (_, child) in &mut self.children {
+            if child.deadline(&limits) <= now {
+                child.kill(End::WallTime);
+            }
+        }
+        Ok((input, outputs))
+    }
+
+    /// Reads the outputs that are ready, and answers for the processes that have ended.
+    fn collect(&mut self, ready: &[bool], output: &mut impl Write) -> io::Result<()> {
+        let mut ended = Vec::new();
+        for (at, _) in ready.iter().enumerate().filter(|(_, ready)| **ready) {
+            if self.children[at].1.read()? {
+                ended.push(at);
+            }
+        }
+        for at in ended.into_iter().rev() {
+            let (request, child) = self.children.swap_remove(at);
+            let outcome = child.outcome(&self.confinement.limits)?;
+            reply(request, outcome).write(output)?;
+        }
+        Ok(())
+    }
+
+    fn handle<S>(
+        &mut self,
+        frame: Frame,
+        state: &S,
+        work: fn(&S, &[u8]) -> Vec<u8>,
+        output: &mut impl Write,
+    ) -> io::Result<()> {
+        let request = frame.request;
+        match frame.kind {
+            Kind::Run => match Child::fork(&self.confinement, || work(state, &frame.payload)) {
+                Ok(child) => self.children.push((request, child)),
+                Err(error) => {
+                    Frame::new(Kind::Failed, request, format!("no process can be started (fork): {error}").into_bytes())
+                        .write(output)?;
+                }
+            },
+            Kind::Cancel => {
+                if let Some((_, child)) = self.children.iter_mut().find(|(running, _)| *running == request) {
+                    child.kill(End::Killed);
+                }
+            }
+            _ => return Err(io::Error::other("a message that no owner sends")),
+        }
+        Ok(())
+    }
+}
+
+fn reply(request: u64, outcome: Outcome) -> Frame {
+    match outcome {
+        Outcome::Answer { answer, cpu } => {
+            Frame::new(Kind::Answer, request, [&(cpu.as_micros() as u64).to_le_bytes()[..], &answer].concat())
+        }
+        Outcome::Panic(text) => Frame::new(Kind::Panicked, request, text.into_bytes()),
+        Outcome::Ended(end) => {
+            let number = ENDS.iter().position(|known| *known == end).unwrap_or_default();
+            Frame::new(Kind::Ended, request, vec![number as u8])
+        }
+    }
+}
