@@ -17,6 +17,7 @@ mod exposition;
 pub mod fuzz;
 mod generate;
 mod gpus;
+mod grammar_helper;
 mod key;
 mod man;
 mod memory_share;
@@ -91,6 +92,9 @@ enum Subcommand {
 
 /// Runs the command that the arguments of the process name.
 pub fn main() -> ExitCode {
+    if let Some(ended) = grammar_helper::run() {
+        return ended;
+    }
     let outcome =
         config::parse(std::env::args_os()).and_then(|Invocation { cli, matches }| match cli.subcommand {
             Subcommand::Up(args) => role::block_on(None, up::run(*args, &matches)),

@@ -9,7 +9,7 @@ use inflight_net::raise_open_file_limit;
 
 use crate::exit::{CommandError, Exit};
 use crate::metrics_endpoint;
-use crate::units::Span;
+use crate::units::{ByteSize, Span};
 
 /// Options of every long-running role.
 #[derive(Debug, Clone, clap::Args)]
@@ -19,6 +19,10 @@ pub struct Args {
     /// Time for open requests to finish after SIGTERM or Ctrl-C; a second signal ends at once
     #[arg(long, value_name = "DURATION", default_value = "2m", env = "INFLIGHT_DRAIN_TIMEOUT")]
     pub drain_timeout: Span,
+    /// Memory of the processes that compile grammars of structured output, each up to 256 MiB, beside the vocabulary of the
+    /// model; at least one process, at most one per core
+    #[arg(long, value_name = "BYTES", default_value = "512MiB", env = "INFLIGHT_GRAMMAR_MEMORY_MAX")]
+    pub grammar_memory_max: ByteSize,
     /// Also stop when the standard input ends; set by `inflight up`
     #[arg(long, hide = true)]
     pub supervised: bool,

@@ -14,6 +14,7 @@ use inflight_router::{
 
 use crate::event::{self, RoleEvent};
 use crate::exit::{CommandError, Exit};
+use crate::grammar_helper;
 use crate::metrics_endpoint;
 use crate::quick_build;
 use crate::role;
@@ -301,6 +302,7 @@ impl Args {
             default_max_tokens: self.default_max_tokens,
             streams_max: self.streams_max,
             tokenize_queue_max: self.tokenize_queue_max,
+            grammar_confinement: Some(grammar_helper::confinement(self.role.grammar_memory_max.0)),
             tokenize_tokens_max: self.tokenize_tokens_max,
             special_tokens_in_chat: self.special_tokens_in_chat,
             tool_call_format: self.tool_call_format.clone(),

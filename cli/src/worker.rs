@@ -17,6 +17,7 @@ use inflight_worker::{
 
 use crate::event::{self, RoleEvent};
 use crate::exit::{CommandError, Exit};
+use crate::grammar_helper;
 use crate::metrics_endpoint;
 use crate::quick_build;
 use crate::role;
@@ -280,6 +281,7 @@ impl Args {
             bypass_max: engine.bypass_max,
             max_context_tokens: engine.max_context_tokens,
             max_waiting: engine.max_waiting,
+            grammar_confinement: Some(grammar_helper::confinement(self.role.grammar_memory_max.0)),
             max_sessions: self.max_sessions,
             heartbeat: self.heartbeat.0,
             drain_timeout: self.role.drain_timeout.0,

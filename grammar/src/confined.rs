@@ -13,7 +13,7 @@ use crate::{Compiler, GrammarError, Vocabulary};
 
 /// Limits of one compilation. Usual schemas take 1 to 20 ms and a few MiB.
 const LIMITS: Limits =
-    Limits { memory_bytes: 256 << 20, cpu: Duration::from_secs(1), wall: Duration::from_secs(10) };
+    Limits { memory_bytes: 256 << 20, cpu: Duration::from_secs(1), wall: Duration::from_secs(30) };
 
 /// How grammars are checked before they are compiled in this process.
 #[derive(Debug, Clone)]
@@ -93,7 +93,9 @@ pub(crate) async fn check(helper: &Helper, grammar: &Grammar) -> Result<Duration
     let request = postcard::to_allocvec(&request).map_err(unread)?;
     let answer = helper.run(&request).await.map_err(|error| match error {
         HelperError::CpuTime(_) | HelperError::Memory(_) => GrammarError::TooCostly(error.to_string()),
-        HelperError::Panic(_) => GrammarError::Refused(shorten(&format!("the grammar compiler failed: {error}"))),
+        HelperError::Panic(_) => {
+            GrammarError::Refused(shorten(&format!("the grammar compiler failed: {error}")))
+        }
         HelperError::State(reason) => GrammarError::Vocabulary(reason),
         HelperError::Unavailable(reason) => GrammarError::Unavailable(reason),
     })?;

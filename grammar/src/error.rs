@@ -66,7 +66,9 @@ pub enum GrammarError {
     #[error("no token of the model's vocabulary can begin an output that matches the grammar: {0}")]
     Unsatisfiable(String),
     /// Compiling the grammar takes more time or memory than allowed.
-    #[error("the grammar cannot be compiled: {0}; use fewer alternatives, shorter counted repetitions and smaller `multipleOf`")]
+    #[error(
+        "the grammar cannot be compiled: {0}; use fewer alternatives, shorter counted repetitions and smaller `multipleOf`"
+    )]
     TooCostly(String),
     /// The machine cannot compile it for now; says nothing about the grammar.
     #[error("grammars cannot be compiled for now: {0}; try again later")]

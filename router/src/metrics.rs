@@ -86,6 +86,12 @@ metrics_table! {
         "Time that a piece of a large prompt waits for a tokenizer thread";
     TOKENIZE_CANCELLED = "inflight_router_tokenize_cancelled_total", MetricKind::Counter, Unit::Count, [],
         "Large prompts whose tokenizing ended early: cancelled, past the deadline, displaced or refused";
+    GRAMMAR_WAITING = "inflight_router_grammar_queue_requests", MetricKind::Gauge, Unit::Count, [],
+        "Requests with a new grammar that wait for a process to compile it";
+    GRAMMAR_QUEUE_SECONDS = "inflight_router_grammar_queue_seconds", MetricKind::Histogram(FIRST_TOKEN_BUCKETS), Unit::Seconds, [],
+        "Time that a request with a new grammar waits for a process to compile it";
+    GRAMMAR_CANCELLED = "inflight_router_grammar_cancelled_total", MetricKind::Counter, Unit::Count, [],
+        "Requests with a new grammar that ended before it was compiled: cancelled, past the deadline or displaced";
     STREAMS = "inflight_router_open_calls", MetricKind::Gauge, Unit::Count, [],
         "Open Generate and Tokenize calls";
     KSERVE_STREAMS = "inflight_router_kserve_streams", MetricKind::Gauge, Unit::Count, [],
@@ -105,7 +111,7 @@ metrics_table! {
     UNREAD_BYTES_MAX = "inflight_router_unread_bytes_max", MetricKind::Gauge, Unit::Bytes, [],
         "Maximum bytes of response data that clients have not read (--unread-bytes-max)";
     TOKENIZE_WAITING_MAX = "inflight_router_tokenize_queue_requests_max", MetricKind::Gauge, Unit::Count, [],
-        "Maximum requests with large prompts that wait for a tokenizer thread (--tokenize-queue-max)";
+        "Maximum requests with large prompts that wait for a tokenizer thread, and with new grammars that wait for a process (--tokenize-queue-max)";
     BYPASS_MAX = "inflight_router_bypass_max", MetricKind::Gauge, Unit::Count, [],
         "Maximum requests dispatched ahead of a head-of-line request that fits on no worker (--bypass-max)";
     WORKER_COMMANDS_MAX = "inflight_router_worker_command_queue_messages_max", MetricKind::Gauge, Unit::Count, [],

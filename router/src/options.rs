@@ -6,6 +6,7 @@ use std::path::PathBuf;
 use std::str::FromStr;
 use std::time::Duration;
 
+use inflight_grammar::Confinement;
 use inflight_net::{ClientTls, ConnectionLimits, SecretFile, ServerTlsFiles};
 use inflight_output_parser::{ReasoningFormat, ToolCallFormat};
 use inflight_router_core::PlacementKind;
@@ -146,8 +147,10 @@ pub struct Options {
     pub queue_tokens_max: u64,
     /// Maximum `Generate` calls open at once, waiting and streaming.
     pub streams_max: usize,
-    /// Maximum requests with large prompts that are being tokenized or wait for it.
+    /// Maximum requests with large prompts that are being tokenized or wait for it, and as many whose grammars are being compiled.
     pub tokenize_queue_max: usize,
+    /// Processes that compile the grammars of requests; `None` compiles them in this one, which a hostile grammar can end.
+    pub grammar_confinement: Option<Confinement>,
     /// Maximum tokens of the texts that Tokenize and detokenize take.
     pub tokenize_tokens_max: usize,
     /// Whether special tokens are recognised in the messages of conversations.
@@ -266,6 +269,7 @@ impl Default for Options {
             queue_tokens_max: 4 << 20,
             streams_max: 4096,
             tokenize_queue_max: 256,
+            grammar_confinement: None,
             tokenize_tokens_max: 256 << 10,
             special_tokens_in_chat: false,
             tool_call_format: FormatChoice::default(),

@@ -5,6 +5,7 @@ use std::path::PathBuf;
 use std::str::FromStr;
 use std::time::Duration;
 
+use inflight_grammar::Confinement;
 use inflight_models::ModelSource;
 use inflight_net::{SecretFile, ServerTlsFiles};
 use inflight_runtime::sharding::RANKS_MAX;
@@ -216,6 +217,8 @@ pub struct Options {
     pub max_context_tokens: Option<u32>,
     /// Maximum waiting sequences.
     pub max_waiting: u32,
+    /// Processes that compile the grammars of requests first; `None` compiles them in this one only, which a hostile grammar can end.
+    pub grammar_confinement: Option<Confinement>,
     /// Maximum open sessions.
     pub max_sessions: u32,
     /// Interval of heartbeat updates on an otherwise silent session.
@@ -268,6 +271,7 @@ impl Default for Options {
             bypass_max: SchedulerLimits::BYPASS_MAX,
             max_context_tokens: None,
             max_waiting: 1024,
+            grammar_confinement: None,
             max_sessions: 64,
             heartbeat: Duration::from_millis(500),
             drain_timeout: Duration::from_secs(300),

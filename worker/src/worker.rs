@@ -33,9 +33,9 @@ use crate::device;
 use crate::engine::{Engine, EngineOptions};
 use crate::options::{Device, Drafts, Options, OptionsError};
 use crate::session::{
-    AuthenticationLayer, Authenticator, BUNDLES_MAX, COMMANDS_MAX, Clock, EngineExecution, EngineThread,
-    Message, MeteredSemaphore, OBSERVERS_MAX, QUEUED_KIB_MAX, ServiceTables, SessionContext, Watchdog,
-    WorkerService,
+    AuthenticationLayer, Authenticator, BUNDLES_MAX, COMMANDS_MAX, COMPILED_KIB_MAX, Clock, EngineExecution,
+    EngineThread, Message, MeteredSemaphore, OBSERVERS_MAX, QUEUED_KIB_MAX, ServiceTables, SessionContext,
+    Watchdog, WorkerService,
 };
 
 /// Memory for the grammar state of each of the maximum sequences, twice what usual schemas need.
@@ -217,7 +217,7 @@ impl Worker {
 }
 
 /// Returns the grammars of a model, whose vocabulary is read from its bundle at first use.
-fn grammars(bundle: &Bundle, vocab_size: u32, eos_token_ids: &[u32], max_sequences: u32) -> Grammars {
+fn grammars(bundle: &Bundle, vocab_size: u32, eos_token_ids: &[u32], options: &Options) -> Grammars {
     let bundle = bundle.clone();
     let grammars = Grammars::new(vocab_size, eos_token_ids, move || {
         let tokenizer = bundle.file("tokenizer.json");
@@ -225,7 +225,11 @@ fn grammars(bundle: &Bundle, vocab_size: u32, eos_token_ids: &[u32], max_sequenc
             tokenizer.ok_or_else(|| GrammarError::Vocabulary("it has no tokenizer.json".to_owned()))?;
         Vocabulary::from_json(tokenizer).map(Arc::new).map_err(GrammarError::Vocabulary)
     });
-    let bytes = (max_sequences as usize).saturating_mul(MATCHER_BYTES);
+    let grammars = match &options.grammar_confinement {
+        Some(confinement) => grammars.confined(confinement.clone()),
+        None => grammars,
+    };
+    let bytes = (options.max_sequences as usize).saturating_mul(MATCHER_BYTES);
     grammars.with_matcher_bytes_max(bytes.max(MemoryBudget::DEFAULT_BYTES))
 }
 
@@ -271,12 +275,7 @@ impl Core {
         if prior.is_none() {
             engine.calibrate().map_err(|error| Error::Device(error.to_string()))?;
         }
-        let grammars = Arc::new(grammars(
-            &bundle,
-            engine.model_limits().vocab_size,
-            &eos_token_ids,
-            options.max_sequences,
-        ));
+        let grammars = Arc::new(grammars(&bundle, engine.model_limits().vocab_size, &eos_token_ids, options));
         engine.set_grammars(grammars.clone());
         let limits = *engine.limits();
         let hello = v1::Hello {
@@ -310,6 +309,7 @@ impl Core {
             clock,
             engine: sender,
             queued: MeteredSemaphore::new(QUEUED_KIB_MAX, crate::metrics::queued_kib),
+            compiled: MeteredSemaphore::new(COMPILED_KIB_MAX, crate::metrics::queued_kib),
             bundles: MeteredSemaphore::new(BUNDLES_MAX, crate::metrics::bundle_streams),
             permits: Arc::new(Semaphore::new(options.max_sessions as usize)),
             sessions_max: options.max_sessions,

@@ -18,6 +18,9 @@ const UNANSWERED: i32 = 4;
 /// First byte of a process's output: an answer, or the text of a panic.
 const ANSWER: u8 = 0;
 const PANIC: u8 = 1;
+/// Time after which a process goes behind the others of the machine, and its niceness then: usual work is done before.
+const SLOW: Duration = Duration::from_millis(100);
+const SLOW_NICENESS: i32 = 15;
 /// Bytes of address space beside the memory: what an allocator reserves and does not use.
 const RESERVED_BYTES: u64 = 192 << 20;
 
@@ -53,6 +56,8 @@ pub(crate) struct Child {
     output: OwnedFd,
     read: Vec<u8>,
     begun: Instant,
+    /// Whether it has the lower priority of those that take long.
+    is_slow: bool,
     killed: Option<End>,
 }
 
@@ -79,7 +84,14 @@ impl Child {
             }
             pid => {
                 let pid = Pid::from_raw(pid).ok_or_else(|| io::Error::other("fork returned no process"))?;
-                Ok(Self { pid, output, read: Vec::new(), begun: Instant::now(), killed: None })
+                Ok(Self {
+                    pid,
+                    output,
+                    read: Vec::new(),
+                    begun: Instant::now(),
+                    is_slow: false,
+                    killed: None,
+                })
             }
         }
     }
@@ -89,9 +101,22 @@ impl Child {
         &self.output
     }
 
-    /// Time at which its time is over.
-    pub(crate) fn deadline(&self, limits: &Limits) -> Instant {
-        self.begun + limits.wall
+    /// Time of its next change: it becomes slow, or its time is over.
+    pub(crate) fn next_change(&self, limits: &Limits) -> Instant {
+        self.begun + if self.is_slow { limits.wall } else { SLOW }
+    }
+
+    /// Makes it slow, or ends it, as it is time.
+    pub(crate) fn change(&mut self, limits: &Limits, now: Instant) {
+        if now < self.next_change(limits) {
+            return;
+        }
+        if self.is_slow {
+            return self.kill(End::WallTime);
+        }
+        self.is_slow = true;
+        // Without it, its share of the processor is that of the others.
+        let _ = rustix::process::setpriority_process(Some(self.pid), SLOW_NICENESS);
     }
 
     pub(crate) fn kill(&mut self, end: End) {
@@ -116,13 +141,14 @@ impl Child {
             return Ok(Outcome::Ended(end));
         }
         if status.and_then(WaitStatus::exit_status) == Some(0)
-            && let [kind, cpu @ .., ] = &self.read[..]
+            && let [kind, cpu @ ..] = &self.read[..]
             && let Some((cpu, answer)) = cpu.split_first_chunk::<8>()
         {
             return Ok(match *kind {
-                ANSWER => {
-                    Outcome::Answer { answer: answer.to_vec(), cpu: Duration::from_micros(u64::from_le_bytes(*cpu)) }
-                }
+                ANSWER => Outcome::Answer {
+                    answer: answer.to_vec(),
+                    cpu: Duration::from_micros(u64::from_le_bytes(*cpu)),
+                },
                 _ => Outcome::Panic(String::from_utf8_lossy(answer).into_owned()),
             });
         }

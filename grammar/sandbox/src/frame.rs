@@ -115,8 +115,10 @@ mod tests {
 
     #[test]
     fn messages_are_read_as_they_were_written_whole_and_in_pieces() {
-        let frames =
-            KINDS.iter().zip(1..).map(|(kind, number)| Frame::new(*kind, number << 40, vec![7; number as usize]));
+        let frames = KINDS
+            .iter()
+            .zip(1..)
+            .map(|(kind, number)| Frame::new(*kind, number << 40, vec![7; number as usize]));
         let frames: Vec<Frame> = frames.collect();
         let mut bytes = Vec::new();
         frames.iter().for_each(|frame| frame.write(&mut bytes).unwrap());

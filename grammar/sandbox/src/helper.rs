@@ -31,6 +31,8 @@ const RETRIES: usize = 3;
 pub struct Program {
     /// Its file.
     pub path: PathBuf,
+    /// Its name in lists of processes.
+    pub name: OsString,
     /// Its arguments.
     pub arguments: Vec<OsString>,
 }
@@ -102,8 +104,10 @@ struct Live {
     stopped: bool,
     /// The process, while it runs and has not been waited for.
     process: Option<Pid>,
-    /// Messages to the process, once it is ready.
+    /// Messages to the process, from when it is ready to when it ends.
     requests: Option<mpsc::Sender<Frame>>,
+    /// Whether the process of the last start was ready.
+    was_ready: bool,
     /// Requests that wait for the process to be ready.
     unready: Vec<oneshot::Sender<Result<(), HelperError>>>,
     /// Requests that were sent to it.
@@ -129,7 +133,9 @@ impl Helper {
     ) -> Self {
         let slots = Semaphore::new(options.slots.max(1));
         let live = Mutex::default();
-        Self { owner: Arc::new(Owner { options, state: Box::new(state), slots, live, stopped: Condvar::new() }) }
+        Self {
+            owner: Arc::new(Owner { options, state: Box::new(state), slots, live, stopped: Condvar::new() }),
+        }
     }
 
     /// Starts the process, so that the first request does not wait for its state. Returns at once.
@@ -228,7 +234,11 @@ impl Owner {
             live.next_request += 1;
             let frame = Frame::new(Kind::Run, number, request);
             let requests = live.requests.as_ref().ok_or_else(|| gone("has ended"))?;
-            requests.send(frame).map_err(|_| gone("has ended"))?;
+            if requests.send(frame).is_err() {
+                // The process does not read any more: the next try waits for the next one.
+                live.requests = None;
+                return Err(gone("has ended"));
+            }
             live.sent.insert(number, answered);
             Sent { owner: self, request: number }
         };
@@ -275,7 +285,9 @@ impl Owner {
             let mut live = self.lock();
             (live.process, live.requests) = (None, None);
             live.sent.clear();
-            let unready = std::mem::take(&mut live.unready);
+            // Who waits since the end of a process that was ready waits for the next one.
+            let waits = std::mem::take(&mut live.was_ready) && !live.stopped;
+            let unready = if waits { Vec::new() } else { std::mem::take(&mut live.unready) };
             let error = ended.err().unwrap_or_else(|| gone("has ended"));
             let purpose = self.options.purpose;
             if let HelperError::State(reason) = &error {
@@ -291,7 +303,11 @@ impl Owner {
             if live.last_failure.replace(reason.clone()).as_ref() != Some(&reason) {
                 tracing::warn!(reason, "the helper process for {purpose} ended; it is started again");
             }
-            pause = if begun.elapsed() > RESTART_LONGEST { RESTART_FIRST } else { RESTART_LONGEST.min(2 * pause) };
+            pause = if begun.elapsed() > RESTART_LONGEST {
+                RESTART_FIRST
+            } else {
+                RESTART_LONGEST.min(2 * pause)
+            };
             let stopped = self.stopped.wait_timeout_while(live, pause, |live| !live.stopped);
             if stopped.unwrap_or_else(PoisonError::into_inner).0.stopped {
                 return;
@@ -320,9 +336,9 @@ impl Owner {
     }
 
     fn spawn(&self) -> Result<Child, HelperError> {
-        let Program { path, arguments } = &self.options.program;
+        let Program { path, name, arguments } = &self.options.program;
         let mut command = Command::new(path);
-        command.args(arguments).current_dir("/").env_clear().process_group(0);
+        command.arg0(name).args(arguments).current_dir("/").env_clear().process_group(0);
         command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::null());
         let spawned = command.spawn().map_err(|error| {
             HelperError::Unavailable(format!("the process {} cannot be started: {error}", path.display()))
@@ -353,11 +369,12 @@ impl Owner {
                     written = frame.write(&mut input);
                 }
             });
-            writing.map_err(|error| HelperError::Unavailable(format!("no thread can be started: {error}")))?;
+            writing
+                .map_err(|error| HelperError::Unavailable(format!("no thread can be started: {error}")))?;
             let ended = self.prepare(&mut output).and_then(|()| {
                 let unready = {
                     let mut live = self.lock();
-                    live.requests = Some(requests);
+                    (live.requests, live.was_ready) = (Some(requests), true);
                     live.last_failure = None;
                     std::mem::take(&mut live.unready)
                 };
@@ -383,7 +400,8 @@ impl Owner {
                     kill(&self.lock());
                 }
             });
-            watching.map_err(|error| HelperError::Unavailable(format!("no thread can be started: {error}")))?;
+            watching
+                .map_err(|error| HelperError::Unavailable(format!("no thread can be started: {error}")))?;
             let first = Frame::read(output);
             drop(prepared);
             match first {
@@ -393,7 +411,10 @@ impl Owner {
                         tracing::warn!(%what, "the kernel does not confine the processes of the helper in full");
                     }
                     let purpose = self.options.purpose;
-                    tracing::info!(seconds = begun.elapsed().as_secs_f64(), "helper process for {purpose} is ready");
+                    tracing::info!(
+                        seconds = begun.elapsed().as_secs_f64(),
+                        "helper process for {purpose} is ready"
+                    );
                     Ok(())
                 }
                 Ok(Some(Frame { kind: Kind::Failed, payload, .. })) => {
@@ -435,7 +456,9 @@ impl Owner {
                 Some(End::Killed) => gone("lost the process of a request"),
                 Some(End::Unconfined) | None => gone("could not confine the process of a request"),
             }),
-            Kind::Prepare | Kind::Run | Kind::Cancel | Kind::Ready => Err(gone("sent a message that no helper sends")),
+            Kind::Prepare | Kind::Run | Kind::Cancel | Kind::Ready => {
+                Err(gone("sent a message that no helper sends"))
+            }
         }
     }
 }

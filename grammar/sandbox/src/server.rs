@@ -24,7 +24,10 @@ impl Limits {
     pub(crate) fn to_bytes(self) -> [u8; LIMITS_BYTES] {
         let numbers = [self.memory_bytes, self.cpu.as_micros() as u64, self.wall.as_micros() as u64];
         let mut bytes = [0; LIMITS_BYTES];
-        bytes.chunks_exact_mut(8).zip(numbers).for_each(|(to, number)| to.copy_from_slice(&number.to_le_bytes()));
+        bytes
+            .chunks_exact_mut(8)
+            .zip(numbers)
+            .for_each(|(to, number)| to.copy_from_slice(&number.to_le_bytes()));
         bytes
     }
 
@@ -38,7 +41,10 @@ impl Limits {
 /// Runs this process as a helper of the process that started it: prepares a state from the bytes that it sends first, and does `work`
 /// with it for each of its requests, in processes of their own. Returns when the owner closes the connection, which is standard
 /// input and output.
-pub fn serve<S: 'static>(prepare: fn(&[u8]) -> Result<S, String>, work: fn(&S, &[u8]) -> Vec<u8>) -> ExitCode {
+pub fn serve<S: 'static>(
+    prepare: fn(&[u8]) -> Result<S, String>,
+    work: fn(&S, &[u8]) -> Vec<u8>,
+) -> ExitCode {
     let thread = std::thread::Builder::new().name("helper".to_owned()).stack_size(STACK_BYTES);
     let served = thread.spawn(move || run(prepare, work)).map(std::thread::JoinHandle::join);
     match served {
@@ -96,7 +102,12 @@ struct Server {
 }
 
 impl Server {
-    fn serve<S>(mut self, state: &S, work: fn(&S, &[u8]) -> Vec<u8>, output: &mut impl Write) -> io::Result<()> {
+    fn serve<S>(
+        mut self,
+        state: &S,
+        work: fn(&S, &[u8]) -> Vec<u8>,
+        output: &mut impl Write,
+    ) -> io::Result<()> {
         let stdin = io::stdin();
         let mut frames = Frames::default();
         let mut buffer = vec![0; 64 << 10];
@@ -118,16 +129,17 @@ impl Server {
         }
     }
 
-    /// Waits for a message, for an output, or for the end of a process's time. Returns whether there is a message, and whose output.
+    /// Waits for a message, for an output, or until a process is slow or its time is over. Returns whether there is a message, and whose output.
     fn wait(&mut self, stdin: &io::Stdin) -> io::Result<(bool, Vec<bool>)> {
         let limits = self.confinement.limits;
-        let deadline = self.children.iter().map(|(_, child)| child.deadline(&limits)).min();
+        let deadline = self.children.iter().map(|(_, child)| child.next_change(&limits)).min();
         let timeout = deadline.map(|deadline| {
             let left = deadline.saturating_duration_since(Instant::now()) + Duration::from_millis(1);
             Timespec { tv_sec: left.as_secs() as i64, tv_nsec: left.subsec_nanos().into() }
         });
         let outputs = self.children.iter().map(|(_, child)| PollFd::new(child.output(), PollFlags::IN));
-        let mut polled: Vec<PollFd<'_>> = std::iter::once(PollFd::new(stdin, PollFlags::IN)).chain(outputs).collect();
+        let mut polled: Vec<PollFd<'_>> =
+            std::iter::once(PollFd::new(stdin, PollFlags::IN)).chain(outputs).collect();
         match poll(&mut polled, timeout.as_ref()) {
             Ok(_) | Err(rustix::io::Errno::INTR) => {}
             Err(error) => return Err(error.into()),
@@ -137,9 +149,7 @@ impl Server {
         let outputs = ready.collect();
         let now = Instant::now();
         for (_, child) in &mut self.children {
-            if child.deadline(&limits) <= now {
-                child.kill(End::WallTime);
-            }
+            child.change(&limits, now);
         }
         Ok((input, outputs))
     }
@@ -172,8 +182,12 @@ impl Server {
             Kind::Run => match Child::fork(&self.confinement, || work(state, &frame.payload)) {
                 Ok(child) => self.children.push((request, child)),
                 Err(error) => {
-                    Frame::new(Kind::Failed, request, format!("no process can be started (fork): {error}").into_bytes())
-                        .write(output)?;
+                    Frame::new(
+                        Kind::Failed,
+                        request,
+                        format!("no process can be started (fork): {error}").into_bytes(),
+                    )
+                    .write(output)?;
                 }
             },
             Kind::Cancel => {

@@ -12,7 +12,11 @@ const LIMITS: Limits =
     Limits { memory_bytes: 64 << 20, cpu: Duration::from_secs(1), wall: Duration::from_secs(5) };
 
 fn helper(slots: usize, state: &'static str) -> Helper {
-    let program = Program { path: env!("CARGO_BIN_EXE_hostile-helper").into(), arguments: Vec::new() };
+    let program = Program {
+        path: env!("CARGO_BIN_EXE_hostile-helper").into(),
+        name: "helper".into(),
+        arguments: Vec::new(),
+    };
     let options = HelperOptions { purpose: "tests", program, limits: LIMITS, slots };
     Helper::new(options, move || Ok(state.as_bytes().to_vec()))
 }
@@ -125,16 +129,15 @@ async fn states_that_cannot_be_prepared_and_programs_that_cannot_start_are_error
     for _ in 0..2 {
         assert_eq!(answer(&broken, "a").await, Err(HelperError::State("the state is broken".to_owned())));
     }
-    let program = Program { path: "/nonexistent/program".into(), arguments: Vec::new() };
-    let options = HelperOptions { purpose: "tests", program, limits: LIMITS, slots: 1 };
-    let absent = Helper::new(options, || Ok(Vec::new()));
+    let absent = Helper::new(absent_program(), || Ok(Vec::new()));
     let error = answer(&absent, "a").await.unwrap_err();
     assert!(error.to_string().contains("/nonexistent/program cannot be started"), "{error}");
-    let refused = Helper::new(absent_options(), || Err("no vocabulary".to_owned()));
+    let refused = Helper::new(absent_program(), || Err("no vocabulary".to_owned()));
     assert_eq!(answer(&refused, "a").await, Err(HelperError::State("no vocabulary".to_owned())));
 }
 
-fn absent_options() -> HelperOptions {
-    let program = Program { path: "/nonexistent/program".into(), arguments: Vec::new() };
+fn absent_program() -> HelperOptions {
+    let program =
+        Program { path: "/nonexistent/program".into(), name: "helper".into(), arguments: Vec::new() };
     HelperOptions { purpose: "tests", program, limits: LIMITS, slots: 1 }
 }

@@ -30,6 +30,7 @@ fn a_vocabulary_is_prepared_once_in_the_background_and_a_grammar_that_comes_befo
     release.send(()).unwrap();
     assert_eq!(early.join().unwrap(), Ok(()));
     grammars.prepare_in_background();
-    assert_eq!(grammars.check(&Grammar::Regex("a".to_owned())), Ok(()));
+    let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
+    assert_eq!(runtime.block_on(grammars.check(&Grammar::Regex("a".to_owned()))).map(drop), Ok(()));
     assert_eq!(reads.load(Ordering::Relaxed), 1);
 }

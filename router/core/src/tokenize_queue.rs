@@ -54,7 +54,7 @@ pub struct TokenizeAdmitted {
 
 /// The queue holds its maximum of jobs, none of which the new one may displace.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
-#[error("{jobs_max} requests with large prompts are being tokenized or wait for it")]
+#[error("{jobs_max} jobs are running or wait")]
 pub struct TokenizeQueueFull {
     /// The limit.
     pub jobs_max: usize,
@@ -223,6 +223,11 @@ impl TokenizeQueue {
         if let Some(piece) = next {
             self.request(job, piece);
         }
+    }
+
+    /// Charges a tenant for work of a granted piece beyond its size.
+    pub fn charge(&mut self, tenant: &str, bytes: u64) {
+        self.counters.charge_elsewhere(tenant, bytes);
     }
 
     /// Removes a job. A granted piece of it keeps its slot until [`TokenizeQueue::finish`].

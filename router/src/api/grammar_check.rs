@@ -1,18 +1,14 @@
 //! Grammars of requests: compiled at admission, so that a worker gets none that it would refuse.
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use inflight_contract::{Constraint, Grammar};
-use inflight_router_core::TokenizePiece;
 
+use crate::clock;
 use crate::dispatcher::ServedModel;
 use crate::metrics as names;
 use crate::outcome::{Outcome, Overload};
-
-/// Cost of compiling a byte of a grammar, in bytes of text to tokenize.
-const BYTE_COST: usize = 16;
-/// Cost of compiling any grammar, in the same unit.
-const GRAMMAR_COST: usize = 16 << 10;
 
 /// Text of the token that ends reasoning, and of the one that begins it.
 const REASONING_END: &str = "</think>";
@@ -45,35 +41,29 @@ impl GrammarCheck {
         self.served.model.grammars().is_checked(self.grammar())
     }
 
-    /// Returns the only piece of the work.
-    pub(crate) fn piece(&self) -> TokenizePiece {
-        let bytes: usize = self.grammar().texts().iter().map(String::len).sum();
-        TokenizePiece { bytes: (GRAMMAR_COST + BYTE_COST * bytes) as u64, last: true }
-    }
-
-    /// Compiles the grammar, or takes the outcome from the cache.
-    ///
-    /// # Errors
-    /// The grammar is refused, with the reason.
-    pub(crate) fn run(&mut self) -> Result<Option<TokenizePiece>, Outcome> {
+    /// Compiles the grammar, or takes the outcome from the cache. Returns the processor time that it took, and the outcome. Dropping the
+    /// future ends the compilation.
+    pub(crate) async fn run(&self) -> (Duration, Result<(), Outcome>) {
         let (grammars, known) = (self.served.model.grammars(), self.is_known());
-        let begun = std::time::Instant::now();
-        let outcome = grammars.check(self.grammar());
+        let begun = clock::now();
+        let outcome = grammars.check(self.grammar()).await;
+        let elapsed = || clock::now().saturating_duration_since(begun);
         if !known {
-            metrics::histogram!(names::GRAMMAR_SECONDS).record(begun.elapsed().as_secs_f64());
+            metrics::histogram!(names::GRAMMAR_SECONDS).record(elapsed().as_secs_f64());
         }
         let label = if known { "hit" } else { "miss" };
         metrics::counter!(names::GRAMMAR_LOOKUPS, "outcome" => label).increment(1);
         metrics::gauge!(names::GRAMMARS).set(grammars.counters().entries as f64);
         match outcome {
-            Ok(()) => Ok(None),
+            Ok(cpu) => (cpu, Ok(())),
             Err(error) if error.is_transient() => {
-                let retry = std::time::Duration::from_secs(1);
-                Err(Outcome::Full(Box::new(Overload::of_router(error.to_string(), "threads", retry))))
+                let retry = Duration::from_secs(1);
+                let full = Overload::of_router(error.to_string(), "grammar_processes", retry);
+                (elapsed(), Err(Outcome::Full(Box::new(full))))
             }
             Err(error) => {
                 metrics::counter!(names::GRAMMARS_REFUSED).increment(1);
-                Err(Outcome::field(self.field, error))
+                (elapsed(), Err(Outcome::field(self.field, error)))
             }
         }
     }

@@ -44,6 +44,7 @@ pub(crate) struct Ingress {
     dispatch: Arc<SharedDispatcher>,
     streams: Arc<Semaphore>,
     tokenizing: Tokenizing,
+    compiling: Tokenizing,
     open: TaskTracker,
     usage: Option<Arc<UsageLog>>,
     cursors: CursorKeys,
@@ -146,6 +147,7 @@ impl Ingress {
             dispatch,
             streams: Arc::new(Semaphore::new(options.streams_max.min(Semaphore::MAX_PERMITS))),
             tokenizing: Tokenizing::new(options),
+            compiling: Tokenizing::of_grammars(options),
             open,
             usage,
             cold_start: ColdStart::new(options, drain),
@@ -298,11 +300,20 @@ impl Ingress {
     }
 
     /// Compiles a grammar, in turns with other tenants, unless the outcome is known.
-    async fn check_grammar(&self, mut check: GrammarCheck, terms: &TokenizeTerms) -> Result<(), Outcome> {
+    async fn check_grammar(&self, check: GrammarCheck, terms: &TokenizeTerms) -> Result<(), Outcome> {
         if check.is_known() {
-            return check.run().map(drop);
+            return check.run().await.1;
         }
-        self.tokenizing.run(terms, check.piece(), check, GrammarCheck::run).await.map(drop)
+        let turn = self.compiling.turn(terms).await?;
+        let (cpu, outcome) = match terms.deadline {
+            None => check.run().await,
+            Some(deadline) => {
+                let run = tokio::time::timeout_at(deadline.into(), check.run()).await;
+                run.map_err(|_| Outcome::DeadlineExceeded)?
+            }
+        };
+        turn.finish(cpu);
+        outcome
     }
 
     /// Tokenizes a prompt exactly as [`Ingress::start`] does, and charges its tokens to the tenant's rate and daily

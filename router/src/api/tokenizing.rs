@@ -1,4 +1,5 @@
-//! Tokenizing of large texts: pieces on blocking threads, in turns between tenants.
+//! Work on untrusted input, in turns between tenants: tokenizing of large texts, piece by piece on blocking threads, and compiling of
+//! grammars in the processes of a helper.
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -36,11 +37,54 @@ impl TokenizeTerms {
     }
 }
 
-/// Queue of tokenizing work and the threads that it may use.
+/// Work that waits for its tenant's turn, and how it is metered.
+#[derive(Debug, Clone, Copy)]
+struct Work {
+    /// Label of a rejection.
+    limit: &'static str,
+    /// What waits, in the text of a rejection.
+    what: &'static str,
+    waiting: &'static str,
+    seconds: &'static str,
+    cancelled: &'static str,
+}
+
+/// Texts to tokenize; their unit of work is a byte.
+const TEXTS: Work = Work {
+    limit: "tokenize_queue",
+    what: "requests with large prompts are being tokenized or wait for it",
+    waiting: names::TOKENIZE_WAITING,
+    seconds: names::TOKENIZE_SECONDS,
+    cancelled: names::TOKENIZE_CANCELLED,
+};
+
+/// Grammars to compile; their unit of work is a microsecond of processor time.
+const GRAMMARS: Work = Work {
+    limit: "grammar_queue",
+    what: "requests with a new grammar are being compiled or wait for it",
+    waiting: names::GRAMMAR_WAITING,
+    seconds: names::GRAMMAR_QUEUE_SECONDS,
+    cancelled: names::GRAMMAR_CANCELLED,
+};
+
+/// Processor time of compiling a usual grammar, charged before it is known, in microseconds.
+const GRAMMAR_MICROS: u64 = 1_000;
+
+/// Queue of work and the threads or processes that it may use.
 #[derive(Clone)]
 pub(crate) struct Tokenizing {
     state: Arc<Mutex<State>>,
     retry_delay: Duration,
+    work: Work,
+}
+
+/// Turn of a tenant's grammar. Charges the tenant for the time that it was held, unless it is finished.
+pub(crate) struct Turn {
+    slot: Slot,
+    job: Job,
+    tenant: String,
+    begun: Instant,
+    finished: bool,
 }
 
 struct State {
@@ -67,10 +111,31 @@ struct Job {
 impl Tokenizing {
     pub(crate) fn new(options: &Options) -> Self {
         let slots = std::thread::available_parallelism().map_or(1, usize::from);
+        Self::with_slots(slots, TEXTS, options)
+    }
+
+    /// Returns the queue of grammars, which has slots of its own.
+    pub(crate) fn of_grammars(options: &Options) -> Self {
+        let slots = options.grammar_confinement.as_ref().map_or(1, |confinement| confinement.slots);
+        Self::with_slots(slots, GRAMMARS, options)
+    }
+
+    fn with_slots(slots: usize, work: Work, options: &Options) -> Self {
         let jobs_max = options.tokenize_queue_max;
-        let queue = TokenizeQueueOptions { slots, jobs_max, idle_tenants_max: IDLE_TENANTS_MAX };
+        let queue =
+            TokenizeQueueOptions { slots: slots.max(1), jobs_max, idle_tenants_max: IDLE_TENANTS_MAX };
         let state = State { queue: TokenizeQueue::new(queue), waiting: BTreeMap::new() };
-        Self { state: Arc::new(Mutex::new(state)), retry_delay: options.retry_delay }
+        Self { state: Arc::new(Mutex::new(state)), retry_delay: options.retry_delay, work }
+    }
+
+    /// Waits for the turn of a tenant's grammar.
+    ///
+    /// # Errors
+    /// The queue is full, the job was displaced, or the deadline has passed.
+    pub(crate) async fn turn(&self, terms: &TokenizeTerms) -> Result<Turn, Outcome> {
+        let (job, turn) = self.enter(terms, TokenizePiece { bytes: GRAMMAR_MICROS, last: true })?;
+        let slot = self.wait(turn, terms.deadline).await?;
+        Ok(Turn { slot, job, tenant: terms.tenant.clone(), begun: clock::now(), finished: false })
     }
 
     /// Runs the steps of a job on blocking threads, each when its tenant has its turn, and returns the job's state.
@@ -118,8 +183,10 @@ impl Tokenizing {
         };
         let mut state = self.lock();
         let admitted = state.queue.enter(arrival).map_err(|full| {
-            let what = format!("{full}, the limit of --tokenize-queue-max; try again later");
-            Outcome::Full(Box::new(Overload::of_router(what, "tokenize_queue", self.retry_delay)))
+            let Work { what, limit, .. } = self.work;
+            let what =
+                format!("{} {what}, the limit of --tokenize-queue-max; try again later", full.jobs_max);
+            Outcome::Full(Box::new(Overload::of_router(what, limit, self.retry_delay)))
         })?;
         // A displaced job's receiver fails when its sender is dropped.
         let displaced = admitted.displaced.and_then(|job| state.waiting.remove(&job));
@@ -143,7 +210,7 @@ impl Tokenizing {
             }
         };
         let waited = clock::now().saturating_duration_since(since);
-        metrics::histogram!(names::TOKENIZE_SECONDS).record(waited.as_secs_f64());
+        metrics::histogram!(self.work.seconds).record(waited.as_secs_f64());
         slot.map_err(|_| Outcome::Displaced { retry: self.retry_delay })
     }
 
@@ -159,7 +226,7 @@ impl Tokenizing {
             let slot = Slot { tokenizing: self.clone(), job, returned: false };
             granted.push((state.waiting.remove(&job), slot));
         }
-        metrics::gauge!(names::TOKENIZE_WAITING).set(state.queue.waiting() as f64);
+        metrics::gauge!(self.work.waiting).set(state.queue.waiting() as f64);
         // Outside the lock: a slot whose receiver is gone is returned at once.
         drop(state);
         for (sender, slot) in granted {
@@ -197,6 +264,29 @@ impl Drop for Slot {
     }
 }
 
+impl Turn {
+    /// Ends the turn, for which the tenant is charged this processor time.
+    pub(crate) fn finish(mut self, cpu: Duration) {
+        self.charge(cpu);
+        self.job.done = true;
+    }
+
+    fn charge(&mut self, cpu: Duration) {
+        let micros = u64::try_from(cpu.as_micros()).unwrap_or(u64::MAX);
+        self.slot.tokenizing.lock().queue.charge(&self.tenant, micros.saturating_sub(GRAMMAR_MICROS));
+        self.finished = true;
+    }
+}
+
+impl Drop for Turn {
+    fn drop(&mut self) {
+        // A client that leaves pays for what was done until then, or leaving would be free.
+        if !self.finished {
+            self.charge(clock::now().saturating_duration_since(self.begun));
+        }
+    }
+}
+
 impl Drop for Job {
     fn drop(&mut self) {
         let mut state = self.tokenizing.lock();
@@ -205,7 +295,7 @@ impl Drop for Job {
         self.tokenizing.grant(state);
         drop(unused);
         if !self.done {
-            metrics::counter!(names::TOKENIZE_CANCELLED).increment(1);
+            metrics::counter!(self.tokenizing.work.cancelled).increment(1);
         }
     }
 }
@@ -225,7 +315,7 @@ mod tests {
     fn with_slots(slots: usize, jobs_max: usize) -> Tokenizing {
         let options = TokenizeQueueOptions { slots, jobs_max, idle_tenants_max: 10 };
         let state = State { queue: TokenizeQueue::new(options), waiting: BTreeMap::new() };
-        Tokenizing { state: Arc::new(Mutex::new(state)), retry_delay: Duration::from_secs(1) }
+        Tokenizing { state: Arc::new(Mutex::new(state)), retry_delay: Duration::from_secs(1), work: TEXTS }
     }
 
     const PIECE: TokenizePiece = TokenizePiece { bytes: 1, last: false };

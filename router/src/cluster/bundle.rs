@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use inflight_contract::SamplingSpec;
-use inflight_grammar::Grammars;
+use inflight_grammar::{Confinement, Grammars};
 use inflight_output_parser::{ReasoningFormat, ToolCallFormat};
 use inflight_proto::bundle_digest;
 use serde_json::Value;
@@ -76,8 +76,8 @@ impl BundleFiles {
         Ok(())
     }
 
-    /// Verifies the digest and loads the files.
-    pub(crate) fn load(self, digest: &str) -> Result<Model, BundleError> {
+    /// Verifies the digest and loads the files. Grammars are compiled in the processes of `confinement`.
+    pub(crate) fn load(self, digest: &str, confinement: Option<Confinement>) -> Result<Model, BundleError> {
         let found = bundle_digest(self.files.iter().map(|(name, data)| (name.as_str(), data.as_slice())));
         if !found.eq_ignore_ascii_case(digest) {
             return Err(BundleError::Digest { expected: digest.to_owned(), found });
@@ -102,7 +102,10 @@ impl BundleFiles {
         let eos = tokenizer.token_id(&eos_token);
         let vocabulary = Arc::new(vocabulary);
         let grammars = Grammars::new(vocab_size, eos.as_slice(), move || Ok(Arc::clone(&vocabulary)));
-        let grammars = Arc::new(grammars);
+        let grammars = Arc::new(match confinement {
+            Some(confinement) => grammars.confined(confinement),
+            None => grammars,
+        });
         Ok(Model { tokenizer, template, tool_template, output, defaults, grammars })
     }
 
@@ -127,13 +130,13 @@ pub(crate) struct Model {
 
 impl Model {
     /// Outcomes of the grammars that were compiled for its vocabulary.
-    pub(crate) fn grammars(&self) -> &Grammars {
+    pub(crate) fn grammars(&self) -> &Arc<Grammars> {
         &self.grammars
     }
 
     /// Prepares its vocabulary for grammars in the background.
     pub(crate) fn prepare_grammars(&self) {
-        self.grammars.prepare_in_background();
+        self.grammars.prepare_checks();
     }
 }
 
@@ -244,7 +247,7 @@ mod tests {
         let load = |files: &[(&str, &[u8])]| {
             let mut bundle = BundleFiles::default();
             files.iter().for_each(|(file, data)| bundle.append(file, data).unwrap());
-            bundle.load(&bundle_digest(files.iter().copied()))
+            bundle.load(&bundle_digest(files.iter().copied()), None)
         };
         let model = load(&[("tokenizer.json", tokenizer)]).unwrap();
         assert!(model.template.is_none() && model.defaults == SamplingSpec::default());
@@ -256,7 +259,7 @@ mod tests {
         assert!(matches!(config, BundleError::Invalid { file: "generation_config.json", .. }), "{config}");
         let mut bundle = BundleFiles::default();
         bundle.append("tokenizer.json", tokenizer).unwrap();
-        assert!(matches!(bundle.load("00"), Err(BundleError::Digest { .. })));
+        assert!(matches!(bundle.load("00", None), Err(BundleError::Digest { .. })));
         let mut bundle = BundleFiles::default();
         let more = |i: usize| bundle.append(&i.to_string(), b"x").is_err();
         assert_eq!((0..100).position(more), Some(BundleFiles::FILES_MAX));

@@ -44,7 +44,7 @@ impl Membership {
         Self {
             options: options.clone(),
             dispatch,
-            models: Arc::new(ModelCache::new(load)),
+            models: Arc::new(ModelCache::new(load, options.grammar_confinement.clone())),
             connector,
             calls,
             known: BTreeMap::new(),

@@ -4,6 +4,8 @@ use std::collections::BTreeMap;
 use std::future::Future;
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 
+use inflight_grammar::Confinement;
+
 use crate::cluster::bundle::{BundleFiles, Model};
 use crate::cluster::worker_session::SessionError;
 
@@ -21,14 +23,15 @@ pub enum BundleLoad {
 #[derive(Debug)]
 pub(crate) struct ModelCache {
     load: BundleLoad,
+    confinement: Option<Confinement>,
     slots: Mutex<BTreeMap<String, BundleSlot>>,
 }
 
 type BundleSlot = Arc<tokio::sync::Mutex<Weak<Model>>>;
 
 impl ModelCache {
-    pub(crate) fn new(load: BundleLoad) -> Self {
-        Self { load, slots: Mutex::default() }
+    pub(crate) fn new(load: BundleLoad, confinement: Option<Confinement>) -> Self {
+        Self { load, confinement, slots: Mutex::default() }
     }
 
     /// Returns the model of a bundle, which `fetch` supplies if it is not loaded.
@@ -43,7 +46,8 @@ impl ModelCache {
         }
         let bundle = fetch.await?;
         let expected = digest.to_owned();
-        let load = move || bundle.load(&expected);
+        let confinement = self.confinement.clone();
+        let load = move || bundle.load(&expected, confinement);
         let task = match self.load {
             BundleLoad::Thread => tokio::task::spawn_blocking(load),
             BundleLoad::Task => tokio::spawn(async { load() }),

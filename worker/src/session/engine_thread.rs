@@ -50,7 +50,7 @@ pub(crate) enum Message {
     /// Session opened by this router; its updates go to the outbox.
     Open(SessionId, RouterName, Arc<Outbox>),
     /// Command of an open session, with the permits for its memory in the queue, released when the engine takes it.
-    Command(Command, Option<MeteredPermits>),
+    Command(Command, Vec<MeteredPermits>),
     /// The session's router requests a snapshot of the prefix cache.
     Resync(SessionId),
     /// Diagnose the worker's bottlenecks.

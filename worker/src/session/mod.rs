@@ -2,6 +2,7 @@
 
 mod authentication;
 mod cache_feed;
+mod compiling;
 mod engine_thread;
 pub(crate) mod fuzz;
 mod load_report;
@@ -16,11 +17,11 @@ mod watchdog;
 use std::pin::Pin;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use futures::{Stream, StreamExt as _};
 use inflight_contract::Grammar;
-use inflight_grammar::{CompiledGrammar, GrammarError, Grammars};
+use inflight_grammar::Grammars;
 use inflight_net::Peer;
 use inflight_proto::AnswerProof;
 use inflight_proto::v1::{self, session_request, session_response, worker_server};
@@ -31,6 +32,8 @@ use tonic::{Request, Response, Status, Streaming};
 use crate::bundle::Bundle;
 use crate::engine::{Command, Request as EngineRequest, RequestKey, SessionId};
 pub(crate) use authentication::{AuthenticationLayer, Authenticator};
+pub(crate) use compiling::COMPILED_KIB_MAX;
+use compiling::Compiling;
 pub use engine_thread::EngineExecution;
 pub(crate) use engine_thread::{COMMANDS_MAX, Clock, EngineThread, Message, RouterName};
 pub(crate) use observe::OBSERVERS_MAX;
@@ -62,6 +65,8 @@ pub(crate) struct SessionContext {
     pub engine: mpsc::Sender<Message>,
     /// Permits for the memory of queued submissions, one for each KiB of [`QUEUED_KIB_MAX`].
     pub queued: MeteredSemaphore,
+    /// Permits for the memory of compiled grammars whose submissions the engine has not taken, one for each KiB of [`COMPILED_KIB_MAX`].
+    pub compiled: MeteredSemaphore,
     /// Permits to send a bundle.
     pub bundles: MeteredSemaphore,
     /// Permits of open sessions, and their maximum (`--max-sessions`).
@@ -227,6 +232,7 @@ async fn receive(
     outbox: Arc<Outbox>,
     dropped: CancellationToken,
 ) {
+    let mut compiling = Compiling::new(&sessions);
     loop {
         let message = tokio::select! {
             biased;
@@ -234,17 +240,20 @@ async fn receive(
             () = outbox.closed() => break,
             message = requests.message() => message,
         };
-        let mut queued = None;
+        let mut queued = Vec::new();
         let command = match message {
             Ok(Some(v1::SessionRequest { message: Some(message) })) => match message {
                 session_request::Message::Submit(submit) => {
                     outbox.set_min_waiting_virtual_time(submit.min_waiting_virtual_time);
                     match submission::decode(submit, id, sessions.clock.now()) {
                         Ok(mut request) => {
-                            let mut permits = sessions.queued.acquire(queued_kib(&request)).await;
-                            compile_grammar(&sessions.grammars, &mut request).await;
-                            permits.keep(queued_kib(&request));
-                            queued = Some(permits);
+                            let compiled = take_compiled(&sessions.grammars, &mut request);
+                            let permits = sessions.queued.acquire(queued_kib(&request)).await;
+                            if !compiled {
+                                compiling.start(Box::new(request), permits);
+                                continue;
+                            }
+                            queued.push(permits);
                             Command::Submit(Box::new(request))
                         }
                         Err(rejections) => {
@@ -255,10 +264,12 @@ async fn receive(
                         }
                     }
                 }
-                session_request::Message::Cancel(cancel) => Command::Cancel {
-                    key: RequestKey { session: id, request: cancel.submission_id },
-                    choice: cancel.choice,
-                },
+                session_request::Message::Cancel(cancel) => {
+                    let key = RequestKey { session: id, request: cancel.submission_id };
+                    let command = Command::Cancel { key, choice: cancel.choice };
+                    let Some(command) = compiling.hold(key, command) else { continue };
+                    command
+                }
                 session_request::Message::Backlog(backlog) => {
                     if !backlog.has_waiting_requests {
                         outbox.set_min_waiting_virtual_time(None);
@@ -301,44 +312,31 @@ async fn receive(
     }
     outbox.close();
     sessions.service_tables.close(id, sessions.clock.now());
+    compiling.stop().await;
     // Cancel its requests now, even if the router still reads updates; closing twice is harmless.
-    let _ = sessions.engine.send(Message::Command(Command::Close(id), None)).await;
+    let _ = sessions.engine.send(Message::Command(Command::Close(id), Vec::new())).await;
 }
 
 /// Returns the maximum memory of a request in the engine's queue, in KiB. A compiled grammar counts in full, though the cache and other
-/// requests may share it; one that is not compiled yet counts as the largest possible.
+/// requests may share it; one that is not compiled yet is counted by [`Compiling`].
 fn queued_kib(request: &EngineRequest) -> u32 {
     let resumed: usize = request.choices.iter().map(|choice| choice.tokens.len()).sum();
     let grammar = request.sampling.constraint.as_ref().map_or(0, |_| Grammar::BYTES_MAX);
     let compiled = match (&request.sampling.constraint, &request.grammar) {
-        (None, _) | (_, Some(Err(_))) => 0,
-        (Some(_), None) => CompiledGrammar::BYTES_MAX,
+        (None, _) | (_, Some(Err(_)) | None) => 0,
         (Some(_), Some(Ok(compiled))) => compiled.bytes(),
     };
     let bytes = size_of::<u32>() * (request.prompt.len() + resumed) + grammar + compiled;
     (1 + bytes.div_ceil(1 << 10)).min(QUEUED_KIB_MAX) as u32
 }
 
-/// Compiles the grammar of a request off the engine's thread. The request holds it, as the cache may evict it before the engine
-/// takes the request. The messages behind it wait, so that their order stays.
-async fn compile_grammar(grammars: &Arc<Grammars>, request: &mut EngineRequest) {
-    let Some(constraint) = request.sampling.constraint.clone() else { return };
-    let grammars = Arc::clone(grammars);
-    let compiled = tokio::task::spawn_blocking(move || {
-        let (hit, begun) = (grammars.is_compiled(&constraint.grammar), Instant::now());
-        let compiled = grammars.compile(&constraint.grammar);
-        crate::metrics::grammar_lookup(hit, begun.elapsed(), grammars.counters().entries);
-        compiled
-    });
-    request.grammar = match compiled.await {
-        Ok(compiled) => Some(compiled),
-        Err(failed) if failed.is_panic() => {
-            let reason = "the worker's grammar compiler panicked".to_owned();
-            Some(Err(GrammarError::Refused(reason)))
-        }
-        // The process stops.
-        Err(_) => None,
-    };
+/// Gives a request its compiled grammar if it is in the cache, or if it needs none. Returns whether it did.
+fn take_compiled(grammars: &Grammars, request: &mut EngineRequest) -> bool {
+    let Some(constraint) = &request.sampling.constraint else { return true };
+    let Some(known) = grammars.compiled(&constraint.grammar) else { return false };
+    crate::metrics::grammar_lookup(true, Duration::ZERO, grammars.counters().entries);
+    request.grammar = Some(known);
+    true
 }
 
 /// Stream of the session's updates, with heartbeats while nothing changes.
@@ -372,7 +370,7 @@ impl Drop for SessionGuard {
         self.inbound.cancel();
         crate::metrics::sessions(-1.0);
         tracing::info!(session = self.id.0, "session closed");
-        let close = Message::Command(Command::Close(self.id), None);
+        let close = Message::Command(Command::Close(self.id), Vec::new());
         let engine = self.engine.clone();
         if let Err(mpsc::error::TrySendError::Full(close)) = engine.try_send(close)
             && let Ok(runtime) = tokio::runtime::Handle::try_current()
