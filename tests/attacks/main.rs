@@ -7,6 +7,7 @@ mod connections;
 mod endurance;
 mod exhaustion;
 mod exposure;
+mod grammars;
 mod lying_router;
 mod lying_worker;
 mod model_files;

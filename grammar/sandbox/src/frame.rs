@@ -16,25 +16,31 @@ pub(crate) enum Kind {
     Run,
     /// To the helper: end the process of a request.
     Cancel,
+    /// To the helper: whether it runs.
+    Ping,
     /// From the helper: the state is prepared. Its payload says what could not be confined.
     Ready,
     /// From the helper: the reason why a state or a request could not be begun.
     Failed,
     /// From the helper: the message of a panic of a request's work.
     Panicked,
+    /// From the helper: it runs.
+    Pong,
     /// From the helper: the answer of a request, behind its processor time in microseconds.
     Answer,
     /// From the helper: the process of a request ended without an answer. Its payload is an [`crate::child::End`].
     Ended,
 }
 
-const KINDS: [Kind; 8] = [
+const KINDS: [Kind; 10] = [
     Kind::Prepare,
     Kind::Run,
     Kind::Cancel,
+    Kind::Ping,
     Kind::Ready,
     Kind::Failed,
     Kind::Panicked,
+    Kind::Pong,
     Kind::Answer,
     Kind::Ended,
 ];

@@ -18,8 +18,10 @@ use crate::frame::{Frame, Kind};
 
 /// Maximum time to prepare a state; a helper that takes longer is started again.
 const PREPARE_TIMEOUT: Duration = Duration::from_secs(120);
-/// Time beyond that of a request's process after which its helper does not answer any more.
-const ANSWER_MARGIN: Duration = Duration::from_secs(3);
+/// Interval at which a helper is asked whether it runs while a request waits for it, and the time without any message from it after
+/// which it is started again: it was stopped, or it hangs.
+const PING_INTERVAL: Duration = Duration::from_secs(1);
+const SILENCE_MAX: Duration = Duration::from_secs(5);
 /// Pauses before a helper that died is started again: the first, and the longest, which doubling leads to.
 const RESTART_FIRST: Duration = Duration::from_millis(50);
 const RESTART_LONGEST: Duration = Duration::from_secs(5);
@@ -112,6 +114,8 @@ struct Live {
     unready: Vec<oneshot::Sender<Result<(), HelperError>>>,
     /// Requests that were sent to it.
     sent: HashMap<u64, oneshot::Sender<Result<Answer, HelperError>>>,
+    /// Time of its last message, or of the first request that waits for one.
+    heard: Option<Instant>,
     /// Why the state cannot be prepared; it is not tried again.
     failed: Option<String>,
     /// Why the last start failed.
@@ -226,8 +230,7 @@ impl Owner {
     async fn try_run(self: &Arc<Self>, request: Vec<u8>) -> Result<Answer, HelperError> {
         self.start()?;
         self.ready().await?;
-        let limits = self.options.limits;
-        let (answered, answer) = oneshot::channel();
+        let (answered, mut answer) = oneshot::channel();
         let sent = {
             let mut live = self.lock();
             let number = live.next_request;
@@ -239,20 +242,32 @@ impl Owner {
                 live.requests = None;
                 return Err(gone("has ended"));
             }
+            if live.sent.is_empty() {
+                live.heard = Some(Instant::now());
+            }
             live.sent.insert(number, answered);
             Sent { owner: self, request: number }
         };
-        let answer = tokio::time::timeout(limits.wall + ANSWER_MARGIN, answer).await;
-        drop(sent);
-        match answer {
-            Ok(Ok(answer)) => answer,
-            // Its sender was dropped with the process.
-            Ok(Err(_)) => Err(gone("has ended")),
-            Err(_) => {
-                tracing::warn!("the helper process does not answer; it is ended and started again");
-                kill(&self.lock());
-                Err(gone("does not answer"))
+        let answer = loop {
+            match tokio::time::timeout(PING_INTERVAL, &mut answer).await {
+                // Without an answer, its sender was dropped with the process.
+                Ok(answer) => break answer.unwrap_or_else(|_| Err(gone("has ended"))),
+                Err(_) => self.ping(),
             }
+        };
+        drop(sent);
+        answer
+    }
+
+    /// Asks the process whether it runs, and ends it if it has been silent for too long, which fails its requests.
+    fn ping(&self) {
+        let live = self.lock();
+        if live.heard.is_some_and(|heard| heard.elapsed() > SILENCE_MAX) {
+            tracing::warn!("the helper process for {} does not answer; it is ended", self.options.purpose);
+            kill(&live);
+        } else if let Some(requests) = &live.requests {
+            // Its end fails the request.
+            let _ = requests.send(Frame::new(Kind::Ping, 0, Vec::new()));
         }
     }
 
@@ -431,7 +446,10 @@ impl Owner {
         loop {
             let frame = Frame::read(output).map_err(|error: io::Error| gone(&error.to_string()))?;
             let Some(frame) = frame else { return Err(gone("has ended")) };
-            let Some(answered) = self.lock().sent.remove(&frame.request) else { continue };
+            let mut live = self.lock();
+            live.heard = Some(Instant::now());
+            let Some(answered) = live.sent.remove(&frame.request) else { continue };
+            drop(live);
             // Nobody waits for it if it was cancelled meanwhile.
             let _ = answered.send(self.answer(frame));
         }
@@ -456,7 +474,7 @@ impl Owner {
                 Some(End::Killed) => gone("lost the process of a request"),
                 Some(End::Unconfined) | None => gone("could not confine the process of a request"),
             }),
-            Kind::Prepare | Kind::Run | Kind::Cancel | Kind::Ready => {
+            Kind::Prepare | Kind::Run | Kind::Cancel | Kind::Ping | Kind::Pong | Kind::Ready => {
                 Err(gone("sent a message that no helper sends"))
             }
         }

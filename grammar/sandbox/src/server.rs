@@ -195,6 +195,8 @@ impl Server {
                     child.kill(End::Killed);
                 }
             }
+            // With the number of no request.
+            Kind::Ping => Frame::new(Kind::Pong, u64::MAX, Vec::new()).write(output)?,
             _ => return Err(io::Error::other("a message that no owner sends")),
         }
         Ok(())

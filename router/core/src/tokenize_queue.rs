@@ -11,6 +11,8 @@ use inflight_contract::{Service, Tenant, TokenCost, VirtualTokenCounters, Weight
 pub struct TokenizeQueueOptions {
     /// Maximum pieces tokenized at once.
     pub slots: usize,
+    /// Maximum pieces of one tenant at once; at least 1. Fewer than `slots` keeps one free for the others, whatever it does.
+    pub tenant_slots: usize,
     /// Maximum jobs, waiting and running.
     pub jobs_max: usize,
     /// Maximum idle tenants whose service is remembered.
@@ -101,7 +103,8 @@ pub struct TokenizeQueue {
     jobs: BTreeMap<TokenizeJobId, Job>,
     tenants: BTreeMap<Tenant, TenantJobs>,
     waiting: usize,
-    busy: usize,
+    /// Tenants of the jobs with a granted piece, also of those that have left.
+    running: BTreeMap<TokenizeJobId, Arc<str>>,
     next_job: u64,
     grants: u64,
 }
@@ -115,7 +118,7 @@ impl TokenizeQueue {
             jobs: BTreeMap::new(),
             tenants: BTreeMap::new(),
             waiting: 0,
-            busy: 0,
+            running: BTreeMap::new(),
             next_job: 0,
             grants: 0,
         }
@@ -187,10 +190,12 @@ impl TokenizeQueue {
 
     /// Gives a free slot to the next piece, charges its tenant, and returns its job.
     pub fn grant(&mut self) -> Option<TokenizeJobId> {
-        if self.busy >= self.options.slots {
+        if self.running.len() >= self.options.slots {
             return None;
         }
-        let firsts = self.tenants.iter().filter_map(|(tenant, jobs)| {
+        let running = |name: &str| self.running.values().filter(|tenant| &***tenant == name).count();
+        let may_run = |jobs: &TenantJobs| running(&jobs.name) < self.options.tenant_slots.max(1);
+        let firsts = self.tenants.iter().filter(|(_, jobs)| may_run(jobs)).filter_map(|(tenant, jobs)| {
             let (priority, job) = *jobs.waiting.first()?;
             Some(((priority, self.counters.service(*tenant), jobs.granted, job), *tenant))
         });
@@ -204,7 +209,7 @@ impl TokenizeQueue {
         let piece = job.waiting.take()?;
         job.started = true;
         self.waiting -= 1;
-        self.busy += 1;
+        self.running.insert(id, name.clone());
         // Not `charge_cost`, whose charges wait to be drained.
         self.counters.charge_elsewhere(&name, piece.bytes);
         // What was announced as the last piece may be followed by another.
@@ -218,8 +223,8 @@ impl TokenizeQueue {
     /// Returns the slot of a granted piece and asks for the job's next piece. A job that has left asks for
     /// nothing.
     pub fn finish(&mut self, job: TokenizeJobId, next: Option<TokenizePiece>) {
-        debug_assert!(self.busy > 0, "more pieces finished than were granted");
-        self.busy = self.busy.saturating_sub(1);
+        let granted = self.running.remove(&job);
+        debug_assert!(granted.is_some(), "a piece finished that was not granted");
         if let Some(piece) = next {
             self.request(job, piece);
         }
@@ -261,7 +266,7 @@ impl TokenizeQueue {
 
     /// Returns the number of pieces that are being tokenized.
     pub fn busy(&self) -> usize {
-        self.busy
+        self.running.len()
     }
 
     /// Returns the virtual time of a tenant, in bytes over weight.

@@ -111,19 +111,20 @@ struct Job {
 impl Tokenizing {
     pub(crate) fn new(options: &Options) -> Self {
         let slots = std::thread::available_parallelism().map_or(1, usize::from);
-        Self::with_slots(slots, TEXTS, options)
+        Self::with_slots(slots, slots, TEXTS, options)
     }
 
     /// Returns the queue of grammars, which has slots of its own.
     pub(crate) fn of_grammars(options: &Options) -> Self {
         let slots = options.grammar_confinement.as_ref().map_or(1, |confinement| confinement.slots);
-        Self::with_slots(slots, GRAMMARS, options)
+        // A compilation is not interrupted for another tenant's: one slot stays free for that.
+        Self::with_slots(slots, slots.saturating_sub(1), GRAMMARS, options)
     }
 
-    fn with_slots(slots: usize, work: Work, options: &Options) -> Self {
+    fn with_slots(slots: usize, tenant_slots: usize, work: Work, options: &Options) -> Self {
         let jobs_max = options.tokenize_queue_max;
-        let queue =
-            TokenizeQueueOptions { slots: slots.max(1), jobs_max, idle_tenants_max: IDLE_TENANTS_MAX };
+        let (slots, idle_tenants_max) = (slots.max(1), IDLE_TENANTS_MAX);
+        let queue = TokenizeQueueOptions { slots, tenant_slots, jobs_max, idle_tenants_max };
         let state = State { queue: TokenizeQueue::new(queue), waiting: BTreeMap::new() };
         Self { state: Arc::new(Mutex::new(state)), retry_delay: options.retry_delay, work }
     }
@@ -313,7 +314,7 @@ mod tests {
     }
 
     fn with_slots(slots: usize, jobs_max: usize) -> Tokenizing {
-        let options = TokenizeQueueOptions { slots, jobs_max, idle_tenants_max: 10 };
+        let options = TokenizeQueueOptions { slots, tenant_slots: slots, jobs_max, idle_tenants_max: 10 };
         let state = State { queue: TokenizeQueue::new(options), waiting: BTreeMap::new() };
         Tokenizing { state: Arc::new(Mutex::new(state)), retry_delay: Duration::from_secs(1), work: TEXTS }
     }

@@ -13,7 +13,7 @@ use proptest::prelude::*;
 const PIECE: u64 = 64 << 10;
 
 fn queue(slots: usize, jobs_max: usize) -> TokenizeQueue {
-    TokenizeQueue::new(TokenizeQueueOptions { slots, jobs_max, idle_tenants_max: 100 })
+    TokenizeQueue::new(TokenizeQueueOptions { slots, tenant_slots: slots, jobs_max, idle_tenants_max: 100 })
 }
 
 /// Jobs of equal pieces, driven until nothing waits.
@@ -77,6 +77,26 @@ fn large_prompts_of_one_tenant_delay_another_one_by_one_piece() {
         run.step();
         assert_eq!(run.granted[before..], ["other"], "{slots} slots: it gets the first slot that is free");
     }
+}
+
+#[test]
+fn a_tenant_leaves_a_slot_to_the_others_even_after_its_jobs_have_left() {
+    let mut run = Run::new(3, 100);
+    let options = TokenizeQueueOptions { slots: 3, tenant_slots: 2, jobs_max: 100, idle_tenants_max: 100 };
+    run.queue = TokenizeQueue::new(options);
+    let jobs: Vec<_> = (0..6).map(|_| run.enter("flood", 1.0, 9, 1)).collect();
+    run.grant();
+    assert_eq!((run.granted.len(), run.queue.busy()), (2, 2));
+    // A granted piece runs on, whether its job has left or not.
+    run.queue.leave(jobs[0]);
+    run.grant();
+    assert_eq!(run.granted.len(), 2);
+    run.enter("other", 1.0, 0, 1);
+    run.grant();
+    assert_eq!(run.granted, ["flood", "flood", "other"]);
+    run.queue.finish(jobs[0], None);
+    run.grant();
+    assert_eq!(run.granted.len(), 4);
 }
 
 #[test]

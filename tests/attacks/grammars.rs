@@ -1,0 +1,219 @@
+//! Grammars that would end, fill or stall the process that compiles them: they are refused, and everybody else is served meanwhile.
+
+use std::collections::BTreeSet;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, ensure};
+use inflight_fixtures::TempDir;
+use inflight_harness::{LocalCluster, eventually, exclusive, is_alive, kill, scrape};
+use inflight_proto::v1::constraint::Grammar;
+use inflight_proto::v1::generate_request::Input;
+use inflight_proto::v1::generate_response::Event;
+use inflight_proto::v1::inference_client::InferenceClient;
+use inflight_proto::v1::{Constraint, GenerateRequest, SamplingParams, StopConditions};
+use tokio::task::JoinSet;
+use tonic::Code;
+use tonic::transport::Channel;
+
+use crate::{TENANTS, program, with_key};
+
+const MIB: f64 = (1 << 20) as f64;
+/// Adds a tenant with the SHA-256 of the API key `f`.
+const FLOOD: &str = "[tenants.flood]\nkeys = [{ sha256 = \"252f10c83610ebca1a059c0bae8255eba2f95be4d1d7bcfa89d7248a82d9f111\" }]\n";
+
+async fn start(workers: &str) -> Result<(LocalCluster, TempDir)> {
+    let folder = TempDir::new("grammars")?;
+    let file = folder.path().join("tenants.toml");
+    std::fs::write(&file, format!("{TENANTS}{FLOOD}"))?;
+    let tenants = format!("--tenants-file={}", file.display());
+    let cluster =
+        LocalCluster::start_exclusive(program(), &[workers, &tenants], &[], exclusive().await).await?;
+    Ok((cluster, folder))
+}
+
+/// Runs a request under a grammar. Returns its text.
+async fn generate(
+    client: &mut InferenceClient<Channel>,
+    grammar: Option<Grammar>,
+    key: &str,
+) -> Result<String, tonic::Status> {
+    let constraint = grammar.map(|grammar| Constraint { grammar: Some(grammar), begins_after: None });
+    let request = GenerateRequest {
+        input: Some(Input::Text("Once upon a time".to_owned())),
+        sampling: Some(SamplingParams { constraint, ..SamplingParams::default() }),
+        stop: Some(StopConditions { max_tokens: Some(32), ..StopConditions::default() }),
+        ..GenerateRequest::default()
+    };
+    let request = with_key(request, key).map_err(|error| tonic::Status::internal(error.to_string()))?;
+    let mut stream = client.generate(request).await?.into_inner();
+    let mut text = String::new();
+    while let Some(response) = stream.message().await? {
+        if let Some(Event::Delta(delta)) = response.event {
+            text += &delta.text;
+        }
+    }
+    Ok(text)
+}
+
+/// The hostile grammar with this number. Each takes seconds to minutes, or gigabytes, or overflows a stack, where nothing bounds it.
+fn hostile(number: usize) -> Grammar {
+    match number % 6 {
+        0 => Grammar::JsonSchema(format!(r#"{{"type":"integer","multipleOf":{}}}"#, 1_299_709 + 2 * number)),
+        1 => Grammar::Regex(".?".repeat(120_000 + number)),
+        2 => Grammar::Regex(".?".repeat(4_000 + number)),
+        3 => {
+            let links: String =
+                (0..1_900).map(|link| format!("A{link}: (A{} /z{number}/)+\n", link + 1)).collect();
+            Grammar::Lark(format!("start: A0\n{links}A1900: \"x\"\n"))
+        }
+        4 => {
+            let links: String = (0..15_000).map(|link| format!("a{link}: a{}\n", link + 1)).collect();
+            Grammar::Lark(format!("start: a0\n{links}a15000: \"x{number}\"\n"))
+        }
+        _ => {
+            let links: String =
+                (0..5_000).map(|link| format!(r##""{link}":{{"$ref":"#/$defs/{}"}},"##, link + 1)).collect();
+            Grammar::JsonSchema(format!(
+                r##"{{"$ref":"#/$defs/0","$defs":{{{links}"5000":{{"const":{number}}}}}}}"##
+            ))
+        }
+    }
+}
+
+/// Helper processes of a process, and the processes in which they compile.
+fn helpers(process: u32) -> Vec<u32> {
+    let tasks = std::fs::read_dir(format!("/proc/{process}/task")).into_iter().flatten().flatten();
+    let children = tasks.filter_map(|task| std::fs::read_to_string(task.path().join("children")).ok());
+    let children: Vec<u32> = children
+        .flat_map(|all| all.split_whitespace().filter_map(|child| child.parse().ok()).collect::<Vec<_>>())
+        .collect();
+    children.iter().flat_map(|child| std::iter::once(*child).chain(helpers(*child))).collect()
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn hostile_grammars_end_nothing_and_delay_nobody_else() -> Result<()> {
+    const FLOODS: usize = 8;
+    let (cluster, _folder) = start("--workers=1").await?;
+    let mut tenant = cluster.client().await?;
+    generate(&mut tenant, Some(Grammar::Regex("[a-c]{3}".to_owned())), "t").await?;
+    let peak = || async {
+        anyhow::Ok(scrape(cluster.router.metrics).await?.total("process_resident_memory_peak_bytes")? / MIB)
+    };
+    let before = peak().await?;
+    let over = Arc::new(AtomicBool::new(false));
+    let refused = Arc::new(AtomicUsize::new(0));
+    let mut flood = JoinSet::new();
+    for at in 0..FLOODS {
+        let (mut client, over, refused) = (cluster.client().await?, over.clone(), refused.clone());
+        flood.spawn(async move {
+            for number in (at..).step_by(FLOODS) {
+                if over.load(Ordering::Relaxed) {
+                    break;
+                }
+                let error = generate(&mut client, Some(hostile(number)), "f").await.err();
+                let error = error.with_context(|| format!("hostile grammar {number} was served"))?;
+                ensure!(error.code() == Code::InvalidArgument, "hostile grammar {number}: {error:?}");
+                refused.fetch_add(1, Ordering::Relaxed);
+            }
+            anyhow::Ok(())
+        });
+    }
+    eventually("the flood waits for its turns", || async {
+        let waiting =
+            scrape(cluster.router.metrics).await?.total("inflight_router_grammar_queue_requests")?;
+        ensure!(waiting >= 2.0, "{waiting} wait");
+        Ok(())
+    })
+    .await?;
+    let mut waits = Vec::new();
+    for number in 0..10 {
+        generate(&mut tenant, None, "t").await?;
+        // A new grammar each time, so that it is compiled.
+        let begun = Instant::now();
+        let text = generate(&mut tenant, Some(Grammar::Regex(format!("[a-c]{{3}}{number}"))), "t").await?;
+        waits.push(begun.elapsed());
+        ensure!(text.len() == 4 && text.ends_with(&number.to_string()), "{text:?}");
+    }
+    over.store(true, Ordering::Relaxed);
+    while let Some(ended) = flood.join_next().await {
+        ended??;
+    }
+    waits.sort();
+    let grown = peak().await? - before;
+    println!(
+        "{} hostile grammars refused; the tenant's took {:?} in the median, {:?} at most; the router took {grown:.0} MiB",
+        refused.load(Ordering::Relaxed),
+        waits[waits.len() / 2],
+        waits[waits.len() - 1]
+    );
+    ensure!(grown < 256.0, "the router took {grown:.0} MiB");
+    let members = [&cluster.router, &cluster.workers[0]];
+    for member in members {
+        ensure!(is_alive(member.pid), "process {} has ended", member.pid);
+    }
+    // A slot is free for it, whatever the flood compiles.
+    ensure!(waits[0] < Duration::from_secs(1), "the tenant waited {waits:?}");
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn helpers_that_are_killed_and_stopped_lose_no_stream_and_change_no_verdict() -> Result<()> {
+    let seconds = if inflight_fixtures::is_thorough() { 60 } else { 5 };
+    let (cluster, _folder) = start("--workers=2").await?;
+    let (over, streams) = (Arc::new(AtomicBool::new(false)), Arc::new(AtomicUsize::new(0)));
+    let mut clients = JoinSet::new();
+    for at in 0..4 {
+        let (mut client, over, streams) = (cluster.client().await?, over.clone(), streams.clone());
+        clients.spawn(async move {
+            let mut number = at;
+            while !over.load(Ordering::Relaxed) {
+                // One in four has no text that matches, which is the same verdict however often its compilation is cut off.
+                let (regex, matches) = match number % 4 {
+                    0 => (format!("{number}(?=a)"), false),
+                    _ => (format!("[xyz]{{2}}{number}"), true),
+                };
+                let outcome = generate(&mut client, Some(Grammar::Regex(regex.clone())), "t").await;
+                match outcome {
+                    Ok(text) if matches => ensure!(text.ends_with(&number.to_string()), "{regex}: {text:?}"),
+                    Err(status) if !matches && status.code() == Code::InvalidArgument => {}
+                    other => anyhow::bail!("{regex}: {other:?}"),
+                }
+                streams.fetch_add(1, Ordering::Relaxed);
+                number += 4;
+            }
+            anyhow::Ok(())
+        });
+    }
+    let owners: Vec<u32> =
+        std::iter::once(&cluster.router).chain(&cluster.workers).map(|member| member.pid).collect();
+    let (begun, mut hit, mut seen) = (Instant::now(), 0, BTreeSet::new());
+    let mut interval = tokio::time::interval(Duration::from_millis(250));
+    while begun.elapsed() < Duration::from_secs(seconds) {
+        interval.tick().await;
+        for owner in &owners {
+            for process in helpers(*owner) {
+                seen.insert(process);
+                // Their owners find stopped ones by their silence.
+                hit += usize::from(
+                    kill(process, if hit % 16 == 15 { libc::SIGSTOP } else { libc::SIGKILL }).is_ok(),
+                );
+            }
+        }
+    }
+    over.store(true, Ordering::Relaxed);
+    while let Some(ended) = clients.join_next().await {
+        ended??;
+    }
+    println!(
+        "{} streams and refusals while {hit} signals hit {} helper processes",
+        streams.load(Ordering::Relaxed),
+        seen.len()
+    );
+    ensure!(hit > 10 && streams.load(Ordering::Relaxed) > 10);
+    for owner in owners {
+        ensure!(is_alive(owner), "process {owner} has ended");
+    }
+    Ok(())
+}
