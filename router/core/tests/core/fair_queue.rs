@@ -217,19 +217,23 @@ proptest! {
         let mut waiting = Waiting::new();
         for (number, (tenant, priority, tokens)) in arrivals.into_iter().enumerate() {
             let number = number as u64;
-            let share = |waiting: &Waiting, tenant: usize| {
-                let held: u64 = waiting.values().filter(|r| r.0 == tenant).map(|r| r.2).sum();
-                held as f64 / f64::from(weights[tenant])
+            // In requests or in tokens, over the weight; with one more request of `more` tokens, or without one of them.
+            let share = |waiting: &Waiting, tenant: usize, in_requests: bool, requests: i64, more: i64| {
+                let held = waiting.values().filter(|r| r.0 == tenant);
+                let (count, sum) = held.fold((requests, more), |(count, sum), r| (count + 1, sum + r.2 as i64));
+                (if in_requests { count } else { sum }) as f64 / f64::from(weights[tenant])
             };
             let bounds = limits.divided(routers);
-            let own_after = share(&waiting, tenant) + tokens as f64 / f64::from(weights[tenant]);
             let weight = Weight::try_from(weights[tenant]).unwrap();
             let asked = Arrival { weight, ..arrival(TENANTS[tenant], priority, tokens) };
             match queue.push(0, asked, Duration::ZERO, number) {
                 Ok(admitted) => {
                     for gone in admitted.displaced {
-                        let (other, theirs, tokens) = waiting[&gone];
-                        let left = share(&waiting, other) - tokens as f64 / f64::from(weights[other]);
+                        let (other, theirs, freed) = waiting[&gone];
+                        // The unit is that of the bound that is exceeded until then.
+                        let in_requests = waiting.len() >= bounds.requests;
+                        let left = share(&waiting, other, in_requests, -1, -(freed as i64));
+                        let own_after = share(&waiting, tenant, in_requests, 1, tokens as i64);
                         prop_assert!(
                             theirs < priority || (theirs == priority && other != tenant && left >= own_after - 1e-9),
                             "{gone} of {other} at {theirs} gave way to {tenant} at {priority}"
@@ -282,6 +286,28 @@ proptest! {
         prop_assert!(queue.len() == 1 || overtakes == bypass_max);
         prop_assert_eq!(queue.head(0, SECOND), Some(large));
     }
+}
+
+#[test]
+fn many_small_requests_keep_nobody_out_whose_requests_are_large() {
+    let limits = QueueLimits { requests: 1024, tokens: 4 << 20 };
+    let mut queue = Queue::new(FairQueueOptions { limits, ..roomy() });
+    for number in 0..1024 {
+        queue.push(0, arrival("a", 0, 2), SECOND, number).unwrap();
+    }
+    for tokens in [2_024, 2_524, 5_024, 3 << 20] {
+        let admitted = queue.push(0, arrival("b", 0, tokens), SECOND, 2_000 + tokens).unwrap();
+        assert_eq!(admitted.displaced.len(), 1, "{tokens} tokens");
+    }
+    // And few large requests keep nobody out whose requests are small and many.
+    let mut queue = Queue::new(FairQueueOptions { limits, ..roomy() });
+    for number in 0..4 {
+        queue.push(0, arrival("a", 0, 1 << 20), SECOND, number).unwrap();
+    }
+    for number in 0..1_000 {
+        queue.push(0, arrival("b", 0, 2), SECOND, 10 + number).unwrap();
+    }
+    assert_eq!(queue.usage().find(|(name, _)| *name == "b").unwrap().1.requests, 1_000);
 }
 
 #[test]
