@@ -3,7 +3,7 @@
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
-use inflight_grammar::Confinement;
+use inflight_grammar_service::Confinement;
 use inflight_sandbox::Program;
 
 /// Its subcommand.
@@ -14,7 +14,7 @@ const THIS_PROGRAM: &str = "/proc/self/exe";
 
 /// Serves as a helper if the arguments say so.
 pub fn run() -> Option<ExitCode> {
-    (std::env::args_os().nth(1)? == SUBCOMMAND).then(inflight_grammar::serve)
+    (std::env::args_os().nth(1)? == SUBCOMMAND).then(inflight_grammar_service::serve)
 }
 
 /// Returns how a role compiles grammars within so many bytes.

@@ -39,6 +39,7 @@ mod temporary_secret;
 mod tls;
 mod tool_file;
 mod top;
+mod trace_sampler;
 mod transcript;
 mod units;
 mod up;

@@ -40,6 +40,10 @@ pub struct Args {
     /// Origins of browsers that may call the HTTP APIs, separated by commas; `*` is any
     #[arg(long, value_name = "ORIGIN", value_delimiter = ',', env = "INFLIGHT_ROUTER_HTTP_CORS")]
     pub http_cors: Vec<String>,
+    /// Names under which callers without a key reach the HTTP APIs on a loopback address, beside localhost and addresses, separated
+    /// by commas; `*` is any. For a reverse proxy on the same machine that passes on the host
+    #[arg(long, value_name = "NAME", value_delimiter = ',', env = "INFLIGHT_ROUTER_HTTP_HOSTS")]
+    pub http_hosts: Vec<String>,
     /// Serve /metrics on the address of the HTTP APIs too, to every client
     #[arg(long, value_name = "BOOL", default_value_t = HttpOptions::default().metrics, action = clap::ArgAction::Set, env = "INFLIGHT_ROUTER_HTTP_METRICS")]
     pub http_metrics: bool,
@@ -272,6 +276,7 @@ impl Args {
         Some(HttpOptions {
             listen,
             cors_origins: self.http_cors.clone(),
+            hosts: self.http_hosts.clone(),
             metrics: self.http_metrics,
             timings: self.http_timings,
             keepalive: self.http_keepalive.0,
@@ -385,9 +390,15 @@ pub async fn run(args: Args) -> Result<(), CommandError> {
     signals::exit_on_abort(&stop);
     let options = args.options()?;
     let router_id = options.router_id.clone();
-    let telemetry =
-        telemetry::start(&args.telemetry, "inflight-router", &router_id, args.metrics_listen, &buckets())
-            .await?;
+    let telemetry = telemetry::start(
+        &args.telemetry,
+        "inflight-router",
+        &router_id,
+        args.metrics_listen,
+        &buckets(),
+        args.telemetry.client_sampling(),
+    )
+    .await?;
     let metrics = telemetry.metrics;
     quick_build::log(args.role.supervised);
     let listeners = 1 + usize::from(options.http.is_some());

@@ -10,7 +10,7 @@ use opentelemetry_otlp::WithExportConfig as _;
 use opentelemetry_sdk::Resource;
 use opentelemetry_sdk::logs::SdkLoggerProvider;
 use opentelemetry_sdk::propagation::TraceContextPropagator;
-use opentelemetry_sdk::trace::{Sampler, SdkTracerProvider};
+use opentelemetry_sdk::trace::SdkTracerProvider;
 use tracing::level_filters::LevelFilter;
 use tracing_subscriber::filter::{FilterExt as _, filter_fn};
 use tracing_subscriber::layer::SubscriberExt as _;
@@ -21,6 +21,7 @@ use crate::exit::{CommandError, Exit};
 use crate::metrics_compat::MetricsCompat;
 use crate::metrics_endpoint;
 use crate::otlp_metrics::MetricsExport;
+use crate::trace_sampler::{RemoteParent, TraceSampler};
 use crate::units::{ListenAt, Span};
 
 /// Format of log lines.
@@ -58,9 +59,13 @@ pub struct Args {
     /// OTLP/gRPC endpoint of a collector, such as http://127.0.0.1:4317 [default: none]
     #[arg(long, value_name = "URL", env = "INFLIGHT_OTLP_ENDPOINT")]
     pub otlp_endpoint: Option<String>,
-    /// Sampling ratio of traces that start here; the caller's sampling decision is respected
+    /// Sampling ratio of traces: of a worker, of those that start there; of a router, of all, whatever their `traceparent` says
     #[arg(long, value_name = "SHARE", default_value_t = 1.0, env = "INFLIGHT_OTLP_SAMPLE_RATIO")]
     pub otlp_sample_ratio: f64,
+    /// Export the requests whose `traceparent` says so, and no others that have one, whatever the ratio: for routers whose callers
+    /// are trusted with what their traces cost
+    #[arg(long, value_name = "BOOL", default_value_t = false, action = clap::ArgAction::Set, env = "INFLIGHT_OTLP_TRUST_PARENT")]
+    pub otlp_trust_parent: bool,
     /// Signals exported to --otlp-endpoint: traces, metrics, logs, separated by commas
     #[arg(
         long,
@@ -107,6 +112,11 @@ impl Args {
         }
     }
 
+    /// Returns what a client's sampling flag counts.
+    pub fn client_sampling(&self) -> RemoteParent {
+        if self.otlp_trust_parent { RemoteParent::Decides } else { RemoteParent::Draws }
+    }
+
     /// Returns the collector's URL if `signal` is exported to it.
     fn endpoint_of(&self, signal: OtlpSignal) -> Option<&str> {
         self.otlp_endpoint.as_deref().filter(|_| self.otlp_signals.contains(&signal))
@@ -136,6 +146,7 @@ pub async fn start(
     instance: &str,
     metrics: ListenAt,
     histograms: &[(&str, &[f64])],
+    remote: RemoteParent,
 ) -> Result<Telemetry, CommandError> {
     let filter = || {
         EnvFilter::builder().parse(&args.log).map_err(|error| {
@@ -154,7 +165,7 @@ pub async fn start(
         Resource::builder().with_attributes(key_values).build()
     };
     let url = args.endpoint_of(OtlpSignal::Traces);
-    let provider = url.map(|url| span_exporter(url, args, resource.clone())).transpose()?;
+    let provider = url.map(|url| span_exporter(url, args, resource.clone(), remote)).transpose()?;
     let url = args.endpoint_of(OtlpSignal::Logs);
     let log_provider = url.map(|url| log_exporter(url, resource)).transpose()?;
     // Events of this workspace that standard error gets, too. Others could be about the export itself.
@@ -229,7 +240,12 @@ fn log_exporter(url: &str, resource: Resource) -> Result<SdkLoggerProvider, Comm
 }
 
 /// Returns the exporter of spans, which drops those beyond the 2048 that wait for the collector.
-fn span_exporter(url: &str, args: &Args, resource: Resource) -> Result<SdkTracerProvider, CommandError> {
+fn span_exporter(
+    url: &str,
+    args: &Args,
+    resource: Resource,
+    remote: RemoteParent,
+) -> Result<SdkTracerProvider, CommandError> {
     let exporter = opentelemetry_otlp::SpanExporter::builder()
         .with_tonic()
         .with_endpoint(url)
@@ -238,7 +254,7 @@ fn span_exporter(url: &str, args: &Args, resource: Resource) -> Result<SdkTracer
         .map_err(|error| wrong_endpoint(url, &error))?;
     Ok(SdkTracerProvider::builder()
         .with_batch_exporter(exporter)
-        .with_sampler(Sampler::ParentBased(Box::new(Sampler::TraceIdRatioBased(args.otlp_sample_ratio))))
+        .with_sampler(TraceSampler { ratio: args.otlp_sample_ratio, remote })
         .with_resource(resource)
         .build())
 }

@@ -25,6 +25,7 @@ use crate::signals;
 use crate::step_target::StepTargetArg;
 use crate::telemetry;
 use crate::tls;
+use crate::trace_sampler::RemoteParent;
 use crate::units::{ByteSize, ListenAt, Span};
 
 /// Time for closing connections in addition to the drain timeout.
@@ -303,9 +304,16 @@ pub async fn run(args: Args) -> Result<(), CommandError> {
     let options = args.options()?;
     options.validate().map_err(|error| CommandError::new(Exit::Usage, error.to_string()))?;
     let worker_id = options.worker_id.clone();
-    let telemetry =
-        telemetry::start(&args.telemetry, "inflight-worker", &worker_id, args.metrics_listen, BUCKETS)
-            .await?;
+    let telemetry = telemetry::start(
+        &args.telemetry,
+        "inflight-worker",
+        &worker_id,
+        args.metrics_listen,
+        BUCKETS,
+        // Its callers are routers, which have drawn.
+        RemoteParent::Decides,
+    )
+    .await?;
     let metrics = telemetry.metrics;
     quick_build::log(args.role.supervised);
     role::check_open_files(CONNECTIONS_MAX, "start fewer routers");

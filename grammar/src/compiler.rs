@@ -127,11 +127,11 @@ impl Compiler {
         guarded(|| self.compile_on_this_thread(grammar))
     }
 
-    /// Compiles a grammar on the stack of the caller; a panic of the library goes on.
+    /// Compiles a grammar on the stack of the caller; a panic of the library continues.
     ///
     /// # Errors
     /// As [`Compiler::compile`].
-    pub(crate) fn compile_on_this_thread(&self, grammar: &Grammar) -> Result<CompiledGrammar, GrammarError> {
+    pub fn compile_on_this_thread(&self, grammar: &Grammar) -> Result<CompiledGrammar, GrammarError> {
         match (self.compile_as(grammar, false), grammar) {
             (Err(GrammarError::Refused(reason)), Grammar::JsonSchema(_))
                 if reason.starts_with(ONE_OF_REFUSED) =>

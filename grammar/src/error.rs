@@ -132,6 +132,13 @@ pub enum MatchError {
     },
 }
 
+impl GrammarError {
+    /// Returns the refusal of a grammar whose compilation failed for this reason, without what of it is not for clients.
+    pub fn refused(reason: &str) -> Self {
+        Self::Refused(shorten(reason))
+    }
+}
+
 /// Returns the part of a library's error that is for clients.
 pub(crate) fn shorten(reason: &str) -> String {
     let reason = reason.split("<non-verbose/>").next().unwrap_or_default();

@@ -6,14 +6,11 @@
 //! grammar is refused on every machine or on none. Matchers share a [`MemoryBudget`].
 
 mod budget;
-mod cache;
 mod chains;
 mod compiler;
-mod confined;
 mod error;
 #[doc(hidden)]
 pub mod fuzz;
-mod grammars;
 mod json_schema;
 mod matcher;
 mod nesting;
@@ -22,10 +19,7 @@ mod usage;
 mod vocabulary;
 
 pub use budget::MemoryBudget;
-pub use cache::DigestCache;
 pub use compiler::{CompiledGrammar, Compiler};
-pub use confined::{Confinement, serve};
 pub use error::{GrammarError, MatchError};
-pub use grammars::{GrammarCounters, Grammars};
 pub use matcher::{MaskOutcome, Matcher};
 pub use vocabulary::{Leading, Vocabulary, VocabularyError};

@@ -6,7 +6,7 @@ use std::path::PathBuf;
 use std::str::FromStr;
 use std::time::Duration;
 
-use inflight_grammar::Confinement;
+use inflight_grammar_service::Confinement;
 use inflight_net::{ClientTls, ConnectionLimits, SecretFile, ServerTlsFiles};
 use inflight_output_parser::{ReasoningFormat, ToolCallFormat};
 use inflight_router_core::PlacementKind;
@@ -23,6 +23,8 @@ pub struct HttpOptions {
     pub listen: SocketAddr,
     /// Origins of browsers that may call; `*` is any.
     pub cors_origins: Vec<String>,
+    /// Names under which callers without a key reach the router on a loopback address, beside localhost and addresses; `*` is any.
+    pub hosts: Vec<String>,
     /// Whether the metrics of the process are served, to every client.
     pub metrics: bool,
     /// Whether responses have the timings of their requests.
@@ -36,6 +38,7 @@ impl Default for HttpOptions {
         Self {
             listen: SocketAddr::from(([127, 0, 0, 1], 0)),
             cors_origins: Vec::new(),
+            hosts: Vec::new(),
             metrics: false,
             timings: false,
             keepalive: Duration::from_secs(10),

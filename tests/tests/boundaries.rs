@@ -75,6 +75,9 @@ fn dependencies_point_one_way() -> Result<()> {
     ensure_own_dependencies("inflight-client", &["inflight-proto", "inflight-contract"])?;
     ensure_own_dependencies("inflight-grammar", &["inflight-contract"])?;
     ensure_without("inflight-grammar", &["tokio", "tonic", "prost", "hyper"])?;
+    ensure_own_dependencies("inflight-sandbox", &[])?;
+    let below = ["inflight-contract", "inflight-grammar", "inflight-sandbox"];
+    ensure_own_dependencies("inflight-grammar-service", &below)?;
     ensure_without("inflight-traces", &IMPURE)?;
     ensure_without("inflight-kernels", &["inflight-worker", "inflight-router", "inflight-proto", "tokio"])
 }

@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use std::str::FromStr;
 use std::time::Duration;
 
-use inflight_grammar::Confinement;
+use inflight_grammar_service::Confinement;
 use inflight_models::ModelSource;
 use inflight_net::{SecretFile, ServerTlsFiles};
 use inflight_runtime::sharding::RANKS_MAX;

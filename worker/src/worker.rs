@@ -8,7 +8,8 @@ use std::time::Duration;
 
 use futures::{Stream, StreamExt as _};
 use inflight_contract::SamplingSpec;
-use inflight_grammar::{GrammarError, Grammars, MemoryBudget, Vocabulary};
+use inflight_grammar::{GrammarError, MemoryBudget, Vocabulary};
+use inflight_grammar_service::Grammars;
 use inflight_models::{self as models, FingerprintCache, ModelDir};
 use inflight_net::{
     Acceptor, ConnectionLimits, Framing, HttpServer, OpenCallsLayer, Protocols, ReceiveBudget, ReceiveLayer,

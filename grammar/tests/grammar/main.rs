@@ -5,6 +5,5 @@
 mod chains;
 mod limits;
 mod matching;
-mod preparation;
 mod refusals;
 mod vocabulary;

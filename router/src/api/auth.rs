@@ -15,6 +15,7 @@ use crate::api::admission::reject;
 use crate::api::key_failures::KeyFailures;
 use crate::api::paths::is_open;
 use crate::api::refusal::Refuse;
+use crate::api::sites::Sites;
 use crate::metrics as names;
 use crate::outcome::Outcome;
 use crate::tenants::{AuthenticationError, Caller, Tenant, Tenants};
@@ -25,6 +26,8 @@ use crate::tenants::{AuthenticationError, Caller, Tenant, Tenants};
 pub(crate) struct AuthLayer {
     pub(crate) tenants: Option<Arc<Tenants>>,
     pub(crate) failures: Arc<KeyFailures>,
+    /// Sites whose pages may call without a key; `None` where no browser calls.
+    pub(crate) sites: Option<Arc<Sites>>,
     pub(crate) refuse: Refuse,
 }
 
@@ -32,8 +35,8 @@ impl<S> Layer<S> for AuthLayer {
     type Service = AuthService<S>;
 
     fn layer(&self, inner: S) -> AuthService<S> {
-        let (tenants, failures) = (self.tenants.clone(), self.failures.clone());
-        AuthService { tenants, failures, refuse: self.refuse, inner }
+        let (tenants, failures, sites) = (self.tenants.clone(), self.failures.clone(), self.sites.clone());
+        AuthService { tenants, failures, sites, refuse: self.refuse, inner }
     }
 }
 
@@ -42,11 +45,18 @@ impl<S> Layer<S> for AuthLayer {
 pub(crate) struct AuthService<S> {
     tenants: Option<Arc<Tenants>>,
     failures: Arc<KeyFailures>,
+    sites: Option<Arc<Sites>>,
     refuse: Refuse,
     inner: S,
 }
 
 impl<S> AuthService<S> {
+    /// Checks that a call without a key comes from no page of another site.
+    fn check_site(&self, request: &Request<Body>) -> Result<(), Outcome> {
+        let address = request.extensions().get::<Peer>().and_then(Peer::address);
+        self.sites.as_ref().map_or(Ok(()), |sites| sites.check(request, address))
+    }
+
     fn caller(&self, request: &Request<Body>) -> Result<Caller, Outcome> {
         let Some(tenants) = &self.tenants else { return Ok(Caller::Anyone) };
         let peer = request.extensions().get::<Peer>();
@@ -78,11 +88,21 @@ where
     }
 
     fn call(&mut self, mut request: Request<Body>) -> Self::Future {
-        if is_open(request.uri().path()) {
-            return Box::pin(self.inner.call(request));
-        }
-        match self.caller(&request) {
-            Ok(caller) => {
+        let authenticated = if is_open(request.uri().path()) {
+            // Open to everyone who can connect, but without keys not to the pages that they visit.
+            let checked = if self.tenants.is_none() { self.check_site(&request) } else { Ok(()) };
+            checked.map(|()| None)
+        } else {
+            self.caller(&request).and_then(|caller| {
+                if caller.has_no_key() {
+                    self.check_site(&request)?;
+                }
+                Ok(Some(caller))
+            })
+        };
+        match authenticated {
+            Ok(None) => Box::pin(self.inner.call(request)),
+            Ok(Some(caller)) => {
                 // Callers of the anonymous tenant have shown no credentials: at a limit, their connections are evicted first.
                 if let Some(peer) = request.extensions().get::<Peer>().filter(|_| !caller.is_anonymous()) {
                     peer.set_authenticated();

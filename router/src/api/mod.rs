@@ -27,5 +27,6 @@ pub(crate) mod refusal;
 mod request;
 mod response_stream;
 pub(crate) mod serve;
+pub(crate) mod sites;
 mod tokenizing;
 mod tool_use;

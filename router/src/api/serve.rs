@@ -32,6 +32,7 @@ use crate::api::key_failures::KeyFailures;
 use crate::api::kserve::Kserve;
 use crate::api::operations::Operations;
 use crate::api::refusal::{self, Refuse};
+use crate::api::sites::Sites;
 use crate::options::{HttpOptions, Options};
 use crate::outcome::Outcome;
 use crate::tenants::Tenants;
@@ -100,7 +101,7 @@ impl Shared {
         let service = ServiceBuilder::new()
             .layer(ReceiveLayer::new(budget, limits))
             .layer(ArrivalLayer { open: self.open.clone(), refuse })
-            .layer(self.authentication(refuse))
+            .layer(self.authentication(None, refuse))
             .layer(AdmissionLayer { admission: self.admission.clone(), refuse })
             .service(routes.prepare());
         Ok(server.serve(incoming, service, self.drain.clone()))
@@ -129,21 +130,22 @@ impl Shared {
         let receiving = self.options.clone();
         let limits = move |path: &str| receive_limits(path, &receiving, Framing::Whole);
         let refuse: Refuse = http::refuse;
+        let sites = Sites { origins: http.cors_origins.clone(), hosts: http.hosts.clone() };
         let service = ServiceBuilder::new()
             .layer(CorsLayer { origins: http.cors_origins.clone().into() })
             .layer(RequestIdLayer)
             .layer(FaultLayer)
             .layer(ReceiveLayer::new(budget, limits))
             .layer(ArrivalLayer { open: self.open.clone(), refuse })
-            .layer(self.authentication(refuse))
+            .layer(self.authentication(Some(Arc::new(sites)), refuse))
             .layer(AdmissionLayer { admission: self.admission.clone(), refuse })
             .map_response(|response: Response<axum::body::Body>| response.map(Body::new))
             .service(api.routes());
         server.serve(incoming, service, self.drain.clone())
     }
 
-    fn authentication(&self, refuse: Refuse) -> AuthLayer {
-        AuthLayer { tenants: self.tenants.clone(), failures: self.key_failures.clone(), refuse }
+    fn authentication(&self, sites: Option<Arc<Sites>>, refuse: Refuse) -> AuthLayer {
+        AuthLayer { tenants: self.tenants.clone(), failures: self.key_failures.clone(), sites, refuse }
     }
 
     fn server(

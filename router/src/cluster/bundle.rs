@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use inflight_contract::SamplingSpec;
-use inflight_grammar::{Confinement, Grammars};
+use inflight_grammar_service::{Confinement, Grammars};
 use inflight_output_parser::{ReasoningFormat, ToolCallFormat};
 use inflight_proto::bundle_digest;
 use serde_json::Value;

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::future::Future;
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 
-use inflight_grammar::Confinement;
+use inflight_grammar_service::Confinement;
 
 use crate::cluster::bundle::{BundleFiles, Model};
 use crate::cluster::worker_session::SessionError;

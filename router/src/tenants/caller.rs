@@ -66,6 +66,11 @@ impl Caller {
         matches!(self, Self::Tenant { credential: Credential::Anonymous, .. })
     }
 
+    /// Whether the caller has shown nothing that a page of another site could not show, too.
+    pub(crate) fn has_no_key(&self) -> bool {
+        matches!(self, Self::Anyone) || self.is_anonymous()
+    }
+
     /// Returns the tenant's name if the caller may not use the service for operators.
     pub(crate) fn lacks_admin(&self) -> Option<&str> {
         match self {

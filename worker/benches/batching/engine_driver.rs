@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use inflight_contract::{SamplingParams, SamplingSpec, Weight};
-use inflight_grammar::Grammars;
+use inflight_grammar_service::Grammars;
 use inflight_runtime::Runtime;
 use inflight_runtime_cpu::{CpuOptions, CpuRuntime};
 use inflight_worker::engine::{

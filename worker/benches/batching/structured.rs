@@ -4,7 +4,8 @@ use std::collections::BTreeSet;
 use std::sync::Arc;
 
 use inflight_contract::{Constraint, Grammar, SamplingSpec};
-use inflight_grammar::{Grammars, Vocabulary};
+use inflight_grammar::Vocabulary;
+use inflight_grammar_service::Grammars;
 use inflight_worker::engine::EngineOptions;
 
 use crate::engine_driver::{EngineDriver, EngineSize};

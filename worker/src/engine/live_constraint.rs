@@ -1,6 +1,7 @@
 //! State of a constrained choice: its matcher after the committed tokens.
 
-use inflight_grammar::{GrammarError, Grammars, MatchError, Matcher};
+use inflight_grammar::{GrammarError, MatchError, Matcher};
+use inflight_grammar_service::Grammars;
 
 use super::request::{Failure, Request};
 

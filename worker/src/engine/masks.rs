@@ -6,7 +6,8 @@
 
 use std::sync::Arc;
 
-use inflight_grammar::{Grammars, MaskOutcome, Matcher};
+use inflight_grammar::{MaskOutcome, Matcher};
+use inflight_grammar_service::Grammars;
 use inflight_runtime::{self as runtime, TokenMasks};
 
 use super::live_constraint::{ConstraintEnd, PREDICTED_MIN};

@@ -21,7 +21,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use inflight_contract::{AdmissionCost, FinishReason, ModelLimits, TokenCost, VirtualTokenCounters};
-use inflight_grammar::Grammars;
+use inflight_grammar_service::Grammars;
 use inflight_runtime::{
     self as runtime, Batch, BlockCopy, PromptLogprobs, Runtime, SCORES_MAX, Sampled, ScoreRow, SlotSetup,
     TransferDone,

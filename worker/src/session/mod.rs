@@ -21,7 +21,7 @@ use std::time::Duration;
 
 use futures::{Stream, StreamExt as _};
 use inflight_contract::Grammar;
-use inflight_grammar::Grammars;
+use inflight_grammar_service::Grammars;
 use inflight_net::Peer;
 use inflight_proto::AnswerProof;
 use inflight_proto::v1::{self, session_request, session_response, worker_server};

@@ -16,7 +16,8 @@ use std::time::Duration;
 
 use inflight_contract::{Constraint, FinishReason, Grammar, SamplingParams, SamplingSpec, Weight};
 use inflight_fixtures::{Arch, BenchmarkShape, Checkpoint, Dtype, TempDir, is_thorough, skipped};
-use inflight_grammar::{Grammars, Vocabulary};
+use inflight_grammar::Vocabulary;
+use inflight_grammar_service::Grammars;
 use inflight_harness::SimulatedGpu;
 use inflight_kernels::cpu::{Isa, KvDtype};
 use inflight_models::{ModelDir, ModelSource};
@@ -583,18 +584,21 @@ fn scarcity_never_changes_the_answer() {
             }
         }
     }
-    // The workloads of each format must have exercised every event.
+    // The workloads of each format must have exercised every event; those of all, the one that depends most on the speed of copies.
+    let mut host_cached = 0;
     for (format, coverage) in FORMATS.into_iter().zip(coverages) {
         let coverage = coverage.into_inner();
         println!("seeds {:?}, {format:?}: {coverage:?}", seeds());
         assert!(coverage.recomputed > 0 && coverage.swapped > 0, "{format:?}: {coverage:?}");
         assert!(coverage.swapped_in > 0 && coverage.group_swapped_in > 0, "{format:?}: {coverage:?}");
-        assert!(coverage.cached > 0 && coverage.host_cached > 0, "{format:?}: {coverage:?}");
+        assert!(coverage.cached > 0, "{format:?}: {coverage:?}");
+        host_cached += coverage.host_cached;
         assert!(coverage.forced > 0 && coverage.overlapped > 0, "{format:?}: {coverage:?}");
         assert!(coverage.cut_short > 0 && coverage.scored > 0, "{format:?}: {coverage:?}");
         assert!(coverage.constrained > 0, "{format:?}: {coverage:?}");
         assert!(coverage.accepted > 20 && coverage.drafted > coverage.accepted, "{format:?}: {coverage:?}");
     }
+    assert!(host_cached > 0, "no block was found in the host pool");
 }
 
 /// Smaller workloads with more preemptions.

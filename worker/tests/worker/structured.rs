@@ -11,7 +11,8 @@ use std::sync::Arc;
 
 use inflight_contract::{Constraint, FinishReason, Grammar, SamplingSpec, Weight};
 use inflight_fixtures::{Arch, Checkpoint, Dtype, Family, cases, skipped};
-use inflight_grammar::{Grammars, MemoryBudget, Vocabulary};
+use inflight_grammar::{MemoryBudget, Vocabulary};
+use inflight_grammar_service::Grammars;
 use inflight_models::{ModelDir, ModelSource};
 use inflight_runtime_cpu::{CpuOptions, CpuRuntime};
 use inflight_worker::engine::{

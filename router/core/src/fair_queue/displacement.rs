@@ -5,13 +5,32 @@ use std::collections::BTreeMap;
 use inflight_contract::Weight;
 
 use super::{Arrival, FairQueue, QueuePosition};
-use crate::queue_bounds::{QueueLimits, QueueUsage};
+use crate::queue_bounds::{QueueBound, QueueFull, QueueLimits, QueueUsage};
+
+/// Part of the queue, in both units of its bounds.
+#[derive(Debug, Clone, Copy, Default)]
+struct Held {
+    requests: usize,
+    tokens: u64,
+}
+
+impl Held {
+    /// Returns what is held over a weight, in the unit of a bound.
+    fn share(self, bound: QueueBound, weight: Weight) -> f64 {
+        let held = match bound {
+            QueueBound::Requests { .. } => self.requests as f64,
+            QueueBound::Tokens { .. } => self.tokens as f64,
+        };
+        held / weight.get()
+    }
+}
 
 impl<L: Ord + Copy, T> FairQueue<L, T> {
     /// Returns the requests to displace so that the arrival fits, where `usage` counts against `limits`;
     /// `None` if that is not enough. Lowest priority first; within a priority, the latest arrival of the
     /// tenant that holds most over its weight. At the arrival's own priority, only requests of other tenants
-    /// beyond what its own tenant would hold.
+    /// beyond what its own tenant would hold. What tenants hold is counted in the unit of the bound that is
+    /// exceeded: many small requests and few large ones are both a large part of the queue.
     pub(super) fn victims(
         &self,
         arrival: &Arrival<'_>,
@@ -20,10 +39,10 @@ impl<L: Ord + Copy, T> FairQueue<L, T> {
         limits: QueueLimits,
     ) -> Option<Vec<QueuePosition<L>>> {
         let mut victims = Vec::new();
-        let mut displaced: BTreeMap<&str, u64> = BTreeMap::new();
-        let share = |tokens: u64, weight: Weight| tokens as f64 / weight.get();
-        let own = self.usage.get(arrival.tenant).map_or(0, |usage| usage.tokens) + arrival.tokens;
-        let own_share = share(own, arrival.weight);
+        let mut displaced: BTreeMap<&str, Held> = BTreeMap::new();
+        let held = |name: &str| self.usage.get(name).copied().unwrap_or_default();
+        let own = held(arrival.tenant);
+        let own = Held { requests: own.requests + 1, tokens: own.tokens + arrival.tokens };
         for (priority, class) in self.fresh.range(..=arrival.priority) {
             let equal = *priority == arrival.priority;
             if equal && only.is_some() {
@@ -33,20 +52,22 @@ impl<L: Ord + Copy, T> FairQueue<L, T> {
             let mut tails: Vec<_> =
                 of_class.map(|(name, arrivals)| (&**name, arrivals.values().rev().peekable())).collect();
             loop {
-                if usage.exceeded(arrival.tokens, limits).is_none() {
+                let Some(QueueFull { bound, .. }) = usage.exceeded(arrival.tokens, limits) else {
                     return Some(victims);
-                }
-                // Tokens over weight that a tenant still holds after displacing `more`.
-                let remaining_share = |name: &str, more: u64| {
-                    let all = self.usage.get(name).copied().unwrap_or_default();
-                    share(all.tokens - displaced.get(name).copied().unwrap_or(0) - more, all.weight)
+                };
+                let own_share = own.share(bound, arrival.weight);
+                // What a tenant still holds over its weight after displacing `more`.
+                let remaining_share = |name: &str, more: Held| {
+                    let (all, gone) = (held(name), displaced.get(name).copied().unwrap_or_default());
+                    let requests = all.requests - gone.requests - more.requests;
+                    Held { requests, tokens: all.tokens - gone.tokens - more.tokens }.share(bound, all.weight)
                 };
                 let candidates = tails.iter_mut().enumerate().filter_map(|(at, (name, tail))| {
                     let tokens = self.entry(tail.peek()?).map_or(0, |entry| entry.tokens);
                     // Never inverts the order of two tenants, or they would displace each other forever.
-                    let may_displace =
-                        !equal || (*name != arrival.tenant && remaining_share(name, tokens) >= own_share);
-                    may_displace.then(|| (remaining_share(name, 0), at))
+                    let without = || remaining_share(name, Held { requests: 1, tokens });
+                    let may_displace = !equal || (*name != arrival.tenant && without() >= own_share);
+                    may_displace.then(|| (remaining_share(name, Held::default()), at))
                 });
                 let Some((_, at)) = candidates.max_by(|a, b| a.0.total_cmp(&b.0).then(a.1.cmp(&b.1))) else {
                     break;
@@ -54,7 +75,8 @@ impl<L: Ord + Copy, T> FairQueue<L, T> {
                 let (name, tail) = &mut tails[at];
                 let Some(position) = tail.next() else { break };
                 let tokens = self.entry(position).map_or(0, |entry| entry.tokens);
-                *displaced.entry(name).or_insert(0) += tokens;
+                let gone = displaced.entry(name).or_default();
+                (gone.requests, gone.tokens) = (gone.requests + 1, gone.tokens + tokens);
                 usage = usage.minus(1, tokens);
                 victims.push(*position);
             }

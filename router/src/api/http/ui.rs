@@ -10,16 +10,15 @@ use axum::routing::{get, on};
 use futures::stream;
 use http_body::Frame;
 use http_body_util::{Full, StreamBody};
-use inflight_net::Peer;
 use tokio::time::Instant;
 use tonic::body::Body;
 use tonic::codegen::Bytes;
 use tonic::codegen::http::header::{
-    CACHE_CONTROL, CONTENT_SECURITY_POLICY, CONTENT_TYPE, HOST, HeaderName, REFERRER_POLICY,
+    CACHE_CONTROL, CONTENT_SECURITY_POLICY, CONTENT_TYPE, HeaderName, REFERRER_POLICY,
     X_CONTENT_TYPE_OPTIONS, X_FRAME_OPTIONS,
 };
 use tonic::codegen::http::request::Parts;
-use tonic::codegen::http::{HeaderMap, HeaderValue, Request, Response, StatusCode, Uri};
+use tonic::codegen::http::{HeaderValue, Request, Response, StatusCode, Uri};
 
 use super::errors::refuse;
 use super::{AxumResponse, HttpApi, json};
@@ -76,18 +75,10 @@ fn finish(path: &str, answer: Result<Response<Body>, Outcome>) -> AxumResponse {
     response.map(axum::body::Body::new)
 }
 
-/// Returns the state of `/ui`, if the caller may use it. Without keys, a page of another site could read it in a browser on the
-/// router's machine, once the name of its site was rebound to a loopback address.
+/// Returns the state of `/ui`, if the caller may use it. Pages of other sites were refused before ([`crate::api::sites`]).
 fn authorize<'a>(api: &'a HttpApi, parts: &Parts) -> Result<&'a Ui, Outcome> {
     let caller = parts.extensions.get::<Caller>();
     Operations::authorize(caller)?;
-    let address = parts.extensions.get::<Peer>().and_then(Peer::address);
-    let is_local = address.is_none_or(|address| address.ip().to_canonical().is_loopback());
-    if matches!(caller, Some(Caller::Anyone)) && is_local && !is_local_name(&parts.headers, &parts.uri) {
-        return Err(Outcome::Denied(
-            "the host header names another site; call the router by its address or as localhost".to_owned(),
-        ));
-    }
     // The routes exist only with it.
     api.ui.as_ref().ok_or_else(|| Outcome::UnknownPath { path: "/ui".to_owned() })
 }
@@ -172,17 +163,6 @@ async fn request(
     finish(path, answer)
 }
 
-/// Whether a request names its host by a name that only this machine or an operator gives it: an address or `localhost`. A
-/// name may be that of another site that resolves to this machine.
-fn is_local_name(headers: &HeaderMap, uri: &Uri) -> bool {
-    let host = headers.get(HOST).and_then(|host| host.to_str().ok()).or_else(|| uri.host());
-    host.is_some_and(|host| {
-        let name = host.rsplit_once(':').filter(|(_, port)| port.bytes().all(|b| b.is_ascii_digit()));
-        let name = name.map_or(host, |(name, _)| name).trim_start_matches('[').trim_end_matches(']');
-        name.eq_ignore_ascii_case("localhost") || name.parse::<std::net::IpAddr>().is_ok()
-    })
-}
-
 /// Kills a worker process of `inflight up`, which starts it again.
 async fn kill(
     State(api): State<Arc<HttpApi>>,
@@ -215,23 +195,6 @@ async fn kill(
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn local_names_are_addresses_and_localhost() {
-        for (host, local) in [
-            ("127.0.0.1:8640", true),
-            ("localhost", true),
-            ("[::1]:8640", true),
-            ("192.0.2.7", true),
-            ("rebound.example:8640", false),
-            ("localhost.rebound.example", false),
-            ("", false),
-        ] {
-            let mut headers = HeaderMap::new();
-            headers.insert(HOST, host.parse().unwrap());
-            assert_eq!(is_local_name(&headers, &Uri::from_static("/ui")), local, "{host}");
-        }
-    }
 
     #[test]
     fn the_rate_of_updates_is_one_to_ten() {

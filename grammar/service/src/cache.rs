@@ -75,11 +75,6 @@ impl<V: Clone> DigestCache<V> {
     pub fn len(&self) -> usize {
         self.entries.lock().unwrap_or_else(PoisonError::into_inner).by_digest.len()
     }
-
-    /// Whether it has no entries.
-    pub fn is_empty(&self) -> bool {
-        self.len() == 0
-    }
 }
 
 #[cfg(test)]

@@ -5,11 +5,11 @@ use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
 use inflight_contract::Grammar;
+use inflight_grammar::{CompiledGrammar, Compiler, GrammarError, MemoryBudget, Vocabulary};
 use inflight_sandbox::Helper;
 
 use crate::cache::DigestCache;
 use crate::confined::{self, Confinement};
-use crate::{CompiledGrammar, Compiler, GrammarError, MemoryBudget, Vocabulary};
 
 /// Source of a model's vocabulary, read at first use.
 type VocabularySource = Arc<dyn Fn() -> Result<Arc<Vocabulary>, GrammarError> + Send + Sync>;

@@ -5,11 +5,9 @@ use std::process::ExitCode;
 use std::time::Duration;
 
 use inflight_contract::Grammar;
+use inflight_grammar::{Compiler, GrammarError, Vocabulary};
 use inflight_sandbox::{Helper, HelperError, HelperOptions, Limits};
 use serde::{Deserialize, Serialize};
-
-use crate::error::shorten;
-use crate::{Compiler, GrammarError, Vocabulary};
 
 /// Limits of one compilation. Usual schemas take 1 to 20 ms and a few MiB.
 const LIMITS: Limits =
@@ -93,9 +91,7 @@ pub(crate) async fn check(helper: &Helper, grammar: &Grammar) -> Result<Duration
     let request = postcard::to_allocvec(&request).map_err(unread)?;
     let answer = helper.run(&request).await.map_err(|error| match error {
         HelperError::CpuTime(_) | HelperError::Memory(_) => GrammarError::TooCostly(error.to_string()),
-        HelperError::Panic(_) => {
-            GrammarError::Refused(shorten(&format!("the grammar compiler failed: {error}")))
-        }
+        HelperError::Panic(_) => GrammarError::refused(&format!("the grammar compiler failed: {error}")),
         HelperError::State(reason) => GrammarError::Vocabulary(reason),
         HelperError::Unavailable(reason) => GrammarError::Unavailable(reason),
     })?;

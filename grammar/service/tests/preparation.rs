@@ -1,12 +1,22 @@
 //! Preparation of a vocabulary in the background.
 
+#![allow(clippy::unwrap_used, reason = "a test fails by panicking, in its helpers too")]
+
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, mpsc};
 
 use inflight_contract::Grammar;
-use inflight_grammar::Grammars;
+use inflight_grammar::Vocabulary;
+use inflight_grammar_service::Grammars;
 
-use super::vocabulary::*;
+/// Vocabulary of single bytes, and the control token that ends a text.
+const END: u32 = 256;
+
+fn vocabulary() -> Vocabulary {
+    let bytes: Vec<[u8; 1]> = (0..=255).map(|byte| [byte]).collect();
+    let tokens = bytes.iter().map(|byte| (&byte[..], false));
+    Vocabulary::from_tokens(tokens.chain([(&b"<end>"[..], true)]))
+}
 
 #[test]
 fn a_vocabulary_is_prepared_once_in_the_background_and_a_grammar_that_comes_before_waits() {
@@ -15,7 +25,7 @@ fn a_vocabulary_is_prepared_once_in_the_background_and_a_grammar_that_comes_befo
     let released = Mutex::new(released);
     let reads = Arc::new(AtomicUsize::new(0));
     let counted = Arc::clone(&reads);
-    let grammars = Arc::new(Grammars::new(VOCAB_SIZE, &[END], move || {
+    let grammars = Arc::new(Grammars::new(END + 1, &[END], move || {
         counted.fetch_add(1, Ordering::Relaxed);
         begun.send(()).unwrap();
         released.lock().unwrap().recv().unwrap();
