@@ -12,6 +12,7 @@ mod lying_router;
 mod lying_worker;
 mod model_files;
 mod secrets;
+mod shares;
 mod tokenizing;
 mod wall_clock;
 mod worker_port;
