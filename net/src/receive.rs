@@ -411,9 +411,9 @@ mod tests {
                 }
                 let mut body = body(frames, limits(200, true), &budget);
                 assert_eq!(read(&mut body).await.unwrap(), bytes);
-                assert_eq!(budget.0.used.load(Ordering::Relaxed), *messages.last().unwrap() as u64);
+                assert_eq!(budget.0.pool.held(), *messages.last().unwrap() as u64);
                 drop(body);
-                assert_eq!(budget.0.used.load(Ordering::Relaxed), 0);
+                assert_eq!(budget.0.pool.held(), 0);
             });
         }
     }
@@ -443,13 +443,13 @@ mod tests {
                 } else {
                     let before = before.unwrap();
                     assert!(before.len() < message.len() && !body.is_end_stream());
-                    assert_eq!(budget.0.used.load(Ordering::Relaxed), len as u64);
+                    assert_eq!(budget.0.pool.held(), len as u64);
                     closed.store(true, Ordering::Relaxed);
                     assert_eq!([before, read(&mut body).await.unwrap()].concat(), message);
-                    assert_eq!(budget.0.used.load(Ordering::Relaxed), len as u64, "until the request is processed");
+                    assert_eq!(budget.0.pool.held(), len as u64, "until the request is processed");
                 }
                 drop(body);
-                assert_eq!(budget.0.used.load(Ordering::Relaxed), 0);
+                assert_eq!(budget.0.pool.held(), 0);
             });
         }
     }
@@ -463,9 +463,9 @@ mod tests {
         assert_eq!((call.bytes(), request.bytes()), (0, 60));
         call.reserve(40).unwrap();
         call.release();
-        assert_eq!(budget.0.used.load(Ordering::Relaxed), 60);
+        assert_eq!(budget.0.pool.held(), 60);
         drop(request);
-        assert_eq!(budget.0.used.load(Ordering::Relaxed), 0);
+        assert_eq!(budget.0.pool.held(), 0);
     }
 
     #[tokio::test]
@@ -489,7 +489,7 @@ mod tests {
         drop(first);
         let status = read(&mut body(frames(&[60, 41]), whole, &budget)).await.unwrap_err();
         assert!(matches!(ReceiveError::of(&status), Some(ReceiveError::TooLarge { bytes: 101, .. })));
-        assert_eq!(budget.0.used.load(Ordering::Relaxed), 0);
+        assert_eq!(budget.0.pool.held(), 0);
     }
 
     #[tokio::test]

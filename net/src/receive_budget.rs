@@ -1,52 +1,43 @@
 //! Byte budget of the request messages of all calls.
 
-use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use metrics::Gauge;
 use tonic::Status;
 
 use crate::receive::ReceiveError;
+use crate::shared_pool::{Holder, PoolShare, SharedPool};
 
 /// Byte budget of all messages in reception or received and not yet processed. Cheap to clone.
 #[derive(Clone)]
 pub struct ReceiveBudget(pub(crate) Arc<ReceiveBudgetState>);
 
 pub(crate) struct ReceiveBudgetState {
-    bytes_max: u64,
-    pub(crate) used: AtomicU64,
+    pub(crate) pool: SharedPool,
     gauge: Gauge,
     exhausted: Box<dyn Fn() -> Status + Send + Sync>,
 }
 
 impl ReceiveBudget {
-    /// Creates a budget of `max` bytes, exported as `gauge`. Calls beyond it fail with the status of `exhausted`.
+    /// Creates a budget of `max` bytes, exported as `gauge`. Calls beyond it, or beyond what it leaves their holder
+    /// ([`SharedPool`]), fail with the status of `exhausted`.
     pub fn new(max: u64, gauge: Gauge, exhausted: impl Fn() -> Status + Send + Sync + 'static) -> Self {
         gauge.set(0.0);
-        let used = AtomicU64::new(0);
-        Self(Arc::new(ReceiveBudgetState { bytes_max: max, used, gauge, exhausted: Box::new(exhausted) }))
+        let exhausted = Box::new(exhausted);
+        Self(Arc::new(ReceiveBudgetState { pool: SharedPool::new(max), gauge, exhausted }))
     }
 
     /// Starts the accounting of one call.
     pub(crate) fn start_call(&self) -> Arc<ReservedBytes> {
-        Arc::new(ReservedBytes { budget: self.clone(), held: AtomicU64::new(0) })
+        // Nothing always fits.
+        let share = self.0.pool.take(None, 0).ok();
+        Arc::new(ReservedBytes { budget: self.clone(), share: Mutex::new(share) })
     }
 
-    /// Reserves `bytes`; returns false, without effect, if they exceed the budget.
-    fn reserve(&self, bytes: u64) -> bool {
-        let fits = |used: u64| used.checked_add(bytes).filter(|sum| *sum <= self.0.bytes_max);
-        let reserved = self.0.used.fetch_update(Ordering::AcqRel, Ordering::Acquire, fits).is_ok();
-        if reserved {
-            self.0.gauge.increment(bytes as f64);
-        }
-        reserved
-    }
-
-    fn release(&self, bytes: u64) {
-        if bytes > 0 {
-            self.0.used.fetch_sub(bytes, Ordering::AcqRel);
-            self.0.gauge.decrement(bytes as f64);
-        }
+    fn spent(&self) -> Status {
+        let mut status = (self.0.exhausted)();
+        status.set_source(Arc::new(ReceiveError::Exhausted));
+        status
     }
 }
 
@@ -54,34 +45,62 @@ impl ReceiveBudget {
 /// its extensions, for handlers that hold a message after it is decoded.
 pub struct ReservedBytes {
     budget: ReceiveBudget,
-    held: AtomicU64,
+    share: Mutex<Option<PoolShare>>,
 }
 
 impl ReservedBytes {
-    /// Returns the bytes that are reserved now.
-    pub fn bytes(&self) -> u64 {
-        self.held.load(Ordering::Acquire)
+    fn share(&self) -> MutexGuard<'_, Option<PoolShare>> {
+        self.share.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    pub(crate) fn reserve(&self, bytes: u64) -> Result<(), Status> {
-        if !self.budget.reserve(bytes) {
-            let mut status = (self.budget.0.exhausted)();
-            status.set_source(Arc::new(ReceiveError::Exhausted));
-            return Err(status);
+    /// Returns the bytes that are reserved now.
+    pub fn bytes(&self) -> u64 {
+        self.share().as_ref().map_or(0, PoolShare::amount)
+    }
+
+    /// Names the tenant whose message it is, which then has a share of the budget.
+    pub fn name(&self, holder: Holder) {
+        if let Some(share) = self.share().as_mut() {
+            share.name(holder);
         }
-        self.held.fetch_add(bytes, Ordering::AcqRel);
+    }
+
+    /// Reserves more bytes.
+    ///
+    /// # Errors
+    /// The status of a spent budget.
+    pub fn reserve(&self, bytes: u64) -> Result<(), Status> {
+        let reserved = self.share().as_mut().is_some_and(|share| share.take_more(bytes).is_ok());
+        if !reserved {
+            return Err(self.budget.spent());
+        }
+        self.budget.0.gauge.increment(bytes as f64);
         Ok(())
     }
 
+    /// Reserves bytes of the same budget for something that outlives the message.
+    ///
+    /// # Errors
+    /// The status of a spent budget.
+    pub fn another(&self, bytes: u64) -> Result<Self, Status> {
+        let share = self.share().as_ref().and_then(|share| share.another(bytes).ok());
+        let share = share.ok_or_else(|| self.budget.spent())?;
+        self.budget.0.gauge.increment(bytes as f64);
+        Ok(Self { budget: self.budget.clone(), share: Mutex::new(Some(share)) })
+    }
+
     pub(crate) fn release(&self) {
-        self.budget.release(self.held.swap(0, Ordering::AcqRel));
+        if let Some(share) = self.share().as_mut() {
+            self.budget.0.gauge.decrement(share.amount() as f64);
+            share.keep(0);
+        }
     }
 
     /// Moves the reserved bytes to a new reservation, for one of several requests in a call.
     #[must_use]
     pub fn split(&self) -> Self {
-        let held = self.held.swap(0, Ordering::AcqRel);
-        Self { budget: self.budget.clone(), held: AtomicU64::new(held) }
+        let share = self.share().as_mut().map(PoolShare::split);
+        Self { budget: self.budget.clone(), share: Mutex::new(share) }
     }
 }
 

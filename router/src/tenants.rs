@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
 use std::time::{Duration, SystemTime};
 
-use inflight_net::{FileWatcher, Identity};
+use inflight_net::{FileWatcher, Holder, Identity};
 use inflight_router_core::{DailyBudget, TenantGate, TenantLimits};
 use sha2::{Digest as _, Sha256};
 use subtle::ConstantTimeEq as _;
@@ -71,6 +71,11 @@ impl Tenant {
     pub(crate) fn lock(&self) -> MutexGuard<'_, TenantState> {
         // The state is consistent at every call that could panic.
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Returns the tenant as a holder of shared pools.
+    pub(crate) fn holder(&self) -> Holder {
+        Holder { name: self.name.clone(), weight: self.lock().limits.weight.get() }
     }
 
     pub(crate) fn limits(&self) -> TenantLimits {

@@ -4,9 +4,9 @@ use std::future::Future;
 use std::pin::Pin;
 use std::sync::Arc;
 use std::task::{Context, Poll};
-use std::time::SystemTime;
+use std::time::{Duration, SystemTime};
 
-use inflight_net::Peer;
+use inflight_net::{Peer, PoolShare, ReservedBytes, SharedPool};
 use tonic::body::Body;
 use tonic::codegen::http::{HeaderMap, Request, Response};
 use tower::{Layer, Service};
@@ -17,7 +17,7 @@ use crate::api::paths::is_open;
 use crate::api::refusal::Refuse;
 use crate::api::sites::Sites;
 use crate::metrics as names;
-use crate::outcome::Outcome;
+use crate::outcome::{Outcome, Overload};
 use crate::tenants::{AuthenticationError, Caller, Tenant, Tenants};
 
 /// Layer that authenticates calls and adds their [`Caller`] to the extensions. Without configured tenants
@@ -28,6 +28,8 @@ pub(crate) struct AuthLayer {
     pub(crate) failures: Arc<KeyFailures>,
     /// Sites whose pages may call without a key; `None` where no browser calls.
     pub(crate) sites: Option<Arc<Sites>>,
+    /// Connections of the listener, shared between tenants.
+    pub(crate) connections: SharedPool,
     pub(crate) refuse: Refuse,
 }
 
@@ -36,7 +38,14 @@ impl<S> Layer<S> for AuthLayer {
 
     fn layer(&self, inner: S) -> AuthService<S> {
         let (tenants, failures, sites) = (self.tenants.clone(), self.failures.clone(), self.sites.clone());
-        AuthService { tenants, failures, sites, refuse: self.refuse, inner }
+        AuthService {
+            tenants,
+            failures,
+            sites,
+            connections: self.connections.clone(),
+            refuse: self.refuse,
+            inner,
+        }
     }
 }
 
@@ -46,6 +55,7 @@ pub(crate) struct AuthService<S> {
     tenants: Option<Arc<Tenants>>,
     failures: Arc<KeyFailures>,
     sites: Option<Arc<Sites>>,
+    connections: SharedPool,
     refuse: Refuse,
     inner: S,
 }
@@ -67,7 +77,7 @@ impl<S> AuthService<S> {
         let (tenant, credential) =
             tenants.authenticate(key, identity, SystemTime::now()).map_err(rejected)?;
         if let Some(peer) = peer {
-            hold_connection(peer, &tenant)?;
+            hold_connection(peer, &tenant, &self.connections)?;
         }
         Ok(Caller::Tenant { tenant, credential })
     }
@@ -107,6 +117,12 @@ where
                 if let Some(peer) = request.extensions().get::<Peer>().filter(|_| !caller.is_anonymous()) {
                     peer.set_authenticated();
                 }
+                // Its message counts in its share of the receive budget.
+                if let (Some(received), Some(holder)) =
+                    (request.extensions().get::<Arc<ReservedBytes>>(), caller.holder())
+                {
+                    received.name(holder);
+                }
                 request.extensions_mut().insert(caller);
                 Box::pin(self.inner.call(request))
             }
@@ -136,17 +152,26 @@ fn api_key(headers: &HeaderMap) -> Result<Option<&str>, AuthenticationError> {
 }
 
 /// Counts a connection against its tenant's limit, once, until it closes.
-fn hold_connection(peer: &Peer, tenant: &Arc<Tenant>) -> Result<(), Outcome> {
+fn hold_connection(peer: &Peer, tenant: &Arc<Tenant>, connections: &SharedPool) -> Result<(), Outcome> {
     peer.hold(&tenant.name, || {
+        let share = connections.take(Some(&tenant.holder()), 1).map_err(|_| {
+            let most = connections.most();
+            let what = format!(
+                "{most} connections are open at most (--connections-max), and the tenant's are as many as its share of what is left; \
+                 send more calls over each"
+            );
+            Outcome::Full(Box::new(Overload::of_router(what, "connections", Duration::from_secs(1))))
+        })?;
         let mut state = tenant.lock();
         let limits = state.limits;
-        state.gate.connect(&limits)?;
-        Ok(HeldConnection(tenant.clone()))
+        state.gate.connect(&limits).map_err(|over| reject(&over, tenant))?;
+        drop(state);
+        Ok(HeldConnection(tenant.clone(), share))
     })
-    .map_err(|over| reject(&over, tenant))
 }
 
-struct HeldConnection(Arc<Tenant>);
+/// Connection of a tenant, and its place among the connections of the listener.
+struct HeldConnection(Arc<Tenant>, #[expect(dead_code, reason = "held until it is dropped")] PoolShare);
 
 impl Drop for HeldConnection {
     fn drop(&mut self) {

@@ -4,9 +4,9 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use inflight_contract::{Priority, Weight};
-use inflight_net::ReservedBytes;
+use inflight_net::{PoolFull, PoolShare, ReservedBytes, SharedPool};
 use inflight_router_core::TokenizePiece;
-use tokio::sync::{OwnedSemaphorePermit, Semaphore};
+use tokio::sync::OwnedSemaphorePermit;
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 use tokio_util::task::task_tracker::TaskTrackerToken;
@@ -42,7 +42,7 @@ use crate::usage::log::{UsageLog, UsageSlot};
 pub(crate) struct Ingress {
     options: Options,
     dispatch: Arc<SharedDispatcher>,
-    streams: Arc<Semaphore>,
+    streams: SharedPool,
     tokenizing: Tokenizing,
     compiling: Tokenizing,
     open: TaskTracker,
@@ -106,7 +106,7 @@ pub(crate) struct PreparedRequest {
     call: AdmittedCall,
     model: Arc<Model>,
     span: Span,
-    permit: OwnedSemaphorePermit,
+    permit: PoolShare,
     open: TaskTrackerToken,
     admission_guard: Option<AdmissionGuard>,
     usage: Option<UsageSlot>,
@@ -145,7 +145,7 @@ impl Ingress {
         Self {
             options: options.clone(),
             dispatch,
-            streams: Arc::new(Semaphore::new(options.streams_max.min(Semaphore::MAX_PERMITS))),
+            streams: SharedPool::new(options.streams_max as u64),
             tokenizing: Tokenizing::new(options),
             compiling: Tokenizing::of_grammars(options),
             open,
@@ -187,7 +187,7 @@ impl Ingress {
         incoming: RequestContext,
     ) -> Result<PreparedRequest, Outcome> {
         request::check_input(&request.input)?;
-        let permit = self.stream_permit()?;
+        let permit = self.stream_permit(&incoming.caller)?;
         let open = self.open.token();
         let usage = self.usage.as_ref().map(UsageLog::admit).transpose()?;
         let RequestContext { arrival, context, caller, admission_guard, received, shares_message } = incoming;
@@ -267,11 +267,18 @@ impl Ingress {
         Some(CursorTracker::new(self.cursors.clone(), stream.cursor()?))
     }
 
-    /// Takes the permit of an open call.
-    fn stream_permit(&self) -> Result<OwnedSemaphorePermit, Outcome> {
-        self.streams.clone().try_acquire_owned().map_err(|_| {
-            let most = self.options.streams_max;
-            let what = format!("{most} calls are open, the limit (--streams-max); try again later");
+    /// Takes the place of an open call of a caller.
+    fn stream_permit(&self, caller: &Caller) -> Result<PoolShare, Outcome> {
+        let holder = caller.holder();
+        self.streams.take(holder.as_ref(), 1).map_err(|full| {
+            let (most, open) = (self.options.streams_max, self.streams.held());
+            let what = match full {
+                PoolFull::Pool => format!("{most} calls are open, the limit (--streams-max)"),
+                PoolFull::Share => format!(
+                    "{open} calls of {most} are open (--streams-max), and the tenant's are as many as its share of what is left"
+                ),
+            };
+            let what = format!("{what}; try again later");
             Outcome::Full(Box::new(Overload::of_router(what, "streams", self.options.retry_delay)))
         })
     }
@@ -325,7 +332,7 @@ impl Ingress {
         parse_special: Option<bool>,
         context: RequestContext,
     ) -> Result<(ServedModel, Vec<u32>), Outcome> {
-        let (_permit, _open) = (self.stream_permit()?, self.open.token());
+        let (_permit, _open) = (self.stream_permit(&context.caller)?, self.open.token());
         let served = self.dispatch.resolve(model, None, clock::now())?;
         let (special, most) =
             (SpecialTokens::new(parse_special, &self.options), self.options.tokenize_tokens_max);
@@ -345,7 +352,7 @@ impl Ingress {
         tokens: Vec<u32>,
         context: RequestContext,
     ) -> Result<String, Outcome> {
-        let (_permit, _open) = (self.stream_permit()?, self.open.token());
+        let (_permit, _open) = (self.stream_permit(&context.caller)?, self.open.token());
         let most = self.options.tokenize_tokens_max;
         if tokens.len() > most {
             let reason = format!(

@@ -5,7 +5,7 @@ use std::io;
 use std::sync::Arc;
 
 use futures::Stream;
-use inflight_net::{Framing, HttpServer, Protocols, ReceiveBudget, ReceiveLayer, UnreadBudget};
+use inflight_net::{Framing, HttpServer, Protocols, ReceiveBudget, ReceiveLayer, SharedPool, UnreadBudget};
 use inflight_proto::FILE_DESCRIPTOR_SET;
 use inflight_proto::kserve::grpc_inference_service_server::GrpcInferenceServiceServer;
 use inflight_proto::v1::admin_server::AdminServer;
@@ -145,7 +145,14 @@ impl Shared {
     }
 
     fn authentication(&self, sites: Option<Arc<Sites>>, refuse: Refuse) -> AuthLayer {
-        AuthLayer { tenants: self.tenants.clone(), failures: self.key_failures.clone(), sites, refuse }
+        let connections = SharedPool::new(self.options.connections.connections_max as u64);
+        AuthLayer {
+            tenants: self.tenants.clone(),
+            failures: self.key_failures.clone(),
+            sites,
+            connections,
+            refuse,
+        }
     }
 
     fn server(

@@ -2,6 +2,8 @@
 
 use std::sync::Arc;
 
+use inflight_net::Holder;
+
 use super::Tenant;
 
 /// Authenticated caller, in the extensions of every call that passed authentication.
@@ -64,6 +66,14 @@ impl Caller {
     /// Whether the caller has neither key nor certificate.
     pub(crate) fn is_anonymous(&self) -> bool {
         matches!(self, Self::Tenant { credential: Credential::Anonymous, .. })
+    }
+
+    /// Returns the holder of what the caller takes of shared pools; `None` without tenants, where callers name themselves.
+    pub(crate) fn holder(&self) -> Option<Holder> {
+        match self {
+            Self::Anyone => None,
+            Self::Tenant { tenant, .. } => Some(tenant.holder()),
+        }
     }
 
     /// Whether the caller has shown nothing that a page of another site could not show, too.
