@@ -1,7 +1,11 @@
 //! Memory amplification: gRPC messages that are small on the wire and large once decoded, and error statuses that quote the request.
 
 use anyhow::{Context, Result, ensure};
-use inflight_harness::{LocalCluster, scrape, send_raw};
+use std::net::SocketAddr;
+
+use inflight_harness::{LocalCluster, RoleProcess, eventually, scrape, send_raw};
+use tokio::io::AsyncWriteExt as _;
+use tokio::net::TcpStream;
 use tonic::Code;
 
 use crate::{program, short_request};
@@ -72,5 +76,56 @@ async fn a_refusal_fits_into_the_headers_of_common_clients_whatever_the_request_
     let status =
         send_raw(&cluster.endpoint, INFER, field(0x2a, &tensor)).await?.context("it was accepted")?;
     ensure!(status.message().len() <= 1024 && status.details().len() <= 2048, "{:?}", status.code());
+    Ok(())
+}
+
+/// Sends a completions call with 128 prompts that share 65,536 allowed token ids, and does not read the answer.
+async fn many_prompts(address: SocketAddr) -> Result<TcpStream> {
+    let ids: Vec<String> = (0..65_536).map(|id: u32| id.to_string()).collect();
+    let prompts = vec!["\"a\""; 128].join(",");
+    let body = format!(
+        r#"{{"model":"expected","prompt":[{prompts}],"max_tokens":1,"allowed_token_ids":[{}]}}"#,
+        ids.join(",")
+    );
+    let mut stream = TcpStream::connect(address).await?;
+    let head = format!(
+        "POST /v1/completions HTTP/1.1\r\nhost: {address}\r\ncontent-type: application/json\r\ncontent-length: {}\r\n\r\n",
+        body.len()
+    );
+    stream.write_all(head.as_bytes()).await?;
+    stream.write_all(body.as_bytes()).await?;
+    Ok(stream)
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn prompts_of_one_call_share_what_they_have_in_common() -> Result<()> {
+    const CALLS: usize = 30;
+    // A port that was free a moment ago.
+    let http = std::net::TcpListener::bind("127.0.0.1:0")?.local_addr()?;
+    let flags = [
+        format!("--http-listen={http}"),
+        "--expect-models=expected".to_owned(),
+        "--workers=127.0.0.1:1".to_owned(),
+    ];
+    let router = RoleProcess::start(program().to_owned(), "router", &flags).await?;
+    let peak = || async {
+        anyhow::Ok(scrape(router.metrics).await?.total("process_resident_memory_peak_bytes")? / MIB)
+    };
+    let before = peak().await?;
+    let mut held = Vec::new();
+    for _ in 0..CALLS {
+        held.push(many_prompts(http).await?);
+    }
+    eventually("the calls are held", || async {
+        let waiting = scrape(router.metrics).await?.total("inflight_router_cold_start_requests")?;
+        ensure!(waiting >= CALLS as f64, "{waiting} requests are held");
+        Ok(())
+    })
+    .await?;
+    let grown = peak().await? - before;
+    println!("{CALLS} calls of 128 prompts took {grown:.0} MiB");
+    // Each would take 32 MiB with copies of its own.
+    ensure!(grown < 128.0, "the router took {grown:.0} MiB");
+    drop(held);
     Ok(())
 }
