@@ -195,7 +195,7 @@ mod tests {
     fn masks_must_leave_a_token_of_the_vocabulary() {
         let check = |allowed: &[u32], words: &[&[u32]]| {
             let spec = SamplingSpec {
-                allowed_token_ids: allowed.to_vec(),
+                allowed_token_ids: allowed.into(),
                 bad_word_token_ids: words.iter().map(|word| word.to_vec()).collect(),
                 ..SamplingSpec::default()
             };

@@ -29,8 +29,8 @@ pub struct SamplingSpec {
     pub repetition_penalty: f32,
     /// Pairs of token id and bias added to its logit, in [-100, 100]; sorted by id once validated.
     pub logit_bias: Vec<(u32, f32)>,
-    /// Token ids that may be generated, sorted once validated; empty: all.
-    pub allowed_token_ids: Vec<u32>,
+    /// Token ids that may be generated, sorted once validated; empty: all. Shared, as it may be long and requests of one call have the same.
+    pub allowed_token_ids: Arc<[u32]>,
     /// Sequences of token ids that the output does not contain, sorted once validated. The last token of a
     /// sequence is masked where the output ends with the tokens before it.
     pub bad_word_token_ids: Vec<Vec<u32>>,
@@ -67,7 +67,7 @@ impl Default for SamplingSpec {
             frequency_penalty: 0.0,
             repetition_penalty: 1.0,
             logit_bias: Vec::new(),
-            allowed_token_ids: Vec::new(),
+            allowed_token_ids: Arc::default(),
             bad_word_token_ids: Vec::new(),
             logprobs: None,
             prompt_logprobs: None,
@@ -210,11 +210,21 @@ impl SamplingSpec {
         self.logit_bias.dedup_by_key(|(id, _)| *id);
         self.stop_token_ids.sort_unstable();
         self.stop_token_ids.dedup();
-        self.allowed_token_ids.sort_unstable();
-        self.allowed_token_ids.dedup();
+        self.allowed_token_ids = Self::sorted(self.allowed_token_ids);
         self.bad_word_token_ids.sort_unstable();
         self.bad_word_token_ids.dedup();
         Ok(SamplingParams(self))
+    }
+
+    /// Returns token ids in ascending order, each once; the same list if it is so already.
+    pub fn sorted(ids: Arc<[u32]>) -> Arc<[u32]> {
+        if ids.is_sorted_by(|a, b| a < b) {
+            return ids;
+        }
+        let mut ids = ids.to_vec();
+        ids.sort_unstable();
+        ids.dedup();
+        ids.into()
     }
 
     fn check_bad_words(&self) -> Result<(), SamplingError> {
@@ -321,7 +331,7 @@ mod tests {
             assert_eq!(words(bad), "bad_word_token_ids");
         }
         assert_eq!(words(vec![vec![1; 32]; 129]), "bad_words");
-        let allowed_token_ids = vec![1; SamplingSpec::ALLOWED_TOKEN_IDS_MAX + 1];
+        let allowed_token_ids = vec![1; SamplingSpec::ALLOWED_TOKEN_IDS_MAX + 1].into();
         assert_eq!(refused(SamplingSpec { allowed_token_ids, ..d() }), "allowed_token_ids");
         let constraint = Constraint { grammar: Grammar::Regex(String::new()), begins_after: None };
         assert_eq!(refused(SamplingSpec { constraint: Some(constraint.into()), ..d() }), "constraint");

@@ -64,15 +64,16 @@ impl Drop for Held<'_> {
     }
 }
 
-/// Returns the approximate size of a request's prompt in bytes: more than one request may come in a message.
-fn prompt_bytes(request: &GenerationRequest) -> u64 {
-    let bytes = match &request.input {
+/// Returns the approximate size of a request in bytes, decoded: more than one may come in a message, and numbers in JSON may have fewer
+/// bytes than in memory.
+fn decoded_bytes(request: &GenerationRequest) -> u64 {
+    let prompt = match &request.input {
         Input::Text(text) | Input::RawText(text) => text.len(),
         Input::TokenIds(ids) => size_of_val(&ids[..]),
         // The message is counted, and has only one request.
         Input::Chat(_) => 0,
     };
-    bytes as u64
+    (prompt + request.sampling.list_bytes(true)) as u64
 }
 
 impl ColdStart {
@@ -110,7 +111,7 @@ impl ColdStart {
         mut served: watch::Receiver<BTreeSet<String>>,
     ) -> Result<Option<OwnedSemaphorePermit>, Outcome> {
         let Some(model) = self.expected(&request.model, &served.borrow_and_update()) else { return Ok(None) };
-        let held = self.hold(model, tenant, message_bytes.max(prompt_bytes(request)))?;
+        let held = self.hold(model, tenant, message_bytes.max(decoded_bytes(request)))?;
         let limit = arrival.at.checked_add(self.timeout);
         let limit = [limit, arrival.deadline].into_iter().flatten().min();
         let limit =
@@ -218,6 +219,6 @@ mod tests {
         assert_eq!(one.expected("m", &served(&["m"])), None);
         assert_eq!(one.expected("other", &served(&[])), None);
         assert_eq!(of(&["m", "n"]).expected("", &served(&[])), None);
-        assert_eq!(prompt_bytes(&GenerationRequest::new(String::new(), Input::TokenIds(vec![1; 10]))), 40);
+        assert_eq!(decoded_bytes(&GenerationRequest::new(String::new(), Input::TokenIds(vec![1; 10]))), 40);
     }
 }

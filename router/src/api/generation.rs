@@ -35,7 +35,7 @@ pub(crate) struct SamplingOverrides {
     pub(crate) frequency_penalty: Option<f32>,
     pub(crate) repetition_penalty: Option<f32>,
     pub(crate) logit_bias: Vec<(u32, f32)>,
-    pub(crate) allowed_token_ids: Vec<u32>,
+    pub(crate) allowed_token_ids: Arc<[u32]>,
     /// Words that the output does not contain.
     pub(crate) bad_words: Vec<String>,
     pub(crate) bad_word_token_ids: Vec<Vec<u32>>,
@@ -51,6 +51,16 @@ pub(crate) struct SamplingOverrides {
 }
 
 impl SamplingOverrides {
+    /// Bytes of its lists. With `shared`, also of those that the requests of one message share.
+    pub(crate) fn list_bytes(&self, shared: bool) -> usize {
+        let words: usize = self.bad_words.iter().map(String::len).sum();
+        let word_ids: usize = self.bad_word_token_ids.iter().map(|word| size_of_val(&word[..])).sum();
+        let own = size_of_val(&self.logit_bias[..]) + words + word_ids;
+        let grammar =
+            || self.constraint.as_ref().map_or(0, |one| one.grammar.texts().iter().map(String::len).sum());
+        own + if shared { size_of_val(&self.allowed_token_ids[..]) + grammar() } else { 0 }
+    }
+
     /// Returns the sampling parameters of a request. Its bad words must be tokenized.
     pub(crate) fn apply(self, stop: &StopConditions, defaults: &SamplingSpec) -> SamplingSpec {
         SamplingSpec {

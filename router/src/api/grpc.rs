@@ -276,7 +276,7 @@ fn sampling(message: v1::SamplingParams) -> SamplingOverrides {
         frequency_penalty: message.frequency_penalty,
         repetition_penalty: message.repetition_penalty,
         logit_bias: message.logit_bias.into_iter().collect(),
-        allowed_token_ids: message.allowed_token_ids,
+        allowed_token_ids: message.allowed_token_ids.into(),
         bad_words: message.bad_words,
         bad_word_token_ids: message.bad_word_token_ids.into_iter().map(|word| word.token_ids).collect(),
         logprobs: message.logprobs,

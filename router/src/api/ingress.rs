@@ -98,6 +98,9 @@ impl RequestContext {
     }
 }
 
+/// Bytes that a request may keep without a reservation.
+const KEPT_FREE: usize = 16 << 10;
+
 /// Counts an open call.
 struct OpenStream;
 
@@ -109,6 +112,8 @@ pub(crate) struct PreparedRequest {
     permit: PoolShare,
     open: TaskTrackerToken,
     admission_guard: Option<AdmissionGuard>,
+    /// Receive budget of what it keeps of its message until it ends.
+    kept: Option<ReservedBytes>,
     usage: Option<UsageSlot>,
     /// Permit of a request that waited for a cold start, held until it is submitted.
     _held: Option<OwnedSemaphorePermit>,
@@ -219,6 +224,7 @@ impl Ingress {
         let words = BadWords::new(served.clone(), words)?;
         let words = self.tokenize_words(words, &tokenize).instrument(span.clone()).await?;
         request.sampling.bad_word_token_ids.extend(words);
+        let kept = self.keep(&request, received.as_deref(), shares_message)?;
         let output = OutputPlan::new(&mut request, (&served.name, &served.model), &self.options)?;
         if let Some(constraint) = request.sampling.constraint.clone() {
             let check = GrammarCheck::new(served.clone(), constraint, request.constraint_field)?;
@@ -236,22 +242,43 @@ impl Ingress {
         span.record("prompt_tokens", call.prompt.len());
         call.trace = TraceContext::of(&span, &context);
         let model = served.model;
-        Ok(PreparedRequest { call, model, span, permit, open, admission_guard, usage, _held: held })
+        Ok(PreparedRequest { call, model, span, permit, open, admission_guard, kept, usage, _held: held })
     }
 
     /// Queues a request. Its response must then be read, or it ends after --stall-timeout.
     pub(crate) fn submit(&self, prepared: PreparedRequest) -> Result<ResponseStream, Outcome> {
-        let PreparedRequest { call, model, span, permit, open, admission_guard, usage, _held } = prepared;
+        let PreparedRequest { call, model, span, permit, open, admission_guard, kept, usage, _held } =
+            prepared;
         let charge = admission_guard
             .as_ref()
             .map(|admission_guard| {
                 admission_guard.take_tokens(call.tokens().saturating_sub(call.charged_tokens()))
             })
             .transpose()?;
-        let guard =
-            CallGuard::default().with(permit).with(open).with(OpenStream::new()).with(admission_guard);
+        let guard = CallGuard::default()
+            .with(permit)
+            .with(open)
+            .with(OpenStream::new())
+            .with(admission_guard)
+            .with(kept);
         let ticket = self.dispatch.submit(call, span.clone(), guard)?;
         Ok(ResponseStream::new(ticket, model, span, charge, usage))
+    }
+
+    /// Reserves the receive budget of what a request keeps until it ends beside its prompt, which the queue counts.
+    fn keep(
+        &self,
+        request: &GenerationRequest,
+        received: Option<&ReservedBytes>,
+        shares_message: bool,
+    ) -> Result<Option<ReservedBytes>, Outcome> {
+        let stops: usize = request.stop.stop.iter().map(String::len).sum();
+        let bytes = request.sampling.list_bytes(!shares_message) + stops;
+        let Some(received) = received.filter(|_| bytes > KEPT_FREE) else { return Ok(None) };
+        received.another(bytes as u64).map(Some).map_err(|status| {
+            let what = status.message().to_owned();
+            Outcome::Full(Box::new(Overload::of_router(what, "receive_bytes", self.options.retry_delay)))
+        })
     }
 
     /// Returns the cursor that a client gives.

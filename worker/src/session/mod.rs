@@ -326,7 +326,10 @@ fn queued_kib(request: &EngineRequest) -> u32 {
         (None, _) | (_, Some(Err(_)) | None) => 0,
         (Some(_), Some(Ok(compiled))) => compiled.bytes(),
     };
-    let bytes = size_of::<u32>() * (request.prompt.len() + resumed) + grammar + compiled;
+    let sampling = &request.sampling;
+    let words: usize = sampling.bad_word_token_ids.iter().map(Vec::len).sum();
+    let lists = sampling.allowed_token_ids.len() + 2 * sampling.logit_bias.len() + words;
+    let bytes = size_of::<u32>() * (request.prompt.len() + resumed + lists) + grammar + compiled;
     (1 + bytes.div_ceil(1 << 10)).min(QUEUED_KIB_MAX) as u32
 }
 

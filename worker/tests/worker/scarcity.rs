@@ -143,7 +143,7 @@ fn sampling(spec: &RequestSpec) -> SamplingParams {
         seed: spec.seed,
         n: spec.n,
         logprobs: Some(8),
-        allowed_token_ids: if spec.masked { (20..26).collect() } else { Vec::new() },
+        allowed_token_ids: if spec.masked { (20..26).collect() } else { Arc::default() },
         bad_word_token_ids: if spec.masked { bad_words() } else { Vec::new() },
         prompt_logprobs: spec.prompt_logprobs,
         constraint: constraint(spec),

@@ -339,7 +339,7 @@ fn sampling() -> impl Strategy<Value = SamplingSpec> {
             min_tokens,
             seed,
             logit_bias: if bias { vec![(17, 1.5), (100, -3.0)] } else { Vec::new() },
-            allowed_token_ids,
+            allowed_token_ids: allowed_token_ids.into(),
             bad_word_token_ids,
             stop_token_ids: vec![42],
             ..SamplingSpec::default()

@@ -1,6 +1,7 @@
 //! Sampling fields that chat and text completions share, with extensions for what OpenAI's API lacks.
 
 use std::collections::BTreeMap;
+use std::sync::Arc;
 
 use inflight_contract::SamplingSpec;
 
@@ -140,14 +141,15 @@ fn prompt_logprobs(fields: &Fields<'_>) -> Result<Option<u32>, Outcome> {
 }
 
 /// Returns the allowed token ids; none if the field is absent.
-fn allowed_token_ids(fields: &Fields<'_>) -> Result<Vec<u32>, Outcome> {
+fn allowed_token_ids(fields: &Fields<'_>) -> Result<Arc<[u32]>, Outcome> {
     let allowed: Option<Vec<u32>> = fields.get("allowed_token_ids", "an array of token ids")?;
     match allowed {
         Some(allowed) if allowed.is_empty() => {
             let reason = "allowed_token_ids is empty; allow at least one token, or leave the field out";
             Err(Outcome::field("allowed_token_ids", reason))
         }
-        allowed => Ok(allowed.unwrap_or_default()),
+        // In the order in which it is used, so that all requests of a call share it.
+        allowed => Ok(SamplingSpec::sorted(allowed.unwrap_or_default().into())),
     }
 }
 

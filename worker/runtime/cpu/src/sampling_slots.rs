@@ -166,7 +166,7 @@ impl SlotState {
     /// ends with.
     fn mask_tokens(&self, logits: &mut [f32]) {
         let mut next = 0;
-        for id in &self.sampling.allowed_token_ids {
+        for id in &*self.sampling.allowed_token_ids {
             let id = (*id as usize).min(logits.len());
             logits[next..id].fill(f32::NEG_INFINITY);
             next = (id + 1).min(logits.len());
