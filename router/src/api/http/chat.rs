@@ -15,7 +15,7 @@ use super::logprobs::{ChatLogprobs, PromptBody, check_outputs, check_prompts};
 use super::sampling::{self, StreamOptions};
 use super::tools::{self, ToolForm};
 use super::usage::{TimingsBody, UsageBody};
-use super::{Call, HttpApi, Started, content, json, sse, structured};
+use super::{Call, HttpApi, Started, aside, content, json, sse, structured};
 use crate::api::collected::{CollectedCall, CollectedChoice};
 use crate::api::generation::{GenerationRequest, Input};
 use crate::api::ingress::rejected;
@@ -316,34 +316,38 @@ async fn complete(api: &HttpApi, started: Started, output: Output) -> Result<Res
     let prompts = started.generations().collect().await?;
     let mut usage = UsageBody::default();
     prompts.iter().for_each(|prompt| usage.add(&prompt.usage));
-    let choices = prompts.iter().flat_map(|prompt| prompt.choices.iter().enumerate());
-    let choice = |(index, choice): (usize, &CollectedChoice)| {
-        let logprobs = bundle.as_ref().filter(|_| output.logprobs);
-        (index, logprobs.map(|model| ChatLogprobs::new(&choice.logprobs, model.tokenizer.vocabulary())))
+    let large = output.logprobs || output.prompt_logprobs.is_some();
+    let build = || {
+        let choices = prompts.iter().flat_map(|prompt| prompt.choices.iter().enumerate());
+        let choice = |(index, choice): (usize, &CollectedChoice)| {
+            let logprobs = bundle.as_ref().filter(|_| output.logprobs);
+            (index, logprobs.map(|model| ChatLogprobs::new(&choice.logprobs, model.tokenizer.vocabulary())))
+        };
+        let logprobs: Vec<_> = choices.clone().map(choice).collect();
+        let choices = choices.zip(logprobs).map(|((index, choice), (_, logprobs))| Choice {
+            index,
+            message: AssistantMessage::new(choice),
+            logprobs,
+            finish_reason: finish_reason(choice.reason(), choice.called()),
+        });
+        let first = prompts.first();
+        let scored = first.zip(output.prompt_logprobs).zip(bundle.as_ref());
+        let prompt_logprobs = scored.map(|((prompt, alternatives), model)| {
+            PromptBody::new(&prompt.prompt_logprobs, alternatives, model.tokenizer.vocabulary())
+        });
+        json(&Completion {
+            id,
+            object: "chat.completion",
+            created,
+            model: &model,
+            system_fingerprint: first.map_or("", |prompt| prompt.fingerprint()),
+            choices: choices.collect(),
+            usage,
+            prompt_logprobs,
+            timings: first.filter(|_| api.http.timings).map(|prompt| prompt.timings.into()),
+        })
     };
-    let logprobs: Vec<_> = choices.clone().map(choice).collect();
-    let choices = choices.zip(logprobs).map(|((index, choice), (_, logprobs))| Choice {
-        index,
-        message: AssistantMessage::new(choice),
-        logprobs,
-        finish_reason: finish_reason(choice.reason(), choice.called()),
-    });
-    let first = prompts.first();
-    let scored = first.zip(output.prompt_logprobs).zip(bundle.as_ref());
-    let prompt_logprobs = scored.map(|((prompt, alternatives), model)| {
-        PromptBody::new(&prompt.prompt_logprobs, alternatives, model.tokenizer.vocabulary())
-    });
-    json(&Completion {
-        id,
-        object: "chat.completion",
-        created,
-        model: &model,
-        system_fingerprint: first.map_or("", |prompt| prompt.fingerprint()),
-        choices: choices.collect(),
-        usage,
-        prompt_logprobs,
-        timings: first.filter(|_| api.http.timings).map(|prompt| prompt.timings.into()),
-    })
+    aside(large, build).await
 }
 
 #[cfg(test)]

@@ -14,7 +14,7 @@ use super::fields::{FieldTable, Fields, honoured, ignored, parse, refused};
 use super::logprobs::{PromptBody, TextLogprobs, TextOffset, check_outputs, check_prompts};
 use super::sampling::{self, StreamOptions};
 use super::usage::{TimingsBody, UsageBody};
-use super::{Call, HttpApi, Started, json, sse, structured};
+use super::{Call, HttpApi, Started, aside, json, sse, structured};
 use crate::api::generation::{GenerationRequest, Input};
 use crate::api::ingress::rejected;
 use crate::api::response_stream::ResponseStream;
@@ -60,7 +60,7 @@ pub(super) const PARSE_SPECIAL: &str = "Extension: special tokens are recognised
 /// Maximum prompts of a call.
 const PROMPTS_MAX: usize = 128;
 /// Maximum bytes of the prompts that a response echoes, each counted in all of its choices.
-const ECHO_BYTES_MAX: usize = 64 << 20;
+const ECHO_BYTES_MAX: usize = 16 << 20;
 /// Default of `max_tokens`, OpenAI's.
 const MAX_TOKENS: u32 = 16;
 
@@ -243,43 +243,48 @@ async fn complete(
     prompts.iter().for_each(|prompt| usage.add(&prompt.usage));
     let fingerprint = prompts.first().map_or_else(String::new, |prompt| prompt.fingerprint().to_owned());
     let timings = prompts.first().filter(|_| api.http.timings).map(|prompt| prompt.timings.into());
-    let mut choices = Vec::new();
-    for (at, prompt) in prompts.into_iter().enumerate() {
-        for choice in prompt.choices {
-            let vocabulary = bundle.as_ref().map(|model| model.tokenizer.vocabulary());
-            let logprobs = vocabulary.zip(output.logprobs).map(|(vocabulary, alternatives)| {
-                let mut body = match given.get(at) {
-                    Some(given) => {
-                        TextLogprobs::echo(given, &prompt.prompt_logprobs, alternatives, vocabulary)
-                    }
-                    None => TextLogprobs::default(),
+    let large = output.logprobs.is_some() || output.prompt_logprobs.is_some() || output.echo;
+    let build = || {
+        let mut choices = Vec::new();
+        for (at, prompt) in prompts.into_iter().enumerate() {
+            for choice in prompt.choices {
+                let vocabulary = bundle.as_ref().map(|model| model.tokenizer.vocabulary());
+                let logprobs = vocabulary.zip(output.logprobs).map(|(vocabulary, alternatives)| {
+                    let mut body = match given.get(at) {
+                        Some(given) => {
+                            TextLogprobs::echo(given, &prompt.prompt_logprobs, alternatives, vocabulary)
+                        }
+                        None => TextLogprobs::default(),
+                    };
+                    let mut offset =
+                        echoed.get(at).map_or_else(TextOffset::default, |text| TextOffset::after(text));
+                    body.extend(&choice.logprobs, vocabulary, &mut offset);
+                    body
+                });
+                let prompt_logprobs =
+                    vocabulary.zip(output.prompt_logprobs).map(|(vocabulary, alternatives)| {
+                        PromptBody::new(&prompt.prompt_logprobs, alternatives, vocabulary)
+                    });
+                let finish_reason = finish_reason(choice.reason(), false);
+                let text = match echoed.get(at) {
+                    Some(prompt) => format!("{prompt}{}", choice.text),
+                    None => choice.text,
                 };
-                let mut offset =
-                    echoed.get(at).map_or_else(TextOffset::default, |text| TextOffset::after(text));
-                body.extend(&choice.logprobs, vocabulary, &mut offset);
-                body
-            });
-            let prompt_logprobs = vocabulary.zip(output.prompt_logprobs).map(|(vocabulary, alternatives)| {
-                PromptBody::new(&prompt.prompt_logprobs, alternatives, vocabulary)
-            });
-            let finish_reason = finish_reason(choice.reason(), false);
-            let text = match echoed.get(at) {
-                Some(prompt) => format!("{prompt}{}", choice.text),
-                None => choice.text,
-            };
-            choices.push(Choice { index: choices.len(), text, logprobs, finish_reason, prompt_logprobs });
+                choices.push(Choice { index: choices.len(), text, logprobs, finish_reason, prompt_logprobs });
+            }
         }
-    }
-    json(&Completion {
-        id,
-        object: "text_completion",
-        created,
-        model: &model,
-        system_fingerprint: &fingerprint,
-        choices,
-        usage,
-        timings,
-    })
+        json(&Completion {
+            id,
+            object: "text_completion",
+            created,
+            model: &model,
+            system_fingerprint: &fingerprint,
+            choices,
+            usage,
+            timings,
+        })
+    };
+    aside(large, build).await
 }
 
 #[cfg(test)]
@@ -324,7 +329,7 @@ mod tests {
     fn echoed_prompts_beyond_the_limit_are_refused() {
         assert_eq!(check_echo(ECHO_BYTES_MAX), Ok(()));
         let refused = check_echo(ECHO_BYTES_MAX + 1).unwrap_err().message();
-        assert!(refused.contains("67108865 bytes") && refused.contains("at most 67108864"), "{refused}");
+        assert!(refused.contains("16777217 bytes") && refused.contains("at most 16777216"), "{refused}");
     }
 
     #[test]

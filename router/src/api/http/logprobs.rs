@@ -10,9 +10,9 @@ use crate::text::{Detokenizer, Vocabulary};
 
 /// Size of a prompt token in a response beside its alternatives, in alternatives.
 const TOKEN_SIZE: usize = 4;
-/// Maximum size of the log probabilities of prompts in a response, in alternatives: that of 131,072 tokens with the most
-/// alternatives, whose JSON has up to 180 MB. Each choice of a text completion has those of its prompt.
-const PROMPTS_SIZE_MAX: usize = 131_072 * (TOKEN_SIZE + SamplingSpec::LOGPROBS_MAX as usize);
+/// Maximum size of the log probabilities in a response that is one object, in alternatives: that of 12,288 tokens with the most
+/// alternatives, whose JSON has up to 17 MB. What is larger comes as a stream: it is written piece by piece, and held by nobody.
+const SIZE_MAX: usize = 12_288 * (TOKEN_SIZE + SamplingSpec::LOGPROBS_MAX as usize);
 
 /// Checks the size of a response with log probabilities of `tokens` prompt tokens in each of `choices` choices. `wanted`: request
 /// fields that enable them, each with its number of alternatives per token.
@@ -27,7 +27,7 @@ pub(super) fn check_prompts(
     let wanted: Vec<(&str, usize)> =
         wanted.iter().filter_map(|(name, top)| Some((*name, TOKEN_SIZE + (*top)? as usize))).collect();
     let Some((field, _)) = wanted.first() else { return Ok(()) };
-    let most = PROMPTS_SIZE_MAX / wanted.iter().map(|(_, size)| size).sum::<usize>();
+    let most = SIZE_MAX / wanted.iter().map(|(_, size)| size).sum::<usize>();
     if tokens * choices <= most {
         return Ok(());
     }
@@ -43,10 +43,6 @@ pub(super) fn check_prompts(
     Err(Outcome::field(*field, reason))
 }
 
-/// Maximum size of the log probabilities of outputs in a response that is one object, in alternatives: that of 32,768 tokens with the
-/// most alternatives, whose JSON has up to 45 MB.
-const OUTPUTS_SIZE_MAX: u64 = 32_768 * (TOKEN_SIZE as u64 + SamplingSpec::LOGPROBS_MAX as u64);
-
 /// Checks the size of a response that has the log probabilities of up to `tokens` output tokens in one object. `field` enables them,
 /// with this number of alternatives per token.
 ///
@@ -54,7 +50,7 @@ const OUTPUTS_SIZE_MAX: u64 = 32_768 * (TOKEN_SIZE as u64 + SamplingSpec::LOGPRO
 /// There may be too many.
 pub(super) fn check_outputs(tokens: u64, field: &str, alternatives: Option<u32>) -> Result<(), Outcome> {
     let Some(alternatives) = alternatives else { return Ok(()) };
-    let most = OUTPUTS_SIZE_MAX / (TOKEN_SIZE as u64 + u64::from(alternatives));
+    let most = SIZE_MAX as u64 / (TOKEN_SIZE as u64 + u64::from(alternatives));
     if tokens <= most {
         return Ok(());
     }
@@ -287,9 +283,9 @@ mod tests {
         let (echo, field) = ("logprobs", "prompt_logprobs");
         for (wanted, most) in [
             ([(echo, Some(20)), (field, None)], 131_072),
-            ([(echo, None), (field, Some(20))], 131_072),
-            ([(echo, Some(20)), (field, Some(20))], 65_536),
-            ([(echo, Some(1)), (field, None)], 629_145),
+            ([(echo, None), (field, Some(20))], 12_288),
+            ([(echo, Some(20)), (field, Some(20))], 6_144),
+            ([(echo, Some(1)), (field, None)], 58_982),
         ] {
             assert_eq!(check_prompts(most / 16, 16, &wanted), Ok(()), "{wanted:?}");
             for (tokens, choices) in [(most + 1, 1), (most / 16 + 1, 16)] {
@@ -299,7 +295,7 @@ mod tests {
             }
         }
         assert_eq!(check_prompts(usize::MAX, 1, &[(echo, None), (field, None)]), Ok(()));
-        for (alternatives, most) in [(Some(20), 32_768), (Some(0), 196_608)] {
+        for (alternatives, most) in [(Some(20), 12_288), (Some(0), 73_728)] {
             assert_eq!(check_outputs(most, "top_logprobs", alternatives), Ok(()));
             let refused = check_outputs(most + 1, "top_logprobs", alternatives).unwrap_err();
             assert_eq!(refused.invalid_field().as_deref(), Some("top_logprobs"));

@@ -14,7 +14,7 @@ use super::response_events::ResponseEvents;
 use super::response_object::{Ended, OutputItem, RequestEcho, ToolEcho};
 use super::sampling;
 use super::tools::{self, ToolForm, message_call};
-use super::{Call, HttpApi, content, json, sse, structured};
+use super::{Call, HttpApi, aside, content, json, sse, structured};
 use crate::api::generation::{GenerationRequest, Input, StopConditions};
 use crate::api::ingress::rejected;
 use crate::api::message_list::MessageList;
@@ -264,15 +264,18 @@ pub(super) async fn create(api: Arc<HttpApi>, call: Call, body: Bytes) -> Result
     let mut prompts = started.generations().collect().await?;
     let prompt = prompts.pop().unwrap_or_default();
     let choice = prompt.choices.first();
-    let logprobs: Vec<_> = match (choice, bundle) {
-        (Some(choice), Some(model)) => {
-            let vocabulary = model.tokenizer.vocabulary();
-            choice.logprobs.iter().map(|position| PositionBody::new(position, vocabulary)).collect()
-        }
-        _ => Vec::new(),
+    let build = || {
+        let logprobs: Vec<_> = match (choice, bundle) {
+            (Some(choice), Some(model)) => {
+                let vocabulary = model.tokenizer.vocabulary();
+                choice.logprobs.iter().map(|position| PositionBody::new(position, vocabulary)).collect()
+            }
+            _ => Vec::new(),
+        };
+        let items = choice.map_or_else(Vec::new, OutputItem::of_choice);
+        json(&echo.ended(&Ended::of(&prompt, api.http.timings), &items, &logprobs))
     };
-    let items = choice.map_or_else(Vec::new, OutputItem::of_choice);
-    json(&echo.ended(&Ended::of(&prompt, api.http.timings), &items, &logprobs))
+    aside(alternatives.is_some(), build).await
 }
 
 #[cfg(test)]
