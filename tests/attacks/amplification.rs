@@ -3,8 +3,8 @@
 use anyhow::{Context, Result, ensure};
 use std::net::SocketAddr;
 
-use inflight_harness::{LocalCluster, RoleProcess, eventually, scrape, send_raw};
-use tokio::io::AsyncWriteExt as _;
+use inflight_harness::{LocalCluster, RoleProcess, eventually, exclusive, scrape, send_raw};
+use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::TcpStream;
 use tonic::Code;
 
@@ -127,5 +127,66 @@ async fn prompts_of_one_call_share_what_they_have_in_common() -> Result<()> {
     // Each would take 32 MiB with copies of its own.
     ensure!(grown < 128.0, "the router took {grown:.0} MiB");
     drop(held);
+    Ok(())
+}
+
+/// Asks for log probabilities of a prompt over HTTP. Returns the status and the bytes of the answer.
+async fn scored(address: SocketAddr, prompt: &[u32], key: &str) -> Result<(u16, usize)> {
+    let body = format!(r#"{{"prompt":{prompt:?},"max_tokens":1,"prompt_logprobs":20,"model":""}}"#);
+    let mut stream = TcpStream::connect(address).await?;
+    let head = format!(
+        "POST /v1/completions HTTP/1.1\r\nhost: {address}\r\nauthorization: Bearer {key}\r\nconnection: close\r\n\
+         content-type: application/json\r\ncontent-length: {}\r\n\r\n",
+        body.len()
+    );
+    stream.write_all(head.as_bytes()).await?;
+    stream.write_all(body.as_bytes()).await?;
+    let mut answer = Vec::new();
+    stream.read_to_end(&mut answer).await?;
+    let status = answer.get(9..12).and_then(|status| std::str::from_utf8(status).ok()?.parse().ok());
+    Ok((status.context("an answer without a status")?, answer.len()))
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn answers_of_megabytes_delay_no_other_call() -> Result<()> {
+    const ANSWERS: usize = 12;
+    let flags = ["--workers=1", "--device=sim:flat,pool_tokens=300000", "--max-context-tokens=262144"];
+    let cluster = LocalCluster::start_exclusive(program(), &flags, &[], exclusive().await).await?;
+    let http: SocketAddr = cluster.http.trim_start_matches("http://").parse()?;
+    let (status, _) = scored(http, &vec![7; 12_289], "").await?;
+    ensure!(status == 400, "more log probabilities than a response has: {status}");
+    let peak = || async {
+        anyhow::Ok(scrape(cluster.router.metrics).await?.total("process_resident_memory_peak_bytes")? / MIB)
+    };
+    let before = peak().await?;
+    let prompt: Vec<u32> = (0..12_000).map(|at| 7 + at % 90).collect();
+    let answers = (0..ANSWERS).map(|_| {
+        let prompt = prompt.clone();
+        tokio::spawn(async move { scored(http, &prompt, "").await })
+    });
+    let answers: Vec<_> = answers.collect();
+    let mut waits = Vec::new();
+    while answers.iter().any(|answer| !answer.is_finished()) {
+        let begun = std::time::Instant::now();
+        let mut stream = cluster.client().await?.generate(short_request()).await?.into_inner();
+        while stream.message().await?.is_some() {}
+        waits.push(begun.elapsed());
+    }
+    let mut bytes = 0;
+    for answer in answers {
+        let (status, length) = answer.await??;
+        ensure!(status == 200, "{status}");
+        bytes = bytes.max(length);
+    }
+    waits.sort();
+    let (median, most) = (waits[waits.len() / 2], waits[waits.len() - 1]);
+    let grown = peak().await? - before;
+    println!(
+        "{ANSWERS} answers of {:.1} MiB; {} other calls took {median:?}, at most {most:?}; the router took {grown:.0} MiB",
+        bytes as f64 / MIB,
+        waits.len()
+    );
+    ensure!(bytes < 17 << 20, "an answer has {bytes} bytes");
+    ensure!(median.as_millis() < 500, "the others took {median:?}");
     Ok(())
 }
