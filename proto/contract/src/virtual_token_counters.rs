@@ -198,6 +198,11 @@ impl VirtualTokenCounters {
         tenant
     }
 
+    /// Returns a tenant by its name, if it is known.
+    pub fn find(&self, name: &str) -> Option<Tenant> {
+        self.by_name.get(name).copied()
+    }
+
     /// Marks a request of a tenant as waiting: it arrived or was preempted.
     pub fn wait(&mut self, tenant: Tenant) {
         let floor = self.min_backlogged_service().unwrap_or(self.idle_floor);

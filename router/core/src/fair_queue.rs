@@ -514,10 +514,9 @@ impl<L: Ord + Copy, T> FairQueue<L, T> {
     }
 
     /// Returns the virtual time of a tenant in a lane, provisional charges included.
-    pub fn service(&self, lane: L, tenant: &str) -> Option<Service> {
+    pub fn virtual_time(&self, lane: L, tenant: &str) -> Option<Service> {
         let lane = self.lanes.get(&lane)?;
-        let (_, service, _) = lane.service.iter().find(|(name, ..)| *name == tenant)?;
-        Some(service)
+        Some(lane.virtual_time(lane.service.find(tenant)?))
     }
 
     /// Returns an upper bound on the requests that go before a new one of this tenant and priority in a lane,

@@ -1,6 +1,7 @@
 //! Grant ledger of one session: credits granted by a worker and credits used by requests in flight.
 
 use std::collections::BTreeMap;
+use std::sync::Arc;
 
 use crate::{Credits, SubmissionId};
 
@@ -18,6 +19,9 @@ pub enum Settled {
 #[derive(Debug)]
 struct Charge {
     priority: i32,
+    tenant: Arc<str>,
+    /// Whether its worker has reported progress.
+    started: bool,
     /// Bit mask of the running choices.
     running: u32,
     /// Blocks held until the last choice ends.
@@ -28,7 +32,7 @@ struct Charge {
 
 /// Credits of one session: the worker's grant and the usage of its requests in flight. A request that
 /// outranks another one in flight may use a few sequences beyond the grant: it need not wait for an end,
-/// because its worker preempts in its favour.
+/// because its worker preempts in its favour, or begins it before the other one, which has not started.
 ///
 /// Invariant: `used` is the sum over the running choices in flight and their blocks; every charge is released
 /// exactly once. A grant is absolute and may shrink below `used`; then nothing fits until enough has ended.
@@ -39,6 +43,8 @@ pub struct Ledger {
     used: Credits,
     /// Number of requests in flight by priority.
     priorities: BTreeMap<i32, u32>,
+    /// Number of requests in flight that have not started, by tenant and priority.
+    unstarted: BTreeMap<(Arc<str>, i32), u32>,
     charges: BTreeMap<SubmissionId, Charge>,
 }
 
@@ -56,11 +62,29 @@ impl Ledger {
         self.priority_sequences = priority_sequences;
     }
 
-    /// Returns the sequences beyond the grant that a request of this priority may use; 0 if it outranks
-    /// nothing in flight.
-    pub fn priority_sequences(&self, priority: i32) -> u32 {
+    /// Returns the sequences beyond the grant that a request of this priority and tenant may use; 0 if it outranks
+    /// nothing in flight. It outranks a lower priority, and a request that has not started whose tenant `has_more`:
+    /// clearly more service over its weight than its own tenant would have with it.
+    pub fn priority_sequences(&self, priority: i32, tenant: &str, has_more: impl Fn(&str) -> bool) -> u32 {
+        if self.priority_sequences == 0 {
+            return 0;
+        }
         let outranks = self.priorities.first_key_value().is_some_and(|(least, _)| *least < priority);
-        if outranks { self.priority_sequences } else { 0 }
+        let outranks_tenant = || {
+            let mut unstarted =
+                self.unstarted.keys().filter(|(name, other)| *other <= priority && **name != *tenant);
+            unstarted.any(|(name, _)| has_more(name))
+        };
+        if outranks || outranks_tenant() { self.priority_sequences } else { 0 }
+    }
+
+    /// Records that a submission has started.
+    pub fn start(&mut self, submission: SubmissionId) {
+        if let Some(charge) = self.charges.get_mut(&submission).filter(|charge| !charge.started) {
+            charge.started = true;
+            let key = (charge.tenant.clone(), charge.priority);
+            remove_one(&mut self.unstarted, &key);
+        }
     }
 
     /// Returns the grant.
@@ -81,7 +105,9 @@ impl Ledger {
     /// Charges a submission of priority 0: the choices in the bit mask `running`, and `blocks` for all of
     /// them together.
     pub fn charge(&mut self, submission: SubmissionId, running: u32, blocks: u32) {
-        self.insert(submission, Charge { priority: 0, running, shared: blocks, own: Vec::new() });
+        let tenant = Arc::from("");
+        let charge = Charge { priority: 0, tenant, started: false, running, shared: blocks, own: Vec::new() };
+        self.insert(submission, charge);
     }
 
     /// Charges a submission: `shared` blocks, and its choices below [`Ledger::CHOICES_MAX`] with the blocks
@@ -90,12 +116,14 @@ impl Ledger {
         &mut self,
         submission: SubmissionId,
         priority: i32,
+        tenant: &str,
         shared: u32,
         own: impl Iterator<Item = (u32, u32)>,
     ) {
         let own: Vec<_> = own.collect();
         let running = own.iter().fold(0, |mask, (choice, _)| mask | 1u32.checked_shl(*choice).unwrap_or(0));
-        self.insert(submission, Charge { priority, running, shared, own });
+        let tenant = Arc::from(tenant);
+        self.insert(submission, Charge { priority, tenant, started: false, running, shared, own });
     }
 
     fn insert(&mut self, submission: SubmissionId, charge: Charge) {
@@ -103,6 +131,7 @@ impl Ledger {
         self.used.sequences += charge.running.count_ones();
         self.used.blocks += charge.shared + charge.own.iter().map(|(_, blocks)| blocks).sum::<u32>();
         *self.priorities.entry(charge.priority).or_default() += 1;
+        *self.unstarted.entry((charge.tenant.clone(), charge.priority)).or_default() += 1;
         let before = self.charges.insert(submission, charge);
         debug_assert!(before.is_none(), "a submission is charged once");
     }
@@ -123,13 +152,12 @@ impl Ledger {
             return Settled::Choice;
         }
         self.used.blocks -= charge.shared;
-        let priority = charge.priority;
+        let (priority, key) =
+            (charge.priority, (!charge.started).then(|| (charge.tenant.clone(), charge.priority)));
         self.charges.remove(&submission);
-        if let Some(count) = self.priorities.get_mut(&priority) {
-            *count -= 1;
-            if *count == 0 {
-                self.priorities.remove(&priority);
-            }
+        remove_one(&mut self.priorities, &priority);
+        if let Some(key) = key {
+            remove_one(&mut self.unstarted, &key);
         }
         Settled::Request
     }
@@ -138,6 +166,16 @@ impl Ledger {
     pub fn runs(&self, submission: SubmissionId, choice: u32) -> bool {
         let bit = 1u32.checked_shl(choice).unwrap_or(0);
         self.charges.get(&submission).is_some_and(|charge| charge.running & bit != 0)
+    }
+}
+
+/// Counts one less; entries of 0 are removed.
+fn remove_one<K: Ord>(counts: &mut BTreeMap<K, u32>, key: &K) {
+    if let Some(count) = counts.get_mut(key) {
+        *count -= 1;
+        if *count == 0 {
+            counts.remove(key);
+        }
     }
 }
 
@@ -160,7 +198,7 @@ mod tests {
                     0 => ledger.charge(SubmissionId(i as u64), *mask, *blocks),
                     _ => {
                         let choices = (0..32).filter(|choice| mask & (1 << choice) != 0);
-                        ledger.charge_choices(SubmissionId(i as u64), 0, *blocks, choices.map(|choice| (choice, *each)));
+                        ledger.charge_choices(SubmissionId(i as u64), 0, "a", *blocks, choices.map(|choice| (choice, *each)));
                     }
                 }
                 open.insert(i as u64, (*mask, *blocks, *each));
@@ -212,17 +250,43 @@ mod tests {
                 let need = Credits { sequences, blocks: 1 };
                 let used = ledger.used();
                 let candidate =
-                    Candidate { grant, used, need, priority_sequences: ledger.priority_sequences(priority), ..Candidate::default() };
+                    Candidate { grant, used, need, priority_sequences: ledger.priority_sequences(priority, "a", |_| true), ..Candidate::default() };
                 let outranks = open.iter().any(|(_, other, _)| *other < priority);
                 let beyond = outranks && priority_sequences > 0 && used.sequences + sequences <= granted + priority_sequences;
                 let expected = grant.fit(used, need) || (used.sequences == 0 && granted > 0) || beyond;
                 prop_assert_eq!(candidate.has_room(), expected);
                 if expected {
-                    ledger.charge_choices(SubmissionId(i as u64), priority, 1, (0..sequences).map(|choice| (choice, 0)));
+                    ledger.charge_choices(SubmissionId(i as u64), priority, "a", 1, (0..sequences).map(|choice| (choice, 0)));
                     open.push((i as u64, priority, sequences));
                     prop_assert!(ledger.used().sequences <= most);
                 }
             }
         }
+    }
+
+    #[test]
+    fn a_tenant_with_less_service_outranks_what_has_not_started() {
+        let mut ledger = Ledger::default();
+        ledger.set_priority_sequences(4);
+        let has_more = |tenant: &str| tenant == "crowd";
+        let submit = |ledger: &mut Ledger, id, priority, tenant: &str| {
+            ledger.charge_choices(SubmissionId(id), priority, tenant, 0, [(0, 1)].into_iter());
+        };
+        submit(&mut ledger, 1, 0, "crowd");
+        submit(&mut ledger, 2, 0, "crowd");
+        submit(&mut ledger, 3, 0, "other");
+        assert_eq!(ledger.priority_sequences(0, "small", has_more), 4);
+        assert_eq!(ledger.priority_sequences(0, "small", |_| false), 0, "none has clearly more");
+        assert_eq!(ledger.priority_sequences(0, "crowd", has_more), 0, "not its own");
+        assert_eq!(ledger.priority_sequences(-1, "small", has_more), 0, "a higher priority is not outranked");
+        ledger.start(SubmissionId(1));
+        ledger.start(SubmissionId(1));
+        assert_eq!(ledger.priority_sequences(0, "small", has_more), 4);
+        assert_eq!(ledger.settle(SubmissionId(2), 0), Settled::Request);
+        assert_eq!(ledger.priority_sequences(0, "small", has_more), 0, "what crowd has there has started");
+        for id in [1, 3] {
+            assert_eq!(ledger.settle(SubmissionId(id), 0), Settled::Request);
+        }
+        assert!(ledger.unstarted.is_empty() && ledger.priorities.is_empty());
     }
 }

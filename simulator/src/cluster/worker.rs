@@ -59,6 +59,8 @@ struct WorkerTransfer {
 pub(super) struct SimulatedWorker {
     scheduler: Scheduler,
     profile: DeviceProfile,
+    /// Sequences that requests which outrank others may have beyond the grants.
+    queue_ahead: u32,
     grants: Grants<usize>,
     /// Live requests by [`SequenceId::index`].
     live: Vec<Option<WorkerRequest>>,
@@ -93,6 +95,7 @@ impl SimulatedWorker {
             // Limits from `ClusterOptions` are consistent.
             scheduler: scheduler.expect("limits that do not contradict each other"),
             profile: options.profile,
+            queue_ahead: options.queue_ahead,
             grants,
             live: Vec::new(),
             step: None,
@@ -310,7 +313,11 @@ impl SimulatedWorker {
         WorkerUpdate {
             grant: Some(inflight_router_core::Grant {
                 credits: Credits { sequences: grant.sequences, blocks: grant.blocks },
-                priority_sequences: 0,
+                priority_sequences: self
+                    .grants
+                    .priority_sequences(self.queue_ahead)
+                    .find(|(session, _)| *session == router)
+                    .map_or(0, |(_, sequences)| sequences),
             }),
             load: Some(WorkerLoad::new(backlog, estimate.slowdown, decode_step)),
             cost: Some(self.scheduler.cost().coefficients()),

@@ -119,6 +119,17 @@ impl ClusterQueue {
         self.queue.requeue(position, &spec.tenant, spec.tokens(), now, request)
     }
 
+    /// Returns the virtual time of a tenant in a lane, with what was dispatched and is not reported yet.
+    pub(super) fn virtual_time(&self, lane: LaneId, tenant: &str) -> Option<Service> {
+        self.queue.virtual_time(lane, tenant)
+    }
+
+    /// Returns the virtual time that the tenant of a request would have with so many more prompt tokens.
+    pub(super) fn virtual_time_with(&self, spec: &RequestSpec, prompt_tokens: u32) -> Option<Service> {
+        let now = self.queue.virtual_time(spec.lane, &spec.tenant)?;
+        Some(now.plus(self.cost.of(prompt_tokens, 0), spec.weight))
+    }
+
     /// Returns the next request of a lane.
     pub(super) fn head(&self, lane: LaneId, now: Duration) -> Option<(Position, RequestId)> {
         let position = self.queue.head(lane, now)?;

@@ -214,16 +214,24 @@ impl Dispatcher {
             }
         };
         self.sessions_of(spec.lane).map(move |session| {
+            let need = Credits {
+                sequences: request.journal.running().count_ones(),
+                blocks: request.journal.blocks(spec.prompt_tokens as usize, session.block_tokens),
+            };
+            let (grant, used) = (session.ledger.grant(), session.ledger.used());
+            let beyond = || {
+                // Those of tenants that share evenly differ by about a prompt: they need not pass each other.
+                let own = self.queue.virtual_time_with(spec, 2 * spec.prompt_tokens);
+                let has_more = |tenant: &str| self.queue.virtual_time(spec.lane, tenant) > own;
+                session.ledger.priority_sequences(spec.priority.get(), &spec.tenant, has_more)
+            };
             let candidate = Candidate {
                 worker: session.worker,
                 standing: standing(session),
-                grant: session.ledger.grant(),
-                used: session.ledger.used(),
-                priority_sequences: session.ledger.priority_sequences(spec.priority.get()),
-                need: Credits {
-                    sequences: request.journal.running().count_ones(),
-                    blocks: request.journal.blocks(spec.prompt_tokens as usize, session.block_tokens),
-                },
+                grant,
+                used,
+                priority_sequences: if grant.fit(used, need) { 0 } else { beyond() },
+                need,
                 avoid: request.avoid == Some(session.worker) || session.is_overdue(self.now),
                 estimate: Estimate::default(),
             };
@@ -311,7 +319,8 @@ impl Dispatcher {
             AdmissionCost::new(session.block_tokens).prompt(request.spec.prompt_tokens as usize);
         let choices = request.journal.choice_blocks(session.block_tokens);
         request.send(ClientCommand::Placed(RequestPlaced { worker, fingerprint, changed_after }), commands);
-        session.submit(request.spec.priority, prompt_blocks, choices, submission, commands);
+        let RequestSpec { priority, tenant, .. } = &request.spec;
+        session.submit(*priority, tenant, prompt_blocks, choices, submission, commands);
     }
 
     /// Requeues a request that was dispatched before, ahead of all new requests.

@@ -163,12 +163,13 @@ impl WorkerSession {
     pub(super) fn submit(
         &mut self,
         priority: Priority,
+        tenant: &str,
         prompt_blocks: u32,
         choices: impl Iterator<Item = (u32, u32)>,
         submission: Submission,
         commands: &mut Vec<Command>,
     ) {
-        self.ledger.charge_choices(submission.id, priority.get(), prompt_blocks, choices);
+        self.ledger.charge_choices(submission.id, priority.get(), tenant, prompt_blocks, choices);
         let Submission { id, request, attempt, .. } = submission;
         self.submissions.insert(id, InFlight { request, attempt, reported: false, cancelled: false });
         self.send(WorkerCommand::Submit(Box::new(submission)), commands);

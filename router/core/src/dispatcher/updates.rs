@@ -138,6 +138,7 @@ impl Dispatcher {
             let first_report = ended || effect == UpdateEffect::Progress;
             if first_report && !std::mem::replace(&mut in_flight.reported, true) {
                 self.queue.settle(submission);
+                opened.ledger.start(submission);
             }
             if ended && opened.settle(submission, choice) {
                 self.placement.settle(worker, submission);
