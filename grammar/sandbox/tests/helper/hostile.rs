@@ -15,6 +15,7 @@ fn prepare(state: &[u8]) -> Result<Vec<u8>, String> {
     }
 }
 
+#[expect(clippy::ptr_arg, reason = "the type of a state")]
 fn work(state: &Vec<u8>, request: &[u8]) -> Vec<u8> {
     match request {
         b"spin" => loop {

@@ -11,7 +11,7 @@ use crate::text::{Detokenizer, Vocabulary};
 /// Size of a prompt token in a response beside its alternatives, in alternatives.
 const TOKEN_SIZE: usize = 4;
 /// Maximum size of the log probabilities in a response that is one object, in alternatives: that of 12,288 tokens with the most
-/// alternatives, whose JSON has up to 17 MB. What is larger comes as a stream: it is written piece by piece, and held by nobody.
+/// alternatives, whose JSON has up to 17 MB. What is larger comes as a stream, which is written piece by piece.
 const SIZE_MAX: usize = 12_288 * (TOKEN_SIZE + SamplingSpec::LOGPROBS_MAX as usize);
 
 /// Checks the size of a response with log probabilities of `tokens` prompt tokens in each of `choices` choices. `wanted`: request

@@ -324,7 +324,7 @@ async fn aside<T>(large: bool, build: impl FnOnce() -> T) -> T {
     // It is never closed.
     let _turn = TURN.acquire().await;
     match tokio::runtime::Handle::current().runtime_flavor() {
-        // Nobody else's thread, as in simulations.
+        // The only thread, as in simulations.
         RuntimeFlavor::CurrentThread => build(),
         _ => tokio::task::block_in_place(build),
     }

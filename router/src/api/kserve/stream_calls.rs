@@ -35,3 +35,21 @@ impl Drop for StreamCall {
         metrics::gauge!(names::KSERVE_STREAMS).decrement(1.0);
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_tenant_leaves_calls_to_others() {
+        let calls = StreamCalls::new(100);
+        let fill = |tenant: &str| -> Vec<StreamCall> {
+            std::iter::from_fn(|| calls.enter(Arc::from(tenant))).collect()
+        };
+        let (first, second) = (fill("a"), fill("b"));
+        assert_eq!([first.len(), second.len()], [80, 16]);
+        drop((first, second));
+        assert_eq!(fill("b").len(), 80);
+        assert_eq!(calls.0.held(), 0);
+    }
+}
