@@ -4,6 +4,8 @@
 //! that alternate between the servers; a [`Meter`] records latencies and counts, and a [`BenchReport`] renders
 //! them.
 
+#![forbid(unsafe_code)]
+
 mod client;
 mod comparison;
 mod endpoint;

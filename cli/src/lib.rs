@@ -1,5 +1,7 @@
 //! The `inflight` command: every role of the cluster in one binary.
 
+#![forbid(unsafe_code)]
+
 mod bench;
 mod chat;
 mod child_log;

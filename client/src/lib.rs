@@ -3,6 +3,8 @@
 //! [`GenerateStream`] wraps the RPC Generate: when a call breaks off, it continues the stream at another router,
 //! from the last cursor and the tokens that it has. The caller sees one stream without gaps or repetitions.
 
+#![forbid(unsafe_code)]
+
 mod generate_stream;
 mod policy;
 

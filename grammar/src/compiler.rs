@@ -119,6 +119,14 @@ impl Compiler {
         Self { budget, ..self }
     }
 
+    /// Checks what of a grammar is checked before the library runs: its nesting and its chains of names.
+    ///
+    /// # Errors
+    /// [`GrammarError`].
+    pub(crate) fn check(grammar: &Grammar) -> Result<(), GrammarError> {
+        top_level(grammar, false).map(drop)
+    }
+
     /// Compiles a grammar.
     ///
     /// # Errors

@@ -10,6 +10,9 @@ use crate::{Compiler, MaskOutcome, MatchError, Matcher, Vocabulary};
 const END: u32 = 256;
 /// Tokens of the model: single bytes, the end, and padding.
 const VOCAB_SIZE: u32 = 270;
+/// Bytes of a grammar up to which it is compiled in this process; of larger ones the bounds are checked, as compiling one may take
+/// minutes where no process limits it.
+const COMPILED_MAX: usize = 4096;
 /// Maximum tokens of a walk.
 const WALK_MAX: usize = 24;
 
@@ -39,6 +42,9 @@ pub fn grammar(data: &[u8]) -> bool {
     };
     if grammar.check().is_err() {
         return false;
+    }
+    if data.len() > COMPILED_MAX {
+        return Compiler::check(&grammar).is_ok();
     }
     let Ok(compiled) = compiler.compile(&grammar) else { return false };
     let mut matcher = compiled.matcher(None);

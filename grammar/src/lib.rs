@@ -5,6 +5,8 @@
 //! whose state is a pure function of the grammar and of the tokens consumed. Limits are counted work, never time, so that a
 //! grammar is refused on every machine or on none. Matchers share a [`MemoryBudget`].
 
+#![forbid(unsafe_code)]
+
 mod budget;
 mod chains;
 mod compiler;

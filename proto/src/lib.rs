@@ -3,6 +3,8 @@
 //!
 //! Only this crate and the RPC layers of router, worker and CLI use protobuf types.
 
+#![forbid(unsafe_code)]
+
 mod bundle;
 mod call_proof;
 mod codec;

@@ -5,6 +5,8 @@
 //! journal; the task that writes the client's stream reads them, detokenizes and ends the call. When a
 //! session is lost, its requests return to the queue and are resubmitted to other workers.
 
+#![forbid(unsafe_code)]
+
 mod api;
 mod call_guard;
 mod clock;

@@ -302,8 +302,15 @@ impl Core {
         let ticking = dispatch.clone();
         tasks.spawn(restart_on_panic("ticks", move || tick(ticking.clone())));
         let (reported, draining) = (dispatch.clone(), drain.clone());
+        let refusing = usage.as_ref().and_then(|usage| usage.refusing());
         tasks.spawn(restart_on_panic("health", move || {
-            report_health(reporter.clone(), reported.ready(), reported.served(), draining.clone())
+            report_health(
+                reporter.clone(),
+                reported.ready(),
+                reported.served(),
+                refusing.clone(),
+                draining.clone(),
+            )
         }));
         if let Some(tenants) = &tenants {
             let tenants = tenants.clone();
@@ -413,16 +420,29 @@ async fn set_health(reporter: &HealthReporter, serving: bool) {
     }
 }
 
+/// Waits for a change of the usage log's state; for ever without one, or after its writer has ended.
+async fn usage_changed(changes: &mut Option<watch::Receiver<bool>>) {
+    let ended = match changes {
+        Some(changes) => changes.changed().await.is_err(),
+        None => true,
+    };
+    if ended {
+        std::future::pending::<()>().await;
+    }
+}
+
 /// Updates the health service: the router's names, and one per model that is or was served.
 async fn report_health(
     reporter: HealthReporter,
     mut ready: watch::Receiver<bool>,
     mut served: watch::Receiver<BTreeSet<String>>,
+    mut refusing: Option<watch::Receiver<bool>>,
     drain: CancellationToken,
 ) {
     let mut known = BTreeSet::new();
     loop {
-        let serving = *ready.borrow_and_update() && !drain.is_cancelled();
+        let refused = refusing.as_mut().is_some_and(|refusing| *refusing.borrow_and_update());
+        let serving = *ready.borrow_and_update() && !refused && !drain.is_cancelled();
         let models = served.borrow_and_update().clone();
         set_health(&reporter, serving).await;
         known.extend(models.iter().cloned());
@@ -436,6 +456,7 @@ async fn report_health(
             () = drain.cancelled() => break,
             changed = ready.changed() => if changed.is_err() { break },
             changed = served.changed() => if changed.is_err() { break },
+            () = usage_changed(&mut refusing) => {}
         }
     }
     set_health(&reporter, false).await;

@@ -150,7 +150,17 @@ impl Tenants {
 
     /// Reloads the file; tenants keep their usage. On an error the previous contents stay in force.
     pub(crate) fn reload(&self) -> Result<(), TenantsError> {
-        let table = Arc::new(TenantTable::read(&self.path, &self.table())?);
+        let before = self.table();
+        let table = Arc::new(TenantTable::read(&self.path, &before)?);
+        let gone = before.tenants.keys().filter(|name| !table.tenants.contains_key(*name)).count();
+        if gone > 0 {
+            // As on purpose, or because the file was read while it was written.
+            tracing::warn!(
+                gone,
+                left = table.tenants.len(),
+                "tenants are no longer in the tenants file; their calls fail"
+            );
+        }
         *self.table.write().unwrap_or_else(PoisonError::into_inner) = table;
         Ok(())
     }
@@ -308,6 +318,11 @@ impl TenantTable {
             let tenant = table.tenants.get(name.as_str());
             table.anonymous =
                 Some(tenant.cloned().ok_or_else(|| format!("anonymous names {name:?}, which is no tenant"))?);
+            if changed.iter().any(|(tenant, _, admin)| *admin && *tenant.name == **name) {
+                return Err(format!(
+                    "anonymous names {name:?}, whose callers are administrators (admin = true): everyone would be one"
+                ));
+            }
         }
         let gone = before.removed.iter().chain(&before.tenants);
         let gone = gone.filter(|(name, _)| !table.tenants.contains_key(*name));
@@ -511,6 +526,7 @@ mod tests {
             (format!("[tenants.t]\n{key}\n[tenants.u]\n{key}"), "is given twice"),
             (format!("[tenants.t]\n{}", key.replace(" }", ", expires = \"soon\" }")), "\"soon\" is no time"),
             ("anonymous = \"x\"".to_owned(), "which is no tenant"),
+            ("anonymous = \"t\"\n[tenants.t]\nadmin = true".to_owned(), "everyone would be one"),
             ("tenants = 3".to_owned(), "invalid type"),
             ("[tenants.\"\"]".to_owned(), "must have a name"),
             (

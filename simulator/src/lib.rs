@@ -9,6 +9,8 @@
 //! measure fairness. [`cluster`] simulates routers with many workers. [`workload`] generates requests from a
 //! seed; `inflight_traces` reads published ones.
 
+#![forbid(unsafe_code)]
+
 pub mod cluster;
 mod device;
 mod drafts;

@@ -4,6 +4,8 @@
 //! session ▶ inbox ▶ [ scheduler.plan ▶ runtime.execute ▶ sample ▶ scheduler.commit ]* ▶ outbox ▶ session
 //! ```
 
+#![forbid(unsafe_code)]
+
 mod bundle;
 mod device;
 pub mod engine;

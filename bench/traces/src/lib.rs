@@ -1,6 +1,8 @@
 //! Inputs of the load generator and of the simulator: readers of published traces, and a random number generator
 //! whose sequence depends on the seed alone.
 
+#![forbid(unsafe_code)]
+
 mod split_mix64;
 mod trace;
 

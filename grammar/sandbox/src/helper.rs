@@ -25,6 +25,8 @@ const SILENCE_MAX: Duration = Duration::from_secs(5);
 /// Pauses before a helper that died is started again: the first, and the longest, which doubling leads to.
 const RESTART_FIRST: Duration = Duration::from_millis(50);
 const RESTART_LONGEST: Duration = Duration::from_secs(5);
+/// Maximum messages that wait for the process to read them. It reads each at once: more than a few mean that it is stopped.
+const QUEUED_MAX: usize = 64;
 /// Times that a request is run again after its helper has died.
 const RETRIES: usize = 3;
 
@@ -107,7 +109,7 @@ struct Live {
     /// The process, while it runs and has not been waited for.
     process: Option<Pid>,
     /// Messages to the process, from when it is ready to when it ends.
-    requests: Option<mpsc::Sender<Frame>>,
+    requests: Option<mpsc::SyncSender<Frame>>,
     /// Whether the process of the last start was ready.
     was_ready: bool,
     /// Requests that wait for the process to be ready.
@@ -237,10 +239,14 @@ impl Owner {
             live.next_request += 1;
             let frame = Frame::new(Kind::Run, number, request);
             let requests = live.requests.as_ref().ok_or_else(|| gone("has ended"))?;
-            if requests.send(frame).is_err() {
-                // The process does not read any more: the next try waits for the next one.
-                live.requests = None;
-                return Err(gone("has ended"));
+            match requests.try_send(frame) {
+                Ok(()) => {}
+                Err(mpsc::TrySendError::Full(_)) => return Err(gone("does not read")),
+                Err(mpsc::TrySendError::Disconnected(_)) => {
+                    // The next try waits for the next process.
+                    live.requests = None;
+                    return Err(gone("has ended"));
+                }
             }
             if live.sent.is_empty() {
                 live.heard = Some(Instant::now());
@@ -267,7 +273,7 @@ impl Owner {
             kill(&live);
         } else if let Some(requests) = &live.requests {
             // Its end fails the request.
-            let _ = requests.send(Frame::new(Kind::Ping, 0, Vec::new()));
+            let _ = requests.try_send(Frame::new(Kind::Ping, 0, Vec::new()));
         }
     }
 
@@ -369,7 +375,7 @@ impl Owner {
     }
 
     fn serve(&self, state: Vec<u8>, mut input: ChildStdin, output: ChildStdout) -> Result<(), HelperError> {
-        let (requests, queued) = mpsc::channel::<Frame>();
+        let (requests, queued) = mpsc::sync_channel::<Frame>(QUEUED_MAX);
         let mut output = BufReader::new(output);
         std::thread::scope(|scope| {
             let payload = [&self.options.limits.to_bytes()[..], &state].concat();
@@ -488,7 +494,8 @@ impl Drop for Sent<'_> {
         if live.sent.remove(&self.request).is_some()
             && let Some(requests) = &live.requests
         {
-            let _ = requests.send(Frame::new(Kind::Cancel, self.request, Vec::new()));
+            // One that does not fit ends by its limits.
+            let _ = requests.try_send(Frame::new(Kind::Cancel, self.request, Vec::new()));
         }
     }
 }

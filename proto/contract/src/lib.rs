@@ -4,6 +4,8 @@
 //! Both validate requests with this crate, so a worker never rejects the parameters of a request that a
 //! router has admitted.
 
+#![forbid(unsafe_code)]
+
 mod admission_cost;
 mod block_hash;
 mod constraint;

@@ -3,6 +3,8 @@
 //! No clock, no I/O, no randomness, no unordered iteration: equal calls give equal results, so a simulator
 //! drives these types exactly as the router does.
 
+#![forbid(unsafe_code)]
+
 mod budget;
 mod dispatch_rate;
 mod dispatcher;

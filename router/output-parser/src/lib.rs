@@ -3,6 +3,8 @@
 //! Pure and incremental: no I/O, no clock, no randomness. What has been emitted after some output depends on that output
 //! alone, not on how it was divided into pieces, so a stream that is generated again yields the same events.
 
+#![forbid(unsafe_code)]
+
 mod call_ids;
 mod call_machine;
 mod call_object;

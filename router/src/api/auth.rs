@@ -76,10 +76,13 @@ impl<S> AuthService<S> {
         let identity = peer.and_then(Peer::identity);
         let (tenant, credential) =
             tenants.authenticate(key, identity, SystemTime::now()).map_err(rejected)?;
+        let caller = Caller::Tenant { tenant: tenant.clone(), credential };
         if let Some(peer) = peer {
-            hold_connection(peer, &tenant, &self.connections)?;
+            // Connections of callers without a key are evicted first, so they need no share.
+            let connections = (!caller.is_anonymous()).then_some(&self.connections);
+            hold_connection(peer, &tenant, connections)?;
         }
-        Ok(Caller::Tenant { tenant, credential })
+        Ok(caller)
     }
 }
 
@@ -152,16 +155,23 @@ fn api_key(headers: &HeaderMap) -> Result<Option<&str>, AuthenticationError> {
 }
 
 /// Counts a connection against its tenant's limit, once, until it closes.
-fn hold_connection(peer: &Peer, tenant: &Arc<Tenant>, connections: &SharedPool) -> Result<(), Outcome> {
+fn hold_connection(
+    peer: &Peer,
+    tenant: &Arc<Tenant>,
+    connections: Option<&SharedPool>,
+) -> Result<(), Outcome> {
     peer.hold(&tenant.name, || {
-        let share = connections.take(Some(&tenant.holder()), 1).map_err(|_| {
-            let most = connections.most();
-            let what = format!(
-                "{most} connections are open at most (--connections-max), and the tenant's are as many as its share of what is left; \
-                 send more calls over each"
-            );
-            Outcome::Full(Box::new(Overload::of_router(what, "connections", Duration::from_secs(1))))
-        })?;
+        let share = connections.map(|connections| {
+            connections.take(Some(&tenant.holder()), 1).map_err(|_| {
+                let most = connections.most();
+                let what = format!(
+                    "{most} connections are open at most (--connections-max), and the tenant's are as many as its share of what is \
+                     left; send more calls over each"
+                );
+                Outcome::Full(Box::new(Overload::of_router(what, "connections", Duration::from_secs(1))))
+            })
+        });
+        let share = share.transpose()?;
         let mut state = tenant.lock();
         let limits = state.limits;
         state.gate.connect(&limits).map_err(|over| reject(&over, tenant))?;
@@ -171,7 +181,10 @@ fn hold_connection(peer: &Peer, tenant: &Arc<Tenant>, connections: &SharedPool) 
 }
 
 /// Connection of a tenant, and its place among the connections of the listener.
-struct HeldConnection(Arc<Tenant>, #[expect(dead_code, reason = "held until it is dropped")] PoolShare);
+struct HeldConnection(
+    Arc<Tenant>,
+    #[expect(dead_code, reason = "held until it is dropped")] Option<PoolShare>,
+);
 
 impl Drop for HeldConnection {
     fn drop(&mut self) {

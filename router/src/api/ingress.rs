@@ -160,9 +160,13 @@ impl Ingress {
         }
     }
 
-    /// Whether at least one worker accepts requests.
+    /// Whether requests are served: at least one worker accepts them, and the usage log does not refuse them.
     pub(crate) fn is_ready(&self) -> bool {
-        *self.dispatch.ready().borrow()
+        *self.dispatch.ready().borrow() && !self.is_refused_by_usage_log()
+    }
+
+    fn is_refused_by_usage_log(&self) -> bool {
+        self.usage.as_ref().is_some_and(|usage| usage.refuses())
     }
 
     /// Returns the models with serving workers, with the fingerprint of each worker.
@@ -416,8 +420,11 @@ impl Ingress {
         Ok(TokenizeTerms::new(&terms, context.arrival.deadline))
     }
 
-    /// Returns the outcome of a readiness probe while no worker accepts requests.
+    /// Returns the outcome of a readiness probe while no request is served.
     pub(crate) fn unready(&self) -> Outcome {
+        if self.is_refused_by_usage_log() {
+            return Outcome::UsageLogUnavailable;
+        }
         match self.resolve("") {
             Ok(served) => Outcome::Unserved { model: served.name, waited: Duration::ZERO },
             Err(outcome @ (Outcome::NeverConnected { .. } | Outcome::Unserved { .. })) => outcome,

@@ -1,12 +1,12 @@
 //! Writer of the usage log: a thread with a bounded queue and group commit.
 
 use std::collections::VecDeque;
+use std::sync::Arc;
 use std::sync::mpsc::{self, Receiver, RecvTimeoutError, Sender};
-use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use tokio::sync::{OwnedSemaphorePermit, Semaphore, oneshot};
+use tokio::sync::{OwnedSemaphorePermit, Semaphore, oneshot, watch};
 
 use super::UsageRecord;
 use super::files::{UsageFiles, UsageLogError, UsageStorage};
@@ -28,7 +28,7 @@ pub(crate) struct UsageLog {
     lines: Option<Sender<Message>>,
     slots: Arc<Semaphore>,
     /// Whether the last write failed.
-    failed: Arc<Mutex<bool>>,
+    failed: watch::Receiver<bool>,
     policy: UsageLogPolicy,
     writer: Option<JoinHandle<()>>,
 }
@@ -63,7 +63,7 @@ impl UsageLog {
         slots: usize,
     ) -> std::io::Result<Arc<Self>> {
         let (lines, receiver) = mpsc::channel();
-        let failed = Arc::new(Mutex::new(false));
+        let (failing, failed) = watch::channel(false);
         let writer = Writer {
             storage,
             log: format!("{:016x}", rand::random::<u64>()),
@@ -72,7 +72,7 @@ impl UsageLog {
             appended: 0,
             sync_at: None,
             retry_at: None,
-            failed: failed.clone(),
+            failing,
         };
         let thread = std::thread::Builder::new().name("usage-log".to_owned());
         let writer = thread.spawn(move || writer.run(&receiver))?;
@@ -94,8 +94,17 @@ impl UsageLog {
     }
 
     fn has_failed(&self) -> bool {
-        *self.failed.lock().unwrap_or_else(PoisonError::into_inner)
-            || self.writer.as_ref().is_none_or(JoinHandle::is_finished)
+        *self.failed.borrow() || self.writer.as_ref().is_none_or(JoinHandle::is_finished)
+    }
+
+    /// Whether requests are refused now, as their lines cannot be written.
+    pub(crate) fn refuses(&self) -> bool {
+        self.policy == UsageLogPolicy::Refuse && self.has_failed()
+    }
+
+    /// Returns whether requests are refused, as it changes; `None` if the policy is to serve them.
+    pub(crate) fn refusing(&self) -> Option<watch::Receiver<bool>> {
+        (self.policy == UsageLogPolicy::Refuse).then(|| self.failed.clone())
     }
 
     /// Writes and syncs all lines so far, or tries to.
@@ -169,7 +178,7 @@ struct Writer {
     sync_at: Option<Instant>,
     /// Time of the next attempt after a failure.
     retry_at: Option<Instant>,
-    failed: Arc<Mutex<bool>>,
+    failing: watch::Sender<bool>,
 }
 
 impl Writer {
@@ -243,7 +252,8 @@ impl Writer {
             }
         }
         self.report_written();
-        *self.failed.lock().unwrap_or_else(PoisonError::into_inner) = self.retry_at.is_some();
+        let failing = self.retry_at.is_some();
+        self.failing.send_if_modified(|was| std::mem::replace(was, failing) != failing);
         metrics::gauge!(names::USAGE_QUEUE).set(self.queue.len() as f64);
     }
 
@@ -277,6 +287,8 @@ impl Writer {
 mod tests {
     use std::collections::{BTreeMap, BTreeSet};
     use std::io;
+
+    use std::sync::Mutex;
 
     use proptest::prelude::*;
 
@@ -389,6 +401,7 @@ mod tests {
             drop(second);
             let during = log.admit();
             assert_eq!(during.is_err(), policy == UsageLogPolicy::Refuse, "the disk is full");
+            assert_eq!(log.refuses(), policy == UsageLogPolicy::Refuse);
             drop(during);
             disk.0.lock().unwrap().full = false;
             block_on(log.flush());

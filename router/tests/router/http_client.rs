@@ -245,7 +245,8 @@ pub fn timeless(text: &str) -> String {
 
 /// Returns a request on the bytes of the wire, to be sent over the test's own connection.
 pub fn raw_post(path: &str, body: &str) -> Vec<u8> {
-    format!("POST {path} HTTP/1.1\r\nhost: test\r\ncontent-length: {}\r\n\r\n{body}", body.len()).into_bytes()
+    format!("POST {path} HTTP/1.1\r\nhost: localhost\r\ncontent-length: {}\r\n\r\n{body}", body.len())
+        .into_bytes()
 }
 
 /// Comment of a stream without output.

@@ -46,7 +46,7 @@ async fn refusals_of_the_layers_below_v1_messages_are_anthropics() {
         let wrong = send("GET", "/v1/messages", "").await.response().await;
         check(&wrong, 405, "invalid_request_error");
         let mut stream = TcpStream::connect(address).await.unwrap();
-        let head = "POST /v1/messages HTTP/1.1\r\nhost: test\r\nx-api-key: acme\r\ncontent-length: 10\r\n\r\n{";
+        let head = "POST /v1/messages HTTP/1.1\r\nhost: localhost\r\nx-api-key: acme\r\ncontent-length: 10\r\n\r\n{";
         stream.write_all(head.as_bytes()).await.unwrap();
         check(&Call::over(stream).response().await, 408, "invalid_request_error");
         let ask = r#"{"max_tokens": 9, "messages": [{"role": "user", "content": "a"}]}"#;

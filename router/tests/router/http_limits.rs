@@ -217,7 +217,7 @@ async fn malformed_nested_and_huge_bodies_are_refused() {
         let refused = Call::send(http.address, "POST", "/v1/messages", &[], &huge).await.response().await;
         assert_eq!(refused.json()["error"]["type"], "request_too_large");
         let mut stream = TcpStream::connect(http.address).await.unwrap();
-        let head = format!("POST {CHAT} HTTP/1.1\r\nhost: test\r\ntransfer-encoding: chunked\r\n\r\n");
+        let head = format!("POST {CHAT} HTTP/1.1\r\nhost: localhost\r\ntransfer-encoding: chunked\r\n\r\n");
         stream.write_all(head.as_bytes()).await.unwrap();
         let chunk = [b"100000\r\n".as_slice(), &vec![b' '; 1 << 20], b"\r\n"].concat();
         for _ in 0..5 {
@@ -248,7 +248,7 @@ async fn floods_of_headers_and_slow_senders_are_ended() {
         }
         // A body that never ends.
         let mut stream = TcpStream::connect(http.address).await.unwrap();
-        let head = format!("POST {CHAT} HTTP/1.1\r\nhost: test\r\ncontent-length: 10\r\n\r\n{{");
+        let head = format!("POST {CHAT} HTTP/1.1\r\nhost: localhost\r\ncontent-length: 10\r\n\r\n{{");
         stream.write_all(head.as_bytes()).await.unwrap();
         let refused = Call::over(stream).response().await;
         assert_eq!((refused.status, &refused.json()["error"]["code"]), (408, &json!("request_timeout")));

@@ -331,7 +331,7 @@ async fn a_client_that_reads_nothing_is_ended_and_frees_its_place() {
         let mut stream = socket.connect(http.address).await.unwrap();
         let body = r#"{"prompt":"a","max_tokens":900000,"stream":true}"#;
         let head = format!(
-            "POST /v1/completions HTTP/1.1\r\nhost: test\r\ncontent-length: {}\r\n\r\n{body}",
+            "POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: {}\r\n\r\n{body}",
             body.len()
         );
         stream.write_all(head.as_bytes()).await.unwrap();

@@ -4,6 +4,8 @@
 //! The crate uses no clock, I/O, threads or unordered iteration: equal calls give equal plans, whether a
 //! device, a simulator or a test drives the scheduler.
 
+#![forbid(unsafe_code)]
+
 mod anticipation;
 mod block_pool;
 mod cost;

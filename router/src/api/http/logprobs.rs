@@ -282,7 +282,7 @@ mod tests {
     fn fewer_prompt_tokens_have_log_probabilities_the_more_alternatives_are_wanted() {
         let (echo, field) = ("logprobs", "prompt_logprobs");
         for (wanted, most) in [
-            ([(echo, Some(20)), (field, None)], 131_072),
+            ([(echo, Some(20)), (field, None)], 12_288),
             ([(echo, None), (field, Some(20))], 12_288),
             ([(echo, Some(20)), (field, Some(20))], 6_144),
             ([(echo, Some(1)), (field, None)], 58_982),

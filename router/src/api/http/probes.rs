@@ -27,7 +27,7 @@ fn respond(answer: Result<Response<Body>, Outcome>, path: &str) -> AxumResponse 
     answer.unwrap_or_else(|outcome| refuse(path, outcome)).map(axum::body::Body::new)
 }
 
-/// 200 while a worker serves and the router does not drain, else 503.
+/// 200 while a worker serves, the usage log can be written if requests need it, and the router does not drain; else 503.
 pub(super) async fn ready(State(api): State<Arc<HttpApi>>) -> AxumResponse {
     let answer = if (api.draining)() {
         Err(Outcome::Draining)

@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-use inflight_contract::SamplingSpec;
+use inflight_contract::{SamplingError, SamplingSpec};
 
 use super::fields::{Field, Fields, honoured, ignored, refused};
 use super::usage::UsageBody;
@@ -147,6 +147,10 @@ fn allowed_token_ids(fields: &Fields<'_>) -> Result<Arc<[u32]>, Outcome> {
         Some(allowed) if allowed.is_empty() => {
             let reason = "allowed_token_ids is empty; allow at least one token, or leave the field out";
             Err(Outcome::field("allowed_token_ids", reason))
+        }
+        Some(allowed) if allowed.len() > SamplingSpec::ALLOWED_TOKEN_IDS_MAX => {
+            let (name, len, most) = ("allowed_token_ids", allowed.len(), SamplingSpec::ALLOWED_TOKEN_IDS_MAX);
+            Err(Outcome::field(name, SamplingError::TooMany { name, len, most }))
         }
         // In the order in which it is used, so that all requests of a call share it.
         allowed => Ok(SamplingSpec::sorted(allowed.unwrap_or_default().into())),

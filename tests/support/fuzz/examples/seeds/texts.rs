@@ -47,6 +47,13 @@ pub fn configuration() -> Seeds {
 
 /// Grammars: a byte for the kind, then the text.
 pub fn grammars() -> Seeds {
+    // Chains of names, as long as they may be and longer: no bracket shows their depth.
+    let rules: String = (0..3_900).map(|link| format!("a{link}: a{} | \"y\"\n", link + 1)).collect();
+    let terminals: String = (0..9_000).map(|link| format!("A{link}: A{}?\n", link + 1)).collect();
+    let references: String = (0..4_000)
+        .map(|link| format!(r##""{link}":{{"items":{{"$ref":"#/$defs/{}"}}}},"##, link + 1))
+        .collect();
+    let repeated = ".?".repeat(60_000);
     numbered(&[
         "o",
         r#"j{"type": "object", "properties": {"a": {"type": "integer", "minimum": 3}, "b": {"enum": ["x", null]}}, "required": ["a"]}"#,
@@ -58,6 +65,10 @@ pub fn grammars() -> Seeds {
         "cyes\nno\nmaybe \"so\"",
         "lstart: item+\nitem: /[a-z]+/ \"=\" NUMBER \"\\n\"\nNUMBER: /[0-9]+/",
         "lstart: %json {\"type\": \"boolean\"} | \"(\" start \")\"",
+        &format!("lstart: a0\n{rules}a3900: \"x\"\n"),
+        &format!("lstart: A0\n{terminals}A9000: \"x\"\n"),
+        &format!(r##"j{{"$ref":"#/$defs/0","$defs":{{{references}"4000":{{}}}}}}"##),
+        &format!("r{repeated}"),
     ])
 }
 
