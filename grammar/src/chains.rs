@@ -54,7 +54,7 @@ impl Names {
     }
 
     /// Levels along the longest chain. Names that lead to each other count once each, as parsers follow a name once. Strongly connected
-    /// components by Tarjan's algorithm (SIAM J. Comput. 1, 1972), without recursion; it ends each component after all that it leads to.
+    /// components by Tarjan's algorithm (SIAM Journal on Computing 1, 1972), without recursion; it ends each component after all that it leads to.
     fn longest(&self) -> usize {
         const NEW: usize = usize::MAX;
         let count = self.levels.len();

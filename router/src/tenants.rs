@@ -153,13 +153,9 @@ impl Tenants {
         let before = self.table();
         let table = Arc::new(TenantTable::read(&self.path, &before)?);
         let gone = before.tenants.keys().filter(|name| !table.tenants.contains_key(*name)).count();
+        // On purpose, or because the file was read while it was written.
         if gone > 0 {
-            // As on purpose, or because the file was read while it was written.
-            tracing::warn!(
-                gone,
-                left = table.tenants.len(),
-                "tenants are no longer in the tenants file; their calls fail"
-            );
+            tracing::warn!(gone, "tenants are no longer in the tenants file; their calls fail");
         }
         *self.table.write().unwrap_or_else(PoisonError::into_inner) = table;
         Ok(())
@@ -320,7 +316,7 @@ impl TenantTable {
                 Some(tenant.cloned().ok_or_else(|| format!("anonymous names {name:?}, which is no tenant"))?);
             if changed.iter().any(|(tenant, _, admin)| *admin && *tenant.name == **name) {
                 return Err(format!(
-                    "anonymous names {name:?}, whose callers are administrators (admin = true): everyone would be one"
+                    "anonymous names {name:?}, which has admin = true: everyone would be one"
                 ));
             }
         }
