@@ -21,7 +21,7 @@ struct PoolState {
 #[derive(Debug, Default)]
 struct HeldAmounts {
     total: u64,
-    /// Amount and weight of each holder, without entries of 0.
+    /// Amount and weight by holder; entries whose amount is 0 are removed.
     by_holder: BTreeMap<Arc<str>, (u64, f64)>,
 }
 
@@ -124,7 +124,7 @@ impl PoolShare {
     /// Takes more.
     ///
     /// # Errors
-    /// [`PoolFull`]; what it has stays.
+    /// [`PoolFull`]; the share is unchanged.
     pub fn take_more(&mut self, amount: u64) -> Result<(), PoolFull> {
         self.pool.add(self.holder.as_ref(), amount)?;
         self.amount += amount;

@@ -195,7 +195,7 @@ async fn helpers_that_are_killed_and_stopped_lose_no_stream_and_change_no_verdic
         for owner in &owners {
             for process in helpers(*owner) {
                 seen.insert(process);
-                // Their owners find stopped ones by their silence.
+                // Router and worker detect a stopped helper by its missing pongs.
                 hit += usize::from(
                     kill(process, if hit % 16 == 15 { libc::SIGSTOP } else { libc::SIGKILL }).is_ok(),
                 );

@@ -33,7 +33,7 @@ pub(crate) enum End {
     WallTime,
     /// It ran out of memory or of stack.
     Memory,
-    /// Its request was cancelled, or somebody else ended it.
+    /// Its request was cancelled, or another process killed it.
     Killed,
     /// It could not be confined, or not be started.
     Unconfined,
@@ -134,7 +134,7 @@ impl Child {
     }
 
     /// Waits for the end of a process that has closed its output, and returns what it left.
-    pub(crate) fn outcome(self, limits: &Limits) -> io::Result<Outcome> {
+    pub(crate) fn outcome(self) -> io::Result<Outcome> {
         let wait = || rustix::process::waitpid(Some(self.pid), WaitOptions::empty());
         let status = rustix::io::retry_on_intr(wait)?.map(|(_, status)| status);
         if let Some(end) = self.killed {
@@ -154,7 +154,8 @@ impl Child {
         }
         let signal = status.and_then(WaitStatus::terminating_signal);
         let is = |of: Signal| signal == Some(of.as_raw());
-        let end = if is(Signal::XCPU) || is(Signal::KILL) && self.begun.elapsed() >= limits.cpu {
+        // SIGKILL may come from elsewhere, such as the out-of-memory killer: it says nothing about the work.
+        let end = if is(Signal::XCPU) {
             End::CpuTime
         } else if is(Signal::ABORT) || is(Signal::SEGV) || is(Signal::BUS) {
             // A failed allocation and an overflow of the stack both abort.

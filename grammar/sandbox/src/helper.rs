@@ -25,7 +25,7 @@ const SILENCE_MAX: Duration = Duration::from_secs(5);
 /// Pauses before a helper that died is started again: the first, and the longest, which doubling leads to.
 const RESTART_FIRST: Duration = Duration::from_millis(50);
 const RESTART_LONGEST: Duration = Duration::from_secs(5);
-/// Maximum messages that wait for the process to read them. It reads each at once: more than a few mean that it is stopped.
+/// Capacity of the queue of messages to the helper. A running helper reads each at once, so a full queue means that it is stopped.
 const QUEUED_MAX: usize = 64;
 /// Times that a request is run again after its helper has died.
 const RETRIES: usize = 3;
@@ -348,7 +348,7 @@ impl Owner {
         self.lock().process = None;
         let _ = process.kill();
         let _ = process.wait();
-        // Its own processes die with it; where this process is their next parent, as in a container, it waits for them.
+        // The kernel kills its forks with it (PR_SET_PDEATHSIG). As PID 1 of a container, this process becomes their parent and reaps them.
         let group = Pid::from_raw(process.id().cast_signed());
         while let Some(group) = group
             && let Ok(Some(_)) = rustix::process::waitpgid(group, WaitOptions::empty())
@@ -490,7 +490,7 @@ impl Owner {
 impl Drop for Sent<'_> {
     fn drop(&mut self) {
         let mut live = self.owner.lock();
-        // Removed by its answer, or nobody waits for it any more.
+        // Its answer has removed it; otherwise its caller has gone.
         if live.sent.remove(&self.request).is_some()
             && let Some(requests) = &live.requests
         {

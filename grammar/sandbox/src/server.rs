@@ -88,7 +88,7 @@ fn confinement(limits: Limits) -> Result<(Confinement, String), String> {
         let started = Child::fork(&confinement, Vec::new);
         let mut child = started.map_err(|error| format!("no process can be started (fork): {error}"))?;
         while !child.read().map_err(unmeasured)? {}
-        if let Outcome::Answer { .. } = child.outcome(&limits).map_err(unmeasured)? {
+        if let Outcome::Answer { .. } = child.outcome().map_err(unmeasured)? {
             let unconfined = if confinement.filter.is_some() { "" } else { "system calls (seccomp)" };
             return Ok((confinement, unconfined.to_owned()));
         }
@@ -116,7 +116,7 @@ impl Server {
             if input {
                 let bytes = rustix::io::retry_on_intr(|| rustix::io::read(&stdin, &mut buffer))?;
                 if bytes == 0 {
-                    // The owner is gone: nobody waits for an answer.
+                    // The owner is gone, and with it every caller.
                     self.children.iter_mut().for_each(|(_, child)| child.kill(End::Killed));
                     return Ok(());
                 }
@@ -164,7 +164,7 @@ impl Server {
         }
         for at in ended.into_iter().rev() {
             let (request, child) = self.children.swap_remove(at);
-            let outcome = child.outcome(&self.confinement.limits)?;
+            let outcome = child.outcome()?;
             reply(request, outcome).write(output)?;
         }
         Ok(())

@@ -333,7 +333,7 @@ fn queued_kib(request: &EngineRequest) -> u32 {
     (1 + bytes.div_ceil(1 << 10)).min(QUEUED_KIB_MAX) as u32
 }
 
-/// Gives a request its compiled grammar if it is in the cache, or if it needs none. Returns whether it did.
+/// Sets a request's compiled grammar from the cache. Returns false if the grammar has to be compiled first.
 fn take_compiled(grammars: &Grammars, request: &mut EngineRequest) -> bool {
     let Some(constraint) = &request.sampling.constraint else { return true };
     let Some(known) = grammars.compiled(&constraint.grammar) else { return false };

@@ -29,8 +29,8 @@ impl<L: Ord + Copy, T> FairQueue<L, T> {
     /// Returns the requests to displace so that the arrival fits, where `usage` counts against `limits`;
     /// `None` if that is not enough. Lowest priority first; within a priority, the latest arrival of the
     /// tenant that holds most over its weight. At the arrival's own priority, only requests of other tenants
-    /// beyond what its own tenant would hold. What tenants hold is counted in the unit of the bound that is
-    /// exceeded: many small requests and few large ones are both a large part of the queue.
+    /// beyond what its own tenant would hold. A tenant's part is counted in requests where
+    /// the bound on requests is exceeded, and in tokens where that on tokens is.
     pub(super) fn victims(
         &self,
         arrival: &Arrival<'_>,
