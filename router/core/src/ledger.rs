@@ -3,6 +3,8 @@
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
+use inflight_contract::Service;
+
 use crate::{Credits, SubmissionId};
 
 /// Credits released by the end of one choice.
@@ -20,6 +22,8 @@ pub enum Settled {
 struct Charge {
     priority: i32,
     tenant: Arc<str>,
+    /// Virtual start time by which the worker orders it.
+    start: Option<Service>,
     /// Whether its worker has reported progress.
     started: bool,
     /// Bit mask of the running choices.
@@ -40,11 +44,13 @@ struct Charge {
 pub struct Ledger {
     grant: Credits,
     priority_sequences: u32,
+    /// Highest number so far: what the worker allows while nothing is in flight beyond its grants.
+    priority_sequences_most: u32,
     used: Credits,
     /// Number of requests in flight by priority.
     priorities: BTreeMap<i32, u32>,
-    /// Number of requests in flight that have not started, by tenant and priority.
-    unstarted: BTreeMap<(Arc<str>, i32), u32>,
+    /// Number of requests in flight that have not started, by virtual start time, for each tenant and priority.
+    unstarted: BTreeMap<(Arc<str>, i32), BTreeMap<Option<Service>, u32>>,
     charges: BTreeMap<SubmissionId, Charge>,
 }
 
@@ -60,30 +66,50 @@ impl Ledger {
     /// Replaces the number of sequences allowed beyond the grant.
     pub fn set_priority_sequences(&mut self, priority_sequences: u32) {
         self.priority_sequences = priority_sequences;
+        self.priority_sequences_most = self.priority_sequences_most.max(priority_sequences);
     }
 
     /// Returns the sequences beyond the grant that a request of this priority and tenant may use; 0 if it outranks
     /// nothing in flight. It outranks a lower priority, and a request that has not started whose tenant `has_more`:
-    /// clearly more service over its weight than its own tenant would have with it.
+    /// clearly more service over its weight than its own tenant would have with it. A request that outranks by priority only, and
+    /// not the highest one in flight, leaves half of all to those that outrank it.
     pub fn priority_sequences(&self, priority: i32, tenant: &str, has_more: impl Fn(&str) -> bool) -> u32 {
         if self.priority_sequences == 0 {
             return 0;
         }
-        let outranks = self.priorities.first_key_value().is_some_and(|(least, _)| *least < priority);
-        let outranks_tenant = || {
-            let mut unstarted =
-                self.unstarted.keys().filter(|(name, other)| *other <= priority && **name != *tenant);
-            unstarted.any(|(name, _)| has_more(name))
-        };
-        if outranks || outranks_tenant() { self.priority_sequences } else { 0 }
+        let than = |other: Option<(&i32, &u32)>| other.is_some_and(|(other, _)| *other < priority);
+        let mut unstarted =
+            self.unstarted.keys().filter(|(name, other)| *other <= priority && **name != *tenant);
+        if than(self.priorities.last_key_value()) || unstarted.any(|(name, _)| has_more(name)) {
+            self.priority_sequences
+        } else if than(self.priorities.first_key_value()) {
+            self.priority_sequences.saturating_sub(self.priority_sequences_most / 2)
+        } else {
+            0
+        }
+    }
+
+    /// Returns the earliest virtual start time of the requests of this priority that have not started and whose tenants
+    /// `has_more`; `None` if there are none. A request that outranks them starts before them with it.
+    pub fn outranked_start(
+        &self,
+        priority: i32,
+        tenant: &str,
+        has_more: impl Fn(&str) -> bool,
+    ) -> Option<Service> {
+        let outranked = self
+            .unstarted
+            .iter()
+            .filter(|((name, other), _)| *other == priority && **name != *tenant && has_more(name));
+        outranked.filter_map(|(_, starts)| starts.keys().flatten().next().copied()).min()
     }
 
     /// Records that a submission has started.
     pub fn start(&mut self, submission: SubmissionId) {
         if let Some(charge) = self.charges.get_mut(&submission).filter(|charge| !charge.started) {
             charge.started = true;
-            let key = (charge.tenant.clone(), charge.priority);
-            remove_one(&mut self.unstarted, &key);
+            let (key, start) = ((charge.tenant.clone(), charge.priority), charge.start);
+            self.remove_unstarted(&key, start);
         }
     }
 
@@ -106,24 +132,26 @@ impl Ledger {
     /// them together.
     pub fn charge(&mut self, submission: SubmissionId, running: u32, blocks: u32) {
         let tenant = Arc::from("");
-        let charge = Charge { priority: 0, tenant, started: false, running, shared: blocks, own: Vec::new() };
+        let (priority, start, own) = (0, None, Vec::new());
+        let charge = Charge { priority, tenant, start, started: false, running, shared: blocks, own };
         self.insert(submission, charge);
     }
 
-    /// Charges a submission: `shared` blocks, and its choices below [`Ledger::CHOICES_MAX`] with the blocks
-    /// of each.
+    /// Charges a submission that its worker orders by `start`: `shared` blocks, and its choices below [`Ledger::CHOICES_MAX`] with
+    /// the blocks of each.
     pub fn charge_choices(
         &mut self,
         submission: SubmissionId,
         priority: i32,
         tenant: &str,
+        start: Option<Service>,
         shared: u32,
         own: impl Iterator<Item = (u32, u32)>,
     ) {
         let own: Vec<_> = own.collect();
         let running = own.iter().fold(0, |mask, (choice, _)| mask | 1u32.checked_shl(*choice).unwrap_or(0));
         let tenant = Arc::from(tenant);
-        self.insert(submission, Charge { priority, tenant, started: false, running, shared, own });
+        self.insert(submission, Charge { priority, tenant, start, started: false, running, shared, own });
     }
 
     fn insert(&mut self, submission: SubmissionId, charge: Charge) {
@@ -131,7 +159,8 @@ impl Ledger {
         self.used.sequences += charge.running.count_ones();
         self.used.blocks += charge.shared + charge.own.iter().map(|(_, blocks)| blocks).sum::<u32>();
         *self.priorities.entry(charge.priority).or_default() += 1;
-        *self.unstarted.entry((charge.tenant.clone(), charge.priority)).or_default() += 1;
+        let unstarted = self.unstarted.entry((charge.tenant.clone(), charge.priority)).or_default();
+        *unstarted.entry(charge.start).or_default() += 1;
         let before = self.charges.insert(submission, charge);
         debug_assert!(before.is_none(), "a submission is charged once");
     }
@@ -152,14 +181,23 @@ impl Ledger {
             return Settled::Choice;
         }
         self.used.blocks -= charge.shared;
-        let (priority, key) =
-            (charge.priority, (!charge.started).then(|| (charge.tenant.clone(), charge.priority)));
+        let (priority, start) = (charge.priority, charge.start);
+        let key = (!charge.started).then(|| (charge.tenant.clone(), charge.priority));
         self.charges.remove(&submission);
         remove_one(&mut self.priorities, &priority);
         if let Some(key) = key {
-            remove_one(&mut self.unstarted, &key);
+            self.remove_unstarted(&key, start);
         }
         Settled::Request
+    }
+
+    fn remove_unstarted(&mut self, key: &(Arc<str>, i32), start: Option<Service>) {
+        if let Some(starts) = self.unstarted.get_mut(key) {
+            remove_one(starts, &start);
+            if starts.is_empty() {
+                self.unstarted.remove(key);
+            }
+        }
     }
 
     /// Whether a choice of a submission still runs.
@@ -198,7 +236,7 @@ mod tests {
                     0 => ledger.charge(SubmissionId(i as u64), *mask, *blocks),
                     _ => {
                         let choices = (0..32).filter(|choice| mask & (1 << choice) != 0);
-                        ledger.charge_choices(SubmissionId(i as u64), 0, "a", *blocks, choices.map(|choice| (choice, *each)));
+                        ledger.charge_choices(SubmissionId(i as u64), 0, "a", None, *blocks, choices.map(|choice| (choice, *each)));
                     }
                 }
                 open.insert(i as u64, (*mask, *blocks, *each));
@@ -231,13 +269,14 @@ mod tests {
             steps in proptest::collection::vec((any::<bool>(), -2i32..3, 1u32..3), 1..120)) {
             let mut ledger = Ledger::default();
             let mut open: Vec<(u64, i32, u32)> = Vec::new();
-            let mut most = 0;
+            let (mut most, mut most_beyond) = (0, 0);
             for (i, (arrives, priority, sequences)) in steps.into_iter().enumerate() {
                 let (granted, priority_sequences) = grants[i * grants.len() / 120];
                 let grant = Credits { sequences: granted, blocks: 1 };
                 ledger.set_grant(grant);
                 ledger.set_priority_sequences(priority_sequences);
                 most = most.max(granted + priority_sequences).max(2);
+                most_beyond = most_beyond.max(priority_sequences);
                 if !arrives {
                     if !open.is_empty() {
                         let (submission, _, choices) = open.remove(i % open.len());
@@ -252,11 +291,13 @@ mod tests {
                 let candidate =
                     Candidate { grant, used, need, priority_sequences: ledger.priority_sequences(priority, "a", |_| true), ..Candidate::default() };
                 let outranks = open.iter().any(|(_, other, _)| *other < priority);
-                let beyond = outranks && priority_sequences > 0 && used.sequences + sequences <= granted + priority_sequences;
+                let highest = open.iter().all(|(_, other, _)| *other < priority);
+                let own = if highest { priority_sequences } else { priority_sequences.saturating_sub(most_beyond / 2) };
+                let beyond = outranks && own > 0 && used.sequences + sequences <= granted + own;
                 let expected = grant.fit(used, need) || (used.sequences == 0 && granted > 0) || beyond;
                 prop_assert_eq!(candidate.has_room(), expected);
                 if expected {
-                    ledger.charge_choices(SubmissionId(i as u64), priority, "a", 1, (0..sequences).map(|choice| (choice, 0)));
+                    ledger.charge_choices(SubmissionId(i as u64), priority, "a", None, 1, (0..sequences).map(|choice| (choice, 0)));
                     open.push((i as u64, priority, sequences));
                     prop_assert!(ledger.used().sequences <= most);
                 }
@@ -270,7 +311,8 @@ mod tests {
         ledger.set_priority_sequences(4);
         let has_more = |tenant: &str| tenant == "crowd";
         let submit = |ledger: &mut Ledger, id, priority, tenant: &str| {
-            ledger.charge_choices(SubmissionId(id), priority, tenant, 0, [(0, 1)].into_iter());
+            let start = Some(Service::from_thousandths(100 + id));
+            ledger.charge_choices(SubmissionId(id), priority, tenant, start, 0, [(0, 1)].into_iter());
         };
         submit(&mut ledger, 1, 0, "crowd");
         submit(&mut ledger, 2, 0, "crowd");
@@ -279,8 +321,15 @@ mod tests {
         assert_eq!(ledger.priority_sequences(0, "small", |_| false), 0, "none has clearly more");
         assert_eq!(ledger.priority_sequences(0, "crowd", has_more), 0, "not its own");
         assert_eq!(ledger.priority_sequences(-1, "small", has_more), 0, "a higher priority is not outranked");
+        let start = |ledger: &Ledger, priority, tenant| {
+            ledger.outranked_start(priority, tenant, has_more).map(Service::thousandths)
+        };
+        assert_eq!(start(&ledger, 0, "small"), Some(101), "the earliest of the crowd");
+        assert_eq!(start(&ledger, 1, "small"), None, "a lower priority is behind it in any case");
+        assert_eq!(start(&ledger, 0, "crowd"), None);
         ledger.start(SubmissionId(1));
         ledger.start(SubmissionId(1));
+        assert_eq!(start(&ledger, 0, "small"), Some(102));
         assert_eq!(ledger.priority_sequences(0, "small", has_more), 4);
         assert_eq!(ledger.settle(SubmissionId(2), 0), Settled::Request);
         assert_eq!(ledger.priority_sequences(0, "small", has_more), 0, "what crowd has there has started");

@@ -10,12 +10,12 @@ mod worker;
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
 
-use inflight_router_core::{Dispatcher, SubmissionId, WorkerUpdate};
+use inflight_router_core::{Dispatcher, Submission, WorkerUpdate};
 use inflight_worker_core::Time;
 
 pub use error::ClusterError;
 pub use options::ClusterOptions;
-pub use request::{ClusterRequest, MooncakeError, conversations, read_mooncake};
+pub use request::{ClusterRequest, ClusterTenant, MooncakeError, conversations, read_mooncake};
 use router::{RouterMessage, SimulatedRouter};
 use worker::SimulatedWorker;
 
@@ -36,6 +36,17 @@ pub struct PlacedRequest {
     pub ended: Time,
 }
 
+/// Service charged to a tenant.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Charge {
+    /// Time.
+    pub at: Time,
+    /// Name of the tenant.
+    pub tenant: String,
+    /// Service in weighted tokens.
+    pub service: u64,
+}
+
 /// Result of a cluster simulation.
 #[derive(Debug)]
 pub struct ClusterReport {
@@ -45,6 +56,11 @@ pub struct ClusterReport {
     pub busy_s: Vec<f64>,
     /// Time at which the last event happened.
     pub makespan: Time,
+    /// Share of the time of all steps and slots in which a slot, and blocks for any request, were free while requests waited at a router and
+    /// none in the worker.
+    pub idle_slots: f64,
+    /// Service charged by each worker, in the order of time.
+    pub charges: Vec<Vec<Charge>>,
 }
 
 impl ClusterReport {
@@ -76,7 +92,9 @@ impl ClusterReport {
 #[derive(Debug)]
 enum ClusterEvent {
     /// A submission arrives at a worker.
-    Submit { worker: usize, router: usize, request: usize, submission: SubmissionId },
+    Submit { worker: usize, router: usize, request: usize, submission: Box<Submission> },
+    /// A router's word on whether requests wait arrives at a worker.
+    Backlog { worker: usize, router: usize, waiting: bool },
     /// An update of a worker arrives at a router.
     Update { worker: usize, router: usize, update: Box<WorkerUpdate> },
     /// A router's request for a cache snapshot arrives at a worker.
@@ -140,13 +158,18 @@ pub fn simulate(
         (0..options.routers).map(|nth| SimulatedRouter::new(options, nth)).collect();
     let mut workers: Vec<SimulatedWorker> =
         (0..options.workers).map(|_| SimulatedWorker::new(options)).collect();
+    let blocks = |request: &ClusterRequest| request.prompt_tokens.div_ceil(options.limits.block_tokens) + 1;
+    let blocks_to_start = requests.iter().map(blocks).max().unwrap_or(1);
     for (worker, node) in workers.iter_mut().enumerate() {
+        node.set_blocks_to_start(blocks_to_start);
         for router in 0..options.routers {
             let update = Box::new(node.snapshot_update(router));
             queue.add(Time::ZERO, ClusterEvent::Update { worker, router, update });
         }
     }
     let mut placed: Vec<Option<PlacedRequest>> = vec![None; requests.len()];
+    // Requests that have arrived and not been dispatched.
+    let mut queued = 0usize;
     let mut arrivals = requests.iter().enumerate().peekable();
     let (mut now, mut left) = (Time::ZERO, requests.len());
     let mut next_tick = Time::ZERO.after(Dispatcher::TICK);
@@ -157,7 +180,7 @@ pub fn simulate(
         while next_tick <= at {
             for (number, router) in routers.iter_mut().enumerate() {
                 router.tick(next_tick)?;
-                deliver_messages(number, router, options, &mut queue, next_tick, &mut placed);
+                queued -= deliver_messages(number, router, options, &mut queue, next_tick, &mut placed);
             }
             next_tick = next_tick.after(Dispatcher::TICK);
         }
@@ -166,27 +189,37 @@ pub fn simulate(
             let Some((index, request)) = arrivals.next() else { break };
             let number = index % options.routers;
             routers[number].arrive(index, request, now)?;
-            deliver_messages(number, &mut routers[number], options, &mut queue, now, &mut placed);
+            queued += 1;
+            queued -= deliver_messages(number, &mut routers[number], options, &mut queue, now, &mut placed);
             continue;
         }
         let Some(Reverse(ScheduledEvent { event, .. })) = queue.events.pop() else { break };
         match event {
             ClusterEvent::Submit { worker, router, request, submission } => {
                 let node = &mut workers[worker];
-                node.submit(router, submission, request, &requests[request], now)?;
+                node.submit(router, &submission, request, &requests[request], now)?;
+                node.set_queued(queued);
                 advance_worker(worker, node, requests, options, &mut queue, now, &mut placed, &mut left)?;
             }
             ClusterEvent::Resync { worker, router } => {
                 let update = Box::new(workers[worker].snapshot_update(router));
                 queue.add(now.after(options.hop), ClusterEvent::Update { worker, router, update });
             }
+            ClusterEvent::Backlog { worker, router, waiting } => {
+                let node = &mut workers[worker];
+                node.backlog(router, waiting);
+                node.set_queued(queued);
+                advance_worker(worker, node, requests, options, &mut queue, now, &mut placed, &mut left)?;
+            }
             ClusterEvent::Device { worker } => {
                 let node = &mut workers[worker];
+                node.set_queued(queued);
                 advance_worker(worker, node, requests, options, &mut queue, now, &mut placed, &mut left)?;
             }
             ClusterEvent::Update { worker, router: number, update } => {
                 routers[number].update(worker, update, now)?;
-                deliver_messages(number, &mut routers[number], options, &mut queue, now, &mut placed);
+                queued -=
+                    deliver_messages(number, &mut routers[number], options, &mut queue, now, &mut placed);
             }
         }
     }
@@ -205,10 +238,18 @@ pub fn simulate(
         placed: placed.into_iter().flatten().collect(),
         busy_s: workers.iter().map(SimulatedWorker::busy_s).collect(),
         makespan: now,
+        charges: workers.iter().map(|worker| worker.charges().to_vec()).collect(),
+        idle_slots: {
+            let (idle, all) = workers
+                .iter()
+                .map(SimulatedWorker::slot_seconds)
+                .fold((0.0, 0.0), |sum, of| (sum.0 + of.0, sum.1 + of.1));
+            idle / f64::max(all, f64::MIN_POSITIVE)
+        },
     })
 }
 
-/// Sends a router's messages to its workers, and notes where requests are placed.
+/// Sends a router's messages to its workers, and notes where requests are placed. Returns the number of requests placed.
 fn deliver_messages(
     number: usize,
     router: &mut SimulatedRouter,
@@ -216,10 +257,12 @@ fn deliver_messages(
     queue: &mut EventQueue,
     now: Time,
     placed: &mut [Option<PlacedRequest>],
-) {
+) -> usize {
+    let mut count = 0;
     for message in router.drain_messages() {
         let event = match message {
             RouterMessage::Submit { worker, request, submission, expected_tokens } => {
+                count += 1;
                 placed[request] = Some(PlacedRequest {
                     worker,
                     dispatched: now,
@@ -231,9 +274,13 @@ fn deliver_messages(
                 ClusterEvent::Submit { worker, router: number, request, submission }
             }
             RouterMessage::Resync { worker } => ClusterEvent::Resync { worker, router: number },
+            RouterMessage::Backlog { worker, waiting } => {
+                ClusterEvent::Backlog { worker, router: number, waiting }
+            }
         };
         queue.add(now.after(options.hop), event);
     }
+    count
 }
 
 /// Advances a worker to `now`, and schedules its device events and its updates to routers.

@@ -20,6 +20,8 @@ pub struct ClusterOptions {
     pub queue_ahead: u32,
     /// One-way network delay between a router and a worker.
     pub hop: Duration,
+    /// Whether requests that outrank those in flight may exceed a router's grant.
+    pub outranking: bool,
     /// Creates a router's placement policy from a seed.
     pub policy: fn(u64) -> Box<dyn Policy>,
 }
@@ -41,6 +43,7 @@ impl ClusterOptions {
             limits,
             queue_ahead: 32,
             hop: Duration::from_micros(200),
+            outranking: true,
             policy,
         }
     }

@@ -1,7 +1,9 @@
 //! Requests of a cluster simulation: Mooncake traces and synthetic conversations.
 
 use std::path::Path;
+use std::sync::Arc;
 
+use inflight_contract::{Priority, Weight};
 use inflight_traces::SplitMix64 as Random;
 use inflight_worker_core::{BlockHash, Time};
 use serde::Deserialize;
@@ -11,9 +13,34 @@ use crate::workload::LengthDistribution;
 /// Tokens per block id of a trace.
 const TRACE_BLOCK: u32 = 512;
 
+/// Tenant of requests, and their priority.
+#[derive(Debug, Clone, PartialEq)]
+pub struct ClusterTenant {
+    /// Name.
+    pub name: String,
+    /// Weight.
+    pub weight: Weight,
+    /// Priority of its requests.
+    pub priority: Priority,
+}
+
+impl ClusterTenant {
+    /// Returns a tenant of this weight whose requests have priority 0.
+    pub fn new(name: &str, weight: Weight) -> Arc<Self> {
+        Arc::new(Self { name: name.to_owned(), weight, priority: Priority::default() })
+    }
+
+    /// Returns the only tenant of a workload.
+    pub fn only() -> Arc<Self> {
+        Self::new("tenant", Weight::default())
+    }
+}
+
 /// Request to a simulated cluster.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq)]
 pub struct ClusterRequest {
+    /// Tenant and priority.
+    pub tenant: Arc<ClusterTenant>,
     /// Arrival time at a router.
     pub arrival: Time,
     /// Prompt length in tokens.
@@ -83,6 +110,7 @@ pub fn read_mooncake(path: &Path, max: usize, seed: u64) -> Result<Vec<ClusterRe
     let text =
         std::fs::read_to_string(path).map_err(|source| MooncakeError::Read { path: name(), source })?;
     let mut random = Random::new(seed);
+    let tenant = ClusterTenant::only();
     let mut requests = Vec::new();
     for (position, line) in text.lines().take(max).enumerate() {
         let line: MooncakeLine = serde_json::from_str(line).map_err(|source| MooncakeError::Line {
@@ -92,6 +120,7 @@ pub fn read_mooncake(path: &Path, max: usize, seed: u64) -> Result<Vec<ClusterRe
         })?;
         let arrival = line.timestamp as f64 / 1e3 + 3.0 * random.unit();
         requests.push(ClusterRequest {
+            tenant: tenant.clone(),
             arrival: Time::from_nanos((arrival * 1e9) as u64),
             prompt_tokens: line.input_length.max(1),
             output_tokens: line.output_length.max(1),
@@ -118,6 +147,7 @@ pub fn conversations(requests: usize, rate: f64, seed: u64) -> Vec<ClusterReques
     let later_turns = LengthDistribution::new(&[(0.0, 100.0), (0.5, 1500.0), (0.9, 9000.0), (1.0, 30_000.0)]);
     let outputs =
         LengthDistribution::new(&[(0.0, 10.0), (0.5, 355.0), (0.9, 605.0), (0.99, 1183.0), (1.0, 2000.0)]);
+    let tenant = ClusterTenant::only();
     // Open conversations, each with the tokens and block ids of its last prompt.
     let mut open: Vec<(u32, Vec<u64>)> = Vec::new();
     let (mut ids, mut at) = (0, 0.0);
@@ -144,6 +174,7 @@ pub fn conversations(requests: usize, rate: f64, seed: u64) -> Vec<ClusterReques
             blocks.push(ids);
         }
         result.push(ClusterRequest {
+            tenant: tenant.clone(),
             arrival: Time::from_nanos((at * 1e9) as u64),
             prompt_tokens: tokens,
             output_tokens: outputs.sample(&mut random),

@@ -3,10 +3,10 @@
 use std::collections::BTreeSet;
 use std::time::Duration;
 
-use inflight_contract::{ModelLimits, Priority, Weight};
+use inflight_contract::ModelLimits;
 use inflight_router_core::{
     BlockHashChain, ClientCommand, Command, Credits, Dispatcher, DispatcherOptions, Event, FairQueueOptions,
-    LaneId, Notice, QueueLimits, RequestId, RequestSpec, SessionId, SubmissionId, Tier, WorkerCommand,
+    LaneId, Notice, QueueLimits, RequestId, RequestSpec, SessionId, Submission, Tier, WorkerCommand,
     WorkerId, WorkerInfo, WorkerUpdate,
 };
 use inflight_worker_core::Time;
@@ -22,7 +22,9 @@ const LANE: LaneId = LaneId(0);
 #[derive(Debug)]
 pub(super) enum RouterMessage {
     /// A request is dispatched.
-    Submit { worker: usize, request: usize, submission: SubmissionId, expected_tokens: u32 },
+    Submit { worker: usize, request: usize, submission: Box<Submission>, expected_tokens: u32 },
+    /// Whether requests wait that the worker could run.
+    Backlog { worker: usize, waiting: bool },
     /// A snapshot of the prefix cache is requested.
     Resync { worker: usize },
 }
@@ -74,9 +76,9 @@ impl SimulatedRouter {
             |size: &u32| BlockHashChain::of_names(request.hashes(*size).map(|hash| hash.short()), *size);
         let call = RequestSpec {
             lane: LANE,
-            tenant: "tenant".to_owned(),
-            weight: Weight::default(),
-            priority: Priority::default(),
+            tenant: request.tenant.name.clone(),
+            weight: request.tenant.weight,
+            priority: request.tenant.priority,
             bounds: QueueLimits::NONE,
             prompt_tokens: request.prompt_tokens,
             max_tokens: request.output_tokens,
@@ -144,7 +146,6 @@ impl SimulatedRouter {
         match command {
             WorkerCommand::Submit(submission) => {
                 if let Some(request) = self.requests.get(submission.request).copied() {
-                    let submission = submission.id;
                     self.messages.push(RouterMessage::Submit {
                         worker,
                         request,
@@ -154,8 +155,10 @@ impl SimulatedRouter {
                 }
             }
             WorkerCommand::ResyncPrefixCache => self.messages.push(RouterMessage::Resync { worker }),
-            WorkerCommand::Cancel { .. } | WorkerCommand::Backlog { .. } | WorkerCommand::ServiceTable(_) => {
+            WorkerCommand::Backlog { waiting } => {
+                self.messages.push(RouterMessage::Backlog { worker, waiting })
             }
+            WorkerCommand::Cancel { .. } | WorkerCommand::ServiceTable(_) => {}
         }
     }
 

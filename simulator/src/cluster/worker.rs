@@ -3,19 +3,19 @@
 use std::collections::VecDeque;
 use std::time::Duration;
 
-use inflight_contract::{AdmissionCost, FinishReason, TokenCost, VirtualTokenCounters, Weight};
+use inflight_contract::{AdmissionCost, FinishReason, Service, TokenCost, VirtualTokenCounters};
 use inflight_router_core::{
-    CacheChange, CacheEvents, CacheSnapshot, Credits, SequenceEnd, SequenceUpdate, SubmissionId, Tier,
-    WorkerLoad, WorkerUpdate,
+    CacheChange, CacheEvents, CacheSnapshot, Credits, SequenceEnd, SequenceUpdate, Submission, SubmissionId,
+    TenantCounter, Tier, WorkerLoad, WorkerUpdate,
 };
 use inflight_worker_core::policy::PolicyKind;
 use inflight_worker_core::{
     BlockHash, CacheEvent, CacheTier, Capacity, Chunk, CostModel, DeviceProfile, Grant, Grants,
     IterationOutcome, NewSequence, Scheduler, ScoredRange, SequenceId, StepWork, Time, TokenVerdict,
-    TransferId,
+    TransferId, priority_sequences_max,
 };
 
-use super::{ClusterError, ClusterOptions, ClusterRequest};
+use super::{Charge, ClusterError, ClusterOptions, ClusterRequest};
 
 /// Progress of a request.
 #[derive(Debug, Clone, Copy)]
@@ -60,7 +60,7 @@ pub(super) struct SimulatedWorker {
     scheduler: Scheduler,
     profile: DeviceProfile,
     /// Sequences that requests which outrank others may have beyond the grants.
-    queue_ahead: u32,
+    priority_sequences: u32,
     grants: Grants<usize>,
     /// Live requests by [`SequenceId::index`].
     live: Vec<Option<WorkerRequest>>,
@@ -72,6 +72,18 @@ pub(super) struct SimulatedWorker {
     /// Sequence number of the next cache event.
     next_event: u64,
     received: Vec<u64>,
+    /// Minimum virtual start time of the requests that wait, by router; `None` if none do.
+    min_waiting: Vec<Option<Service>>,
+    /// Requests that wait at any router.
+    queued: usize,
+    /// Blocks that any request needs to start.
+    blocks_to_start: u32,
+    /// Service charged, with its time.
+    charges: Vec<Charge>,
+    /// Time of slots that were free while requests waited at a router and none here, and of all slots, in seconds.
+    slot_seconds: (f64, f64),
+    /// Service counters to report to each router.
+    services: Vec<Vec<TenantCounter>>,
     /// New output, by router.
     sequences: Vec<Vec<SequenceUpdate>>,
     last_grants: Vec<Grant>,
@@ -95,7 +107,10 @@ impl SimulatedWorker {
             // Limits from `ClusterOptions` are consistent.
             scheduler: scheduler.expect("limits that do not contradict each other"),
             profile: options.profile,
-            queue_ahead: options.queue_ahead,
+            priority_sequences: match options.outranking {
+                true => priority_sequences_max(limits.running_max, options.queue_ahead),
+                false => 0,
+            },
             grants,
             live: Vec::new(),
             step: None,
@@ -105,6 +120,12 @@ impl SimulatedWorker {
             events: Vec::new(),
             next_event: 0,
             received: vec![0; options.routers],
+            min_waiting: vec![None; options.routers],
+            queued: 0,
+            blocks_to_start: 1,
+            charges: Vec::new(),
+            slot_seconds: (0.0, 0.0),
+            services: vec![Vec::new(); options.routers],
             sequences: vec![Vec::new(); options.routers],
             last_grants: vec![Grant::default(); options.routers],
             changed: false,
@@ -131,10 +152,39 @@ impl SimulatedWorker {
         std::mem::take(&mut self.due)
     }
 
+    /// Returns the time of slots that were free while requests waited at a router and none here, and of all slots, in seconds.
+    pub fn slot_seconds(&self) -> (f64, f64) {
+        self.slot_seconds
+    }
+
+    /// Sets the number of requests that wait at any router.
+    pub fn set_queued(&mut self, queued: usize) {
+        self.queued = queued;
+    }
+
+    /// Sets the blocks that any request needs to start.
+    pub fn set_blocks_to_start(&mut self, blocks: u32) {
+        self.blocks_to_start = blocks;
+    }
+
+    /// Returns the service charged, with its time.
+    pub fn charges(&self) -> &[Charge] {
+        &self.charges
+    }
+
+    /// Takes a router's word on whether requests wait at it.
+    pub fn backlog(&mut self, router: usize, waiting: bool) {
+        self.grants.set_backlog(router, waiting);
+        if !waiting {
+            self.min_waiting[router] = None;
+        }
+        self.changed = true;
+    }
+
     pub fn submit(
         &mut self,
         router: usize,
-        submission: SubmissionId,
+        submission: &Submission,
         index: usize,
         request: &ClusterRequest,
         now: Time,
@@ -145,13 +195,13 @@ impl SimulatedWorker {
             NewSequence {
                 known_tokens: request.prompt_tokens,
                 max_tokens: request.output_tokens,
-                priority: 0,
+                priority: request.tenant.priority.get(),
                 deadline: None,
-                tenant: "tenant",
-                weight: Weight::default(),
+                tenant: &request.tenant.name,
+                weight: request.tenant.weight,
                 hashes: &hashes,
                 group: None,
-                virtual_start_time: None,
+                virtual_start_time: submission.virtual_start_time,
                 charged_tokens: 0,
                 scored: ScoredRange::default(),
             },
@@ -165,10 +215,17 @@ impl SimulatedWorker {
         if self.live.len() <= id.index() {
             self.live.resize(id.index() + 1, None);
         }
-        let live =
-            WorkerRequest { request: index, router, submission, cost, output_tokens: 0, cached_tokens: None };
+        let live = WorkerRequest {
+            request: index,
+            router,
+            submission: submission.id,
+            cost,
+            output_tokens: 0,
+            cached_tokens: None,
+        };
         self.live[id.index()] = Some(live);
         self.received[router] += 1;
+        self.min_waiting[router] = submission.min_waiting_virtual_time;
         self.changed = true;
         Ok(())
     }
@@ -184,6 +241,11 @@ impl SimulatedWorker {
         }
         while self.step.is_none() && self.plan(now) {}
         self.process_ended();
+        for charge in self.scheduler.drain_charged() {
+            let counter = TenantCounter { tenant: charge.tenant.to_owned(), charged: charge.counter };
+            self.services.iter_mut().for_each(|of_router| of_router.push(counter.clone()));
+            self.charges.push(Charge { at: now, tenant: charge.tenant.to_owned(), service: charge.growth });
+        }
         Ok(())
     }
 
@@ -247,6 +309,13 @@ impl SimulatedWorker {
         let took = self.profile.step_time(&prefill, &decode);
         let ends = now.after(took);
         self.busy += took;
+        let (load, slots) = (self.scheduler.load(), self.scheduler.limits().running_max);
+        let spare = (load.blocks - self.scheduler.limits().watermark_blocks).saturating_sub(load.blocks_used);
+        let startable = (slots - load.running).min(spare / self.blocks_to_start);
+        let free = if self.queued > 0 && load.waiting == 0 { startable } else { 0 };
+        let seconds = took.as_secs_f64();
+        self.slot_seconds.0 += f64::from(free) * seconds;
+        self.slot_seconds.1 += f64::from(slots) * seconds;
         self.due.push(ends);
         self.step = Some(WorkerStep { number: plan.number, chunks: plan.chunks.clone(), took, ends });
         false
@@ -280,8 +349,9 @@ impl SimulatedWorker {
         let changes: Vec<CacheChange> = events.into_iter().map(|(tier, event)| change(tier, event)).collect();
         let update = |(router, grant): (usize, Grant)| {
             let sequences = std::mem::take(&mut self.sequences[router]);
+            let services = std::mem::take(&mut self.services[router]);
             let cache_events = (!changes.is_empty()).then(|| CacheEvents { first, changes: changes.clone() });
-            WorkerUpdate { sequences, cache_events, ..self.update(router, grant) }
+            WorkerUpdate { sequences, services, cache_events, ..self.update(router, grant) }
         };
         Some(grants.into_iter().enumerate().map(update).collect())
     }
@@ -315,13 +385,21 @@ impl SimulatedWorker {
                 credits: Credits { sequences: grant.sequences, blocks: grant.blocks },
                 priority_sequences: self
                     .grants
-                    .priority_sequences(self.queue_ahead)
+                    .priority_sequences(self.priority_sequences)
                     .find(|(session, _)| *session == router)
                     .map_or(0, |(_, sequences)| sequences),
             }),
             load: Some(WorkerLoad::new(backlog, estimate.slowdown, decode_step)),
             cost: Some(self.scheduler.cost().coefficients()),
             submissions_received: self.received[router],
+            router_count: self.received.len() as u32,
+            virtual_time: self
+                .min_waiting
+                .iter()
+                .flatten()
+                .min()
+                .copied()
+                .unwrap_or(self.scheduler.virtual_time()),
             ..WorkerUpdate::default()
         }
     }

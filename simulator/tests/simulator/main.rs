@@ -4,6 +4,7 @@
 #![allow(clippy::unwrap_used, reason = "helpers of tests fail like tests")]
 
 mod batching;
+mod burst;
 mod common;
 mod drafts;
 mod fairness;

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use inflight_router_core::{PlacementKind, Policy, Random};
 use inflight_simulator::cluster::{
-    ClusterOptions, ClusterReport, ClusterRequest, conversations, read_mooncake, simulate,
+    ClusterOptions, ClusterReport, ClusterRequest, ClusterTenant, conversations, read_mooncake, simulate,
 };
 use inflight_simulator::workload::LengthDistribution;
 use inflight_traces::SplitMix64;
@@ -59,10 +59,12 @@ fn each_placement_beats_the_simpler_one_on_generated_conversations() {
 fn bursts(seed: u64, count: usize, size: usize) -> Vec<ClusterRequest> {
     let mut random = SplitMix64::new(seed);
     let lengths = LengthDistribution::new(&[(0.0, 100.0), (0.5, 1500.0), (0.9, 6000.0), (1.0, 16_000.0)]);
+    let tenant = ClusterTenant::only();
     let mut requests: Vec<ClusterRequest> = (0..count * size)
         .map(|nth| {
             let at = (nth / size) as f64 * 60.0 + 0.01 * random.unit();
             ClusterRequest {
+                tenant: tenant.clone(),
                 arrival: Time::from_nanos((at * 1e9) as u64),
                 prompt_tokens: lengths.sample(&mut random),
                 output_tokens: 1 + (random.unit() * 400.0) as u32,

@@ -42,6 +42,12 @@ pub struct Grants<K> {
     rotation: u32,
 }
 
+/// Returns the maximum sequences in flight beyond the grants, for requests that outrank others in flight. Those that have started count until
+/// they end, so half of the slots may be theirs beside the ones that wait.
+pub fn priority_sequences_max(running_max: u32, queue_ahead: u32) -> u32 {
+    queue_ahead + running_max / 2
+}
+
 impl<K: Ord + Copy> Grants<K> {
     /// Creates a divider without sessions.
     pub fn new(capacity: Capacity) -> Self {

@@ -36,7 +36,7 @@ pub use diagnosis::{Bottleneck, Conditions, Finding, Objectives, diagnose};
 pub use dispatch_ahead::DispatchAhead;
 pub use drafts::{DraftKind, DraftSource, DraftsWanted, PromptLookup};
 pub use first_token::{FirstTokenParts, FirstTokens};
-pub use grants::{Capacity, Grant, Grants};
+pub use grants::{Capacity, Grant, Grants, priority_sequences_max};
 pub use history::{History, IterationSummary};
 pub use inflight_contract::BlockHash;
 pub use iteration::{

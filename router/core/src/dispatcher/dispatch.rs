@@ -12,6 +12,10 @@ use crate::{
     RequestId, RequestPlaced, RequestSpec, ResumedChoice, Standing, Submission, SubmissionId, WorkerId,
 };
 
+/// Prompts that its tenant must have less than another one for a request to outrank the other's: those of tenants that share evenly differ by
+/// about one, and need not pass each other.
+const OUTRANKING_PROMPTS: u32 = 2;
+
 /// What to do with a waiting request.
 #[derive(Debug)]
 pub(super) enum PlacementDecision {
@@ -220,8 +224,7 @@ impl Dispatcher {
             };
             let (grant, used) = (session.ledger.grant(), session.ledger.used());
             let beyond = || {
-                // Those of tenants that share evenly differ by about a prompt: they need not pass each other.
-                let own = self.queue.virtual_time_with(spec, 2 * spec.prompt_tokens);
+                let own = self.queue.virtual_time_with(spec, OUTRANKING_PROMPTS * spec.prompt_tokens);
                 let has_more = |tenant: &str| self.queue.virtual_time(spec.lane, tenant) > own;
                 session.ledger.priority_sequences(spec.priority.get(), &spec.tenant, has_more)
             };
@@ -292,14 +295,20 @@ impl Dispatcher {
         let fingerprint = session.fingerprint.clone();
         let generated = request.journal.tokens();
         request.phase = Phase::Running { worker, session: session.id, submission };
+        let cached = self.placement.route(worker, submission, &request.spec, generated, commands);
         let (mut virtual_start_time, mut min_waiting_virtual_time) = (None, None);
         if let Some(position) = &request.position {
-            // The prompt of a resumed stream was charged at its first dispatch.
-            let prompt = if generated > 0 { 0 } else { request.spec.prompt_tokens };
-            virtual_start_time = Some(self.queue.charge_provisionally(position, submission, prompt));
+            // The prompt of a resumed stream was charged at its first dispatch; of another one, the worker charges what is not cached.
+            let prompt = if generated > 0 { 0 } else { request.spec.prompt_tokens.saturating_sub(cached) };
+            // Before what it outranks: the tags of a burst, given at its dispatch, lag behind the service since.
+            let (spec, queue) = (&request.spec, &self.queue);
+            let own = queue.virtual_time_with(spec, OUTRANKING_PROMPTS * spec.prompt_tokens);
+            let has_more = |tenant: &str| queue.virtual_time(spec.lane, tenant) > own;
+            let outranked = session.ledger.outranked_start(spec.priority.get(), &spec.tenant, has_more);
+            let start = self.queue.charge_provisionally(position, submission, prompt);
+            virtual_start_time = Some(outranked.map_or(start, |outranked| outranked.min(start)));
             min_waiting_virtual_time = self.queue.min_waiting_virtual_time(session.lane);
         }
-        self.placement.route(worker, submission, &request.spec, generated, commands);
         let resumed = request.journal.resumed().map(|resumed| ResumedChoice {
             choice: resumed.choice,
             tokens: resumed.tokens.to_vec(),

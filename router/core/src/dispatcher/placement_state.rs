@@ -104,12 +104,13 @@ impl PlacementState {
         spec: &RequestSpec,
         generated: usize,
         commands: &mut Vec<Command>,
-    ) {
+    ) -> u32 {
         let tokens = size(spec, generated).prompt_tokens;
         let estimate = self.workers.estimate(worker, tokens, &spec.chains);
         let cached_tokens = estimate.cached.tokens();
         commands.push(Command::Notice(Notice::PromptPlaced { tokens, cached_tokens }));
         self.workers.route(worker, submission, tokens, &spec.chains, &estimate);
+        cached_tokens
     }
 
     /// Returns the predicted time to first token of a request dispatched to a worker now; `None` if the

@@ -169,7 +169,8 @@ impl WorkerSession {
         submission: Submission,
         commands: &mut Vec<Command>,
     ) {
-        self.ledger.charge_choices(submission.id, priority.get(), tenant, prompt_blocks, choices);
+        let start = submission.virtual_start_time;
+        self.ledger.charge_choices(submission.id, priority.get(), tenant, start, prompt_blocks, choices);
         let Submission { id, request, attempt, .. } = submission;
         self.submissions.insert(id, InFlight { request, attempt, reported: false, cancelled: false });
         self.send(WorkerCommand::Submit(Box::new(submission)), commands);
