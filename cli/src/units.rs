@@ -88,6 +88,33 @@ impl fmt::Display for Span {
     }
 }
 
+/// Duration, or `off`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct SpanOrOff(pub Option<Span>);
+
+impl FromStr for SpanOrOff {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        match text.trim() {
+            "off" => Ok(Self(None)),
+            span => span
+                .parse()
+                .map(|span| Self(Some(span)))
+                .map_err(|error: String| format!("{error}, or `off`")),
+        }
+    }
+}
+
+impl fmt::Display for SpanOrOff {
+    fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self.0 {
+            Some(span) => span.fmt(out),
+            None => out.write_str("off"),
+        }
+    }
+}
+
 /// Listen address of an optional endpoint, or `off`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ListenAt {

@@ -12,7 +12,7 @@ use inflight_net::SecretFile;
 use inflight_worker::metrics::BUCKETS;
 use inflight_worker::{
     Aging, CONNECTIONS_MAX, Device, Drafts, KvCacheDtype, ModelSource, Options, PolicyKind, Quantization,
-    Worker,
+    SelfTestInterval, Worker,
 };
 
 use crate::event::{self, RoleEvent};
@@ -26,7 +26,7 @@ use crate::step_target::StepTargetArg;
 use crate::telemetry;
 use crate::tls;
 use crate::trace_sampler::RemoteParent;
-use crate::units::{ByteSize, ListenAt, Span};
+use crate::units::{ByteSize, ListenAt, Span, SpanOrOff};
 
 /// Time for closing connections in addition to the drain timeout.
 const CLOSE_MARGIN: Duration = Duration::from_secs(1);
@@ -163,9 +163,21 @@ pub struct EngineArgs {
     /// Maximum sequences waiting in the worker
     #[arg(long, value_name = "N", default_value_t = Options::default().max_waiting, env = "INFLIGHT_WORKER_MAX_WAITING")]
     pub max_waiting: u32,
+    /// Interval of self-tests, or `off`: a prompt whose answer was recorded at the start, beside the others; a worker that answers it with
+    /// other bits ends. On GPUs only with --deterministic, and unproven [default: 5m on CPUs, off on GPUs]
+    #[arg(long, value_name = "DURATION|off", env = "INFLIGHT_WORKER_SELF_TEST_INTERVAL")]
+    pub self_test_interval: Option<SpanOrOff>,
 }
 
 impl EngineArgs {
+    fn self_test_interval(&self) -> SelfTestInterval {
+        match self.self_test_interval {
+            None => SelfTestInterval::Auto,
+            Some(SpanOrOff(None)) => SelfTestInterval::Off,
+            Some(SpanOrOff(Some(Span(interval)))) => SelfTestInterval::Every(interval),
+        }
+    }
+
     fn aging(&self) -> Aging {
         Aging {
             threshold: self.aging_threshold.0,
@@ -285,6 +297,7 @@ impl Args {
             grammar_confinement: Some(grammar_helper::confinement(self.role.grammar_memory_max.0)),
             max_sessions: self.max_sessions,
             heartbeat: self.heartbeat.0,
+            self_test_interval: engine.self_test_interval(),
             drain_timeout: self.role.drain_timeout.0,
             record: self.record.clone(),
             fingerprint_cache: cache_directory(engine.fingerprint_cache.as_ref()),

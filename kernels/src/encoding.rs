@@ -72,6 +72,40 @@ impl Encoding {
         elements / self.block() * self.block_bytes()
     }
 
+    /// Returns the index of the first element that is infinite or NaN, or whose block has such a scale or minimum; `None` if there is
+    /// none. `bytes` are whole blocks.
+    pub fn first_non_finite(self, bytes: &[u8]) -> Option<usize> {
+        /// Bytes that are examined without a branch.
+        const CHUNK: usize = 4096;
+        let elements = |mask: u32, width: usize| {
+            let broken = |bits: u32| bits & mask == mask;
+            let of =
+                move |raw: &[u8]| broken(raw.iter().rev().fold(0, |bits, byte| bits << 8 | u32::from(*byte)));
+            let chunk = |(nth, chunk): (usize, &[u8])| {
+                // Without an early end, so that it is vectorised; then the place.
+                let any = chunk.chunks_exact(width).fold(false, |any, raw| any | of(raw));
+                let first = || chunk.chunks_exact(width).position(of);
+                any.then(first).flatten().map(|at| nth * CHUNK / width + at)
+            };
+            bytes.chunks(CHUNK).enumerate().find_map(chunk)
+        };
+        match self {
+            Self::Plain(Dtype::F32) => elements(0x7f80_0000, 4),
+            Self::Plain(Dtype::Bf16) => elements(0x7f80, 2),
+            Self::Plain(Dtype::F16) => elements(0x7c00, 2),
+            Self::Q8_0 | Self::Q4_0 | Self::Q4K | Self::Q6K => {
+                let end = self.block_bytes() - 2;
+                let scales: &[usize] = match self {
+                    Self::Q4K => &[0, 2],
+                    Self::Q6K => &[end],
+                    _ => &[0],
+                };
+                let broken = |raw: &[u8]| scales.iter().any(|at| !half_at(raw, *at).is_finite());
+                bytes.chunks_exact(self.block_bytes()).position(broken).map(|block| block * self.block())
+            }
+        }
+    }
+
     /// Widens whole blocks to f32: exactly for plain elements, else by the encoding's formula in f32.
     ///
     /// # Panics

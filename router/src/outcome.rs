@@ -130,6 +130,8 @@ pub(crate) enum Outcome {
     UsageLogUnavailable,
     /// Several workers in a row were lost before the first token, the last while it ran alone.
     AttemptsExhausted { attempts: u32 },
+    /// The model's logits were not finite on several attempts.
+    NonFinite { choice: u32, tokens: u32, attempts: u32 },
     /// The client left output unread for too long.
     ClientStalled { waited: Duration },
     /// The deadline has passed.
@@ -165,6 +167,7 @@ impl Outcome {
             Failure::Infeasible { predicted, left } => Self::Infeasible { predicted, left },
             Failure::DeadlineExceeded => Self::DeadlineExceeded,
             Failure::AttemptsExhausted { attempts } => Self::AttemptsExhausted { attempts },
+            Failure::NonFinite { choice, tokens, attempts } => Self::NonFinite { choice, tokens, attempts },
             Failure::Worker { code, message } => Self::WorkerError { code: Code::from_i32(code), message },
             Failure::ClientStalled { waited } => Self::ClientStalled { waited },
         }
@@ -206,7 +209,7 @@ impl Outcome {
                 _ => Code::Internal,
             },
             // Not UNAVAILABLE: clients would retry a request that may be the cause.
-            Self::AttemptsExhausted { .. } | Self::Internal(_) => Code::Internal,
+            Self::AttemptsExhausted { .. } | Self::NonFinite { .. } | Self::Internal(_) => Code::Internal,
         }
     }
 
@@ -253,6 +256,8 @@ impl Outcome {
                 Code::DeadlineExceeded => of(504, "server_error", Some("timeout"), "timeout_error"),
                 _ => of(500, "server_error", None, "api_error"),
             },
+            // Not 500, which client libraries repeat: it has been tried on several workers.
+            Self::NonFinite { .. } => of(422, "server_error", Some("non_finite"), "api_error"),
             Self::AttemptsExhausted { .. } | Self::Internal(_) => of(500, "server_error", None, "api_error"),
         }
     }
@@ -297,6 +302,7 @@ impl Outcome {
             Self::Draining => "draining",
             Self::UsageLogUnavailable => "usage_log_unavailable",
             Self::AttemptsExhausted { .. } => "attempts_exhausted",
+            Self::NonFinite { .. } => "non_finite",
             Self::ClientStalled { .. } => "client_stalled",
             Self::DeadlineExceeded => "deadline_exceeded",
             Self::Cancelled => "cancelled",
@@ -371,6 +377,13 @@ impl Outcome {
             Self::AttemptsExhausted { attempts } => {
                 format!(
                     "{attempts} workers in a row were lost while running the request, the last one running nothing else: it may be the cause, so do not retry it"
+                )
+            }
+            Self::NonFinite { choice, tokens, attempts } => {
+                format!(
+                    "the model's arithmetic gave infinite or NaN values in place of logits after {tokens} output tokens of choice {choice}, in each of \
+                     {attempts} attempts, on other workers where there are any: the model overflows on this input, so do not retry it; if that happens \
+                     with any input, its weights are damaged"
                 )
             }
             Self::ClientStalled { waited } => {
@@ -451,6 +464,7 @@ mod tests {
             (Outcome::Draining, Code::Unavailable, "draining"),
             (Outcome::UsageLogUnavailable, Code::Unavailable, "usage_log_unavailable"),
             (Outcome::AttemptsExhausted { attempts: 4 }, Code::Internal, "attempts_exhausted"),
+            (Outcome::NonFinite { choice: 0, tokens: 3, attempts: 2 }, Code::Internal, "non_finite"),
             (Outcome::ClientStalled { waited: second }, Code::Aborted, "client_stalled"),
             (Outcome::DeadlineExceeded, Code::DeadlineExceeded, "deadline_exceeded"),
             (Outcome::Cancelled, Code::Cancelled, "cancelled"),
@@ -541,6 +555,13 @@ mod tests {
             (worker(Code::ResourceExhausted), 503, "server_error", Some("overloaded"), "overloaded_error"),
             (worker(Code::Unknown), 500, "server_error", None, "api_error"),
             (Outcome::AttemptsExhausted { attempts: 4 }, 500, "server_error", None, "api_error"),
+            (
+                Outcome::NonFinite { choice: 0, tokens: 3, attempts: 2 },
+                422,
+                "server_error",
+                Some("non_finite"),
+                "api_error",
+            ),
             (Outcome::Internal(text()), 500, "server_error", None, "api_error"),
         ];
         for (outcome, status, openai_type, openai_code, anthropic_type) in table {

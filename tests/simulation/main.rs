@@ -72,6 +72,7 @@ async fn worker(index: usize, shared: Rc<SimulationState>) -> Result<(), Failure
     let served = Served {
         runtime: Box::new(device::ContextHashRuntime::new()),
         prior: Some(CostPrior::default()),
+        self_test_interval: None,
         name: "tiny".to_owned(),
         architecture: "LlamaForCausalLM".to_owned(),
         eos_token_ids: device::EOS.to_vec(),

@@ -1,6 +1,8 @@
 //! Choice of the runtime: loads a model onto the device that the options name.
 
-use inflight_kernels::cpu::KvDtype;
+use std::time::Duration;
+
+use inflight_kernels::cpu::{Isa, KvDtype};
 use inflight_models::ModelDir;
 use inflight_runtime::DRAFT_ROWS;
 use inflight_runtime::{HostMemory, MemoryLedger, Runtime};
@@ -11,16 +13,32 @@ use inflight_worker_core::CostPrior;
 
 use crate::options::Drafts;
 use crate::options::{Device, KvCacheDtype, Options, OptionsError};
+use crate::self_test_interval::SelfTestDevice;
 use crate::worker::{Error, Progress};
 
-/// Loads the runtime for the chosen device, whose host memory is reserved in the ledger; returns it with the prior
-/// of its cost model, if known.
+/// Runtime of the chosen device.
+pub(crate) struct LoadedRuntime {
+    pub runtime: Box<dyn Runtime>,
+    /// Prior of its cost model, if known.
+    pub prior: Option<CostPrior>,
+    /// Interval of self-tests; `None` if there are none.
+    pub self_test_interval: Option<Duration>,
+}
+
+impl LoadedRuntime {
+    fn new(runtime: Box<dyn Runtime>, options: &Options, device: SelfTestDevice) -> Result<Self, Error> {
+        let self_test_interval = options.self_test_interval.on(device)?;
+        Ok(Self { runtime, prior: None, self_test_interval })
+    }
+}
+
+/// Loads the runtime for the chosen device, whose host memory is reserved in the ledger.
 pub(crate) fn load_runtime(
     options: &Options,
     model: &ModelDir,
     ledger: &MemoryLedger,
     progress: Progress<'_>,
-) -> Result<(Box<dyn Runtime>, Option<CostPrior>), Error> {
+) -> Result<LoadedRuntime, Error> {
     if let Device::Sim(profile) = options.device {
         let config = model.config();
         let sim = SimOptions {
@@ -35,13 +53,18 @@ pub(crate) fn load_runtime(
         };
         let runtime = SimRuntime::new(&sim).map_err(|error| Error::Device(error.to_string()))?;
         tracing::warn!(model = model.name(), ?profile, "device is simulated; tokens are meaningless");
-        return Ok((Box::new(runtime), Some(profile.prior(options.block_tokens))));
+        let loaded = LoadedRuntime::new(Box::new(runtime), options, SelfTestDevice::Simulated)?;
+        return Ok(LoadedRuntime { prior: Some(profile.prior(options.block_tokens)), ..loaded });
     }
+    let cuda = || {
+        let device = SelfTestDevice::Gpu { deterministic: options.deterministic };
+        LoadedRuntime::new(load_cuda(model, options, ledger, progress)?, options, device)
+    };
     match options.device {
-        Device::Cuda(_) => return Ok((load_cuda(model, options, ledger, progress)?, None)),
+        Device::Cuda(_) => return cuda(),
         Device::Auto => match cuda::available(&ordinals(options)) {
             Ok(()) => match cuda::supports(model, options.tensor_parallel) {
-                Ok(()) => return Ok((load_cuda(model, options, ledger, progress)?, None)),
+                Ok(()) => return cuda(),
                 Err(reason) => tracing::warn!(%reason, "GPU cannot run this model; computing on the CPU"),
             },
             Err(reason) if options.gpus.is_empty() => tracing::info!(%reason, "computing on the CPU"),
@@ -68,10 +91,28 @@ pub(crate) fn load_runtime(
         kv_dtype,
         tensor_parallel: options.tensor_parallel,
     };
+    check_known_answer(options, &cpu)?;
     let runtime = CpuRuntime::load_beside(model, &cpu, ledger, progress)?;
     let runtime: Box<dyn Runtime> =
         if options.overlap { Box::new(runtime.overlapped()?) } else { Box::new(runtime) };
-    Ok((runtime, None))
+    LoadedRuntime::new(runtime, options, SelfTestDevice::Cpu)
+}
+
+/// Compares what this processor computes with what is recorded for its instruction set, unless self-tests are off.
+fn check_known_answer(options: &Options, cpu: &CpuOptions) -> Result<(), Error> {
+    if options.self_test_interval.on(SelfTestDevice::Cpu)?.is_none() {
+        return Ok(());
+    }
+    let isa = Isa::detect();
+    let checked = inflight_runtime_cpu::check_known_answer(isa, cpu.quantize, cpu.kv_dtype);
+    match checked.map_err(|error| Error::Device(error.to_string()))? {
+        true => tracing::debug!(isa = isa.name(), "known answer computed"),
+        false => tracing::info!(
+            isa = isa.name(),
+            "no answer is recorded for this instruction set and these formats"
+        ),
+    }
+    Ok(())
 }
 
 /// Error for a KV cache dtype that the device chosen by [`Device::Auto`] does not support.

@@ -13,6 +13,8 @@ pub mod engine;
 pub mod fuzz;
 pub mod metrics;
 mod options;
+mod self_test;
+mod self_test_interval;
 mod session;
 mod sync;
 mod worker;
@@ -28,5 +30,6 @@ pub use inflight_worker_core::{
 pub use bundle::Bundle;
 pub use device::{host_memory_limit, usable_gpus};
 pub use options::{Device, Drafts, KvCacheDtype, Options, OptionsError, UnknownDevice, UnknownDrafts};
+pub use self_test_interval::SelfTestInterval;
 pub use session::EngineExecution;
 pub use worker::{CONNECTIONS_MAX, Core, Error, Progress, Served, Worker};

@@ -14,6 +14,8 @@ use inflight_runtime_sim::{SpecError, read_profile};
 use inflight_worker_core::policy::{Aging, PolicyKind};
 use inflight_worker_core::{DeviceProfile, LatencyObjectives, SchedulerLimits, StepTarget};
 
+use crate::self_test_interval::SelfTestInterval;
+
 /// Device that runs the model.
 #[derive(Debug, Clone, Copy, PartialEq, Default)]
 pub enum Device {
@@ -223,6 +225,8 @@ pub struct Options {
     pub max_sessions: u32,
     /// Interval of heartbeat updates on an otherwise silent session.
     pub heartbeat: Duration,
+    /// Interval of self-tests.
+    pub self_test_interval: SelfTestInterval,
     /// Maximum time that a drain waits for running sequences.
     pub drain_timeout: Duration,
     /// Worker id in logs; stable across restarts.
@@ -274,6 +278,7 @@ impl Default for Options {
             grammar_confinement: None,
             max_sessions: 64,
             heartbeat: Duration::from_millis(500),
+            self_test_interval: SelfTestInterval::Auto,
             drain_timeout: Duration::from_secs(300),
             worker_id: "worker".to_owned(),
             record: None,

@@ -18,8 +18,8 @@ use inflight_net::{
 use inflight_proto::v1::worker_server::WorkerServer;
 use inflight_proto::{FILE_DESCRIPTOR_SET, PROTOCOL_VERSION, v1};
 use inflight_runtime::{MemoryLedger, Runtime};
-use inflight_worker_core::CostPrior;
 use inflight_worker_core::policy::{Aging, Policy};
+use inflight_worker_core::{CostPrior, priority_sequences_max};
 use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::sync::{Semaphore, mpsc, oneshot};
 use tokio_util::sync::CancellationToken;
@@ -33,6 +33,7 @@ use crate::bundle::Bundle;
 use crate::device;
 use crate::engine::{Engine, EngineOptions};
 use crate::options::{Device, Drafts, Options, OptionsError};
+use crate::self_test::SelfTest;
 use crate::session::{
     AuthenticationLayer, Authenticator, BUNDLES_MAX, COMMANDS_MAX, COMPILED_KIB_MAX, Clock, EngineExecution,
     EngineThread, Message, MeteredSemaphore, OBSERVERS_MAX, QUEUED_KIB_MAX, ServiceTables, SessionContext,
@@ -124,6 +125,8 @@ pub struct Served {
     pub runtime: Box<dyn Runtime>,
     /// Prior of the cost model; `None` calibrates it at start-up.
     pub prior: Option<CostPrior>,
+    /// Interval of self-tests; `None` if there are none.
+    pub self_test_interval: Option<Duration>,
     /// Model name that clients request.
     pub name: String,
     /// Architecture name from config.json, such as "LlamaForCausalLM".
@@ -175,10 +178,11 @@ impl Worker {
                 MemoryLedger::open(options.reservation_dir.as_deref())
             }
         };
-        let (runtime, prior) = device::load_runtime(options, &model, &ledger, progress)?;
+        let loaded = device::load_runtime(options, &model, &ledger, progress)?;
         let served = Served {
-            runtime,
-            prior,
+            runtime: loaded.runtime,
+            prior: loaded.prior,
+            self_test_interval: loaded.self_test_interval,
             name: options.model_name.clone().unwrap_or_else(|| model.name().to_owned()),
             architecture: model.architecture().to_owned(),
             eos_token_ids: model.eos_token_ids().to_vec(),
@@ -241,7 +245,7 @@ impl Core {
     /// The limits contradict each other, the recording can't be created, or the device fails during
     /// calibration.
     pub fn new(options: &Options, served: Served, incarnation: String) -> Result<Self, Error> {
-        let Served { runtime, prior, name, architecture, eos_token_ids, bundle } = served;
+        let Served { runtime, prior, self_test_interval, name, architecture, eos_token_ids, bundle } = served;
         let recording = options.record.as_ref().map(|path| {
             let create = create_private_file(path);
             create.map_err(|source| Error::Record { path: path.clone(), source })
@@ -249,12 +253,13 @@ impl Core {
         let recording = recording.transpose()?;
         let fingerprint = runtime.capabilities().fingerprint.clone();
         let queue_ahead = (options.max_sequences / 8).max(1);
+        let priority_sequences = priority_sequences_max(options.max_sequences, queue_ahead);
         let engine_options = EngineOptions {
             // The waiting queue must hold everything that was granted, or granted submissions would be
             // rejected.
             waiting_max: options
                 .max_waiting
-                .max(options.max_sequences + 2 * queue_ahead + SamplingSpec::CHOICES_MAX),
+                .max(options.max_sequences + queue_ahead + priority_sequences + SamplingSpec::CHOICES_MAX),
             queue_ahead,
             policy: Policy { kind: options.policy, aging: options.aging },
             prefix_cache: options.prefix_cache,
@@ -275,6 +280,10 @@ impl Core {
         // The costs of a simulated device are its profile's; there is nothing to measure.
         if prior.is_none() {
             engine.calibrate().map_err(|error| Error::Device(error.to_string()))?;
+        }
+        let mut self_test = self_test_interval.map(|interval| SelfTest::new(interval, engine.model_limits()));
+        if let Some(test) = &mut self_test {
+            engine.record_self_test(test).map_err(|failed| Error::Device(failed.to_string()))?;
         }
         let grammars = Arc::new(grammars(&bundle, engine.model_limits().vocab_size, &eos_token_ids, options));
         engine.set_grammars(grammars.clone());
@@ -321,7 +330,7 @@ impl Core {
             service_tables,
             authenticator: options.secret.clone().map(Authenticator::new),
         });
-        let engine = EngineThread::new(engine, messages, clock, recording, watchdog);
+        let engine = EngineThread::new(engine, messages, clock, recording, watchdog, self_test);
         Ok(Self { engine, sessions, drain_timeout: options.drain_timeout, aging: options.aging })
     }
 

@@ -24,5 +24,5 @@ pub use pool::Pool;
 pub use rope::{QkvShape, RopeScaling, RopeTable, finish_qkv, inverse_frequencies};
 pub use rows::{rms_norm, swiglu};
 pub use sampling::{
-    Score, Truncation, Workspace, argmax, log_sum_exp, logprob, mask_nan, sample, score, top,
+    Score, Truncation, Workspace, all_finite, argmax, log_sum_exp, logprob, mask_nan, sample, score, top,
 };

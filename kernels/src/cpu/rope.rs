@@ -2,6 +2,7 @@
 
 use std::ops::Range;
 
+use super::attention::HEAD_DIM_MAX;
 use super::gemm::scale;
 use super::isa::Isa;
 use super::kv::{Bf16, F16, Int8, KvDtype, KvElement, KvLayout, KvPool, KvSlot};
@@ -142,6 +143,7 @@ pub fn finish_qkv(
         "the KV pool differs in shape"
     );
     assert!(layer < layout.layers, "the layer is out of the KV pool");
+    assert!(shape.head_dim <= HEAD_DIM_MAX, "head_dim exceeds {HEAD_DIM_MAX}");
     assert_eq!(rope.frequencies.len() * 2, shape.head_dim, "the rope table differs in shape");
     if let Some((q, k, _)) = norms {
         assert!(q.len() == shape.head_dim && k.len() == shape.head_dim, "norm weights are not [head_dim]");
@@ -230,8 +232,8 @@ impl FinishQkv<'_> {
         let (offset, layout) = (offset as usize, &self.layout);
         let head_dim = layout.head_dim;
         for head in 0..layout.kv_heads {
-            let keys = &keys[head * head_dim..][..head_dim];
-            let values = &values[head * head_dim..][..head_dim];
+            let keys = sound(&keys[head * head_dim..][..head_dim]);
+            let values = sound(&values[head * head_dim..][..head_dim]);
             // SAFETY: block, layer, head and offset are within the pool by the checks in `finish_qkv`.
             unsafe {
                 let k = self.kv.cast::<N>().add(layout.keys(block, self.layer, head));
@@ -259,7 +261,17 @@ impl FinishQkv<'_> {
     }
 }
 
+/// Returns the elements, or NaN in the place of all of them if one is infinite or NaN: an infinite component of a key could make its score
+/// negative infinity, and attention would leave the position out.
+#[inline(always)]
+fn sound(elements: &[f32]) -> &[f32] {
+    static BROKEN: [f32; HEAD_DIM_MAX] = [f32::NAN; HEAD_DIM_MAX];
+    if largest(elements) < f32::INFINITY { elements } else { &BROKEN[..elements.len()] }
+}
+
+/// Returns the largest magnitude; NaN if an element is NaN.
 #[inline(always)]
 fn largest(elements: &[f32]) -> f32 {
-    elements.iter().fold(0.0, |most, x| if x.abs() > most { x.abs() } else { most })
+    // The bits of magnitudes are ordered as the magnitudes, and those of NaN come last.
+    f32::from_bits(elements.iter().fold(0, |most, x| most.max(x.abs().to_bits())))
 }

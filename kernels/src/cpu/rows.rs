@@ -71,7 +71,7 @@ impl Kernel for RmsNorm<'_> {
     }
 }
 
-/// Returns 1 / sqrt(mean(x^2) + eps).
+/// Returns 1 / sqrt(mean(x^2) + eps); NaN if an element is infinite or NaN, or the mean overflows.
 ///
 /// # Safety
 /// The machine supports `S`'s instruction set.
@@ -92,7 +92,9 @@ pub(crate) unsafe fn rms_scale<S: Simd>(x: &[f32], eps: f32) -> f32 {
             sums[0] = S::fma(v, v, sums[0]);
         }
         let sum = S::sum(S::add(S::add(sums[0], sums[1]), S::add(sums[2], sums[3])));
-        1.0 / (sum / x.len() as f32 + eps).sqrt()
+        let mean = sum / x.len() as f32 + eps;
+        // Squares that overflow would make every element 0, and the row look sound.
+        if mean < f32::INFINITY { 1.0 / mean.sqrt() } else { f32::NAN }
     }
 }
 

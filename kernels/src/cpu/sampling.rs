@@ -1,7 +1,7 @@
 //! Sampling of a token from a row of logits.
 //!
 //! All sums run in ascending token id in f64, and ties go to the lower id, so that a sample does not depend
-//! on the vector width. Infinities are allowed; NaN must be removed first by [`mask_nan`].
+//! on the vector width. Infinities are allowed; NaN must be removed first by [`mask_nan`], or excluded by [`all_finite`].
 
 use super::isa::Isa;
 use super::simd::{self, Kernel, Simd, exp, load_part, store_part};
@@ -30,6 +30,42 @@ pub struct Truncation {
 pub struct Workspace {
     weights: Vec<f32>,
     keys: Vec<u64>,
+}
+
+/// Returns whether no logit is infinite or NaN: else the arithmetic that led to them has overflowed or is broken, and a token chosen from
+/// them has no meaning.
+pub fn all_finite(isa: Isa, logits: &[f32]) -> bool {
+    let mut poison = 0.0;
+    simd::run(isa, Poison { logits, poison: &mut poison });
+    poison == 0.0
+}
+
+/// Adds x * 0 over all logits: 0, or NaN if one is infinite or NaN.
+struct Poison<'a> {
+    logits: &'a [f32],
+    poison: &'a mut f32,
+}
+
+impl Kernel for Poison<'_> {
+    #[inline(always)]
+    unsafe fn run<S: Simd>(self) {
+        const WAYS: usize = 4;
+        // SAFETY: the caller guarantees the instruction set, and whole vectors are loaded only from whole chunks.
+        unsafe {
+            let zero = S::splat(0.0);
+            let mut sums = [zero; WAYS];
+            let mut chunks = self.logits.chunks_exact(WAYS * S::LANES);
+            for chunk in &mut chunks {
+                for (way, sum) in sums.iter_mut().enumerate() {
+                    *sum = S::fma(S::load(chunk.as_ptr().add(way * S::LANES)), zero, *sum);
+                }
+            }
+            for rest in chunks.remainder().chunks(S::LANES) {
+                sums[0] = S::fma(load_part::<S>(rest.as_ptr(), rest.len(), 0.0), zero, sums[0]);
+            }
+            *self.poison = S::sum(S::add(S::add(sums[0], sums[1]), S::add(sums[2], sums[3])));
+        }
+    }
 }
 
 /// Replaces NaN by negative infinity, so that such a token is never sampled.

@@ -209,6 +209,11 @@ impl Journal {
         self.choices.iter().map(|choice| choice.tokens.len()).sum()
     }
 
+    /// Returns the number of tokens of a choice; 0 for one that does not exist.
+    pub fn tokens_of(&self, choice: u32) -> usize {
+        self.choices.get(choice as usize).map_or(0, |choice| choice.tokens.len())
+    }
+
     /// Whether every choice has ended.
     pub fn ended(&self) -> bool {
         self.choices.iter().all(|choice| choice.end.is_some())

@@ -82,6 +82,9 @@ pub enum FailureBlame {
     Worker,
     /// The worker cannot run the request now (UNAVAILABLE, ABORTED): resubmit it elsewhere.
     Returned,
+    /// Values that are not finite took the place of logits (DATA_LOSS): the worker's arithmetic is broken, or that of the model overflows
+    /// on this request. Another worker shows which.
+    NonFinite,
 }
 
 /// Credits of a session.

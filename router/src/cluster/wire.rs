@@ -201,9 +201,8 @@ pub(crate) fn limits_view(limits: &v1::WorkerLimits) -> LimitsView {
 fn blame(code: Code) -> FailureBlame {
     match code {
         Code::Unavailable | Code::Aborted => FailureBlame::Returned,
-        Code::Unknown | Code::Internal | Code::DataLoss | Code::Unimplemented | Code::Ok => {
-            FailureBlame::Worker
-        }
+        Code::DataLoss => FailureBlame::NonFinite,
+        Code::Unknown | Code::Internal | Code::Unimplemented | Code::Ok => FailureBlame::Worker,
         _ => FailureBlame::Request,
     }
 }

@@ -257,18 +257,20 @@ impl BlockPool {
 
     /// Removes all blocks from the prefix cache.
     pub fn clear_cache(&mut self) {
-        for block in 0..self.total() {
-            let BlockMeta { refs, hash, .. } = self.meta[block as usize];
-            if hash.is_none() {
-                continue;
-            }
-            if refs == 0 {
-                self.unlink(block);
-            }
-            self.uncache(block);
-            if refs == 0 {
-                self.link(block, NONE);
-            }
+        let cached: Vec<BlockHash> = self.contents().collect();
+        cached.into_iter().for_each(|hash| self.forget(hash));
+    }
+
+    /// Removes the block with this hash from the prefix cache, if it is there; its owners keep it.
+    pub fn forget(&mut self, hash: BlockHash) {
+        let Some(block) = self.lookup(hash) else { return };
+        let free = self.meta[block as usize].refs == 0;
+        if free {
+            self.unlink(block);
+        }
+        self.uncache(block);
+        if free {
+            self.link(block, NONE);
         }
     }
 

@@ -29,7 +29,7 @@ const DRAFTS_MAX: u32 = 1 << 10;
 /// Record type: one scheduler input. The values are part of the format.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(u8)]
-enum RecordKind {
+pub(crate) enum RecordKind {
     Submit = 1,
     Cancel,
     Plan,
@@ -41,6 +41,7 @@ enum RecordKind {
     Preempt,
     Draft,
     ForcedDraft,
+    Discard,
 }
 
 /// Log of a scheduler's inputs, with the bytes not drained yet.
@@ -123,14 +124,6 @@ impl RecordLog {
         self.number(new.scored.end.into());
     }
 
-    pub fn cancel(&mut self, id: SequenceId) {
-        self.of_sequence(RecordKind::Cancel, id);
-    }
-
-    pub fn preempt(&mut self, id: SequenceId) {
-        self.of_sequence(RecordKind::Preempt, id);
-    }
-
     pub fn draft(&mut self, id: SequenceId, count: u32, kind: DraftKind) {
         self.of_sequence(if kind == Forced { RecordKind::ForcedDraft } else { RecordKind::Draft }, id);
         self.number(count.into());
@@ -187,7 +180,8 @@ impl RecordLog {
         std::mem::take(&mut self.bytes)
     }
 
-    fn of_sequence(&mut self, kind: RecordKind, id: SequenceId) {
+    /// Appends a record that consists of a sequence.
+    pub fn of_sequence(&mut self, kind: RecordKind, id: SequenceId) {
         self.kind(kind);
         self.number(id.index.into());
         self.number(id.generation.into());
@@ -434,6 +428,7 @@ impl RecordReader<'_> {
             kind if kind == RecordKind::Submit as u8 => return self.submit(scheduler),
             kind if kind == RecordKind::Cancel as u8 => scheduler.cancel(self.sequence_id()?),
             kind if kind == RecordKind::Preempt as u8 => scheduler.preempt(self.sequence_id()?),
+            kind if kind == RecordKind::Discard as u8 => scheduler.discard(self.sequence_id()?),
             kind if kind == RecordKind::Draft as u8 || kind == RecordKind::ForcedDraft as u8 => {
                 let id = self.sequence_id()?;
                 let guessed = kind == RecordKind::Draft as u8;

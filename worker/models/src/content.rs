@@ -95,6 +95,11 @@ impl TensorContent {
         self.range.clone()
     }
 
+    /// Name of the tensor.
+    pub(super) fn tensor(&self) -> &str {
+        &self.tensor
+    }
+
     /// File of the tensor.
     pub(super) fn file(&self) -> &Arc<WeightFile> {
         &self.file
@@ -216,7 +221,10 @@ pub(super) fn hex(bytes: &[u8]) -> String {
 }
 
 /// Runs jobs on as many threads as there are CPUs; returns one of the errors, if any.
-fn in_parallel<T: Send>(jobs: Vec<T>, run: impl Fn(T) -> Result<(), Error> + Sync) -> Result<(), Error> {
+pub(super) fn in_parallel<T: Send>(
+    jobs: Vec<T>,
+    run: impl Fn(T) -> Result<(), Error> + Sync,
+) -> Result<(), Error> {
     static CPUS: OnceLock<usize> = OnceLock::new();
     let cpus = *CPUS.get_or_init(|| std::thread::available_parallelism().map_or(1, Into::into));
     let threads = cpus.min(THREADS_MAX).min(jobs.len());

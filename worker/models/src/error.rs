@@ -108,6 +108,19 @@ pub enum Error {
         /// Shape in the file.
         found: Vec<usize>,
     },
+    /// An element of a tensor is infinite or NaN.
+    #[error(
+        "{file}: element {element} of tensor {tensor} is infinite or NaN, so that no output of the model would mean anything; the file is \
+         damaged, or its conversion has overflowed: get or convert it again"
+    )]
+    NonFinite {
+        /// Label of the weight file.
+        file: String,
+        /// Tensor name.
+        tensor: String,
+        /// Index of the element, or of the first one of its block.
+        element: usize,
+    },
     /// The element type of a tensor is not supported.
     #[error(
         "{file}: tensor {tensor} is {found}; supported: f32, bf16, f16, and in GGUF files q8_0, q4_0, q4_k, q6_k"

@@ -11,7 +11,7 @@ use serde::Deserialize;
 
 use super::Error;
 use super::architecture::TensorNames;
-use super::content::{Bytes, Digest, TensorContent, return_free_memory};
+use super::content::{Bytes, Digest, TensorContent, in_parallel, return_free_memory};
 use super::files::Files;
 use super::fingerprint_cache::FingerprintCache;
 use super::gguf::Gguf;
@@ -23,6 +23,8 @@ const INDEX: &str = "model.safetensors.index.json";
 const LENGTH_BYTES: u64 = 8;
 /// Maximum size of a safetensors header, as in the reference implementation.
 const HEADER_BYTES_MAX: u64 = 100_000_000;
+/// Bytes of a tensor that a thread checks at a time.
+const CHECKED_BYTES: usize = 4 << 20;
 /// Bytes that are read at once where columns are cut out of rows.
 const CHUNK_BYTES: usize = 64 << 20;
 
@@ -94,19 +96,36 @@ impl Tensor {
         self.encoding.bytes(self.width())
     }
 
+    /// Reads whole blocks and checks that their elements are finite.
+    fn read(&self, range: Range<usize>) -> Result<Bytes, Error> {
+        let bytes = self.content.read(range.clone())?;
+        let (block, block_bytes) = (self.encoding.block(), self.encoding.block_bytes());
+        let part = CHECKED_BYTES.next_multiple_of(block_bytes);
+        in_parallel(bytes.chunks(part).enumerate().collect(), |(nth, chunk)| {
+            let Some(at) = self.encoding.first_non_finite(chunk) else { return Ok(()) };
+            let (file, tensor) = (self.content.file().label().to_owned(), self.content.tensor().to_owned());
+            Err(Error::NonFinite {
+                file,
+                tensor,
+                element: (range.start + nth * part) / block_bytes * block + at,
+            })
+        })?;
+        Ok(bytes)
+    }
+
     /// Reads the tensor.
     ///
     /// # Errors
-    /// [`Error::Changed`] or [`Error::Read`].
+    /// [`Error::Changed`], [`Error::Read`] or [`Error::NonFinite`].
     pub fn load(&self) -> Result<LoadedTensor, Error> {
-        let bytes = self.content.read(0..self.bytes())?;
+        let bytes = self.read(0..self.bytes())?;
         Ok(self.loaded(self.shape[0], self.width(), bytes))
     }
 
     /// Reads the given rows of a matrix; whole heads if the rows are interleaved.
     ///
     /// # Errors
-    /// [`Error::Changed`] or [`Error::Read`].
+    /// [`Error::Changed`], [`Error::Read`] or [`Error::NonFinite`].
     ///
     /// # Panics
     /// If the rows are out of range or split a head.
@@ -114,7 +133,7 @@ impl Tensor {
         let whole = self.interleaved.is_none_or(|head| (rows.start % head, rows.len() % head) == (0, 0));
         assert!(whole && rows.end <= self.shape[0], "rows are not in the tensor");
         let row = self.row_bytes();
-        let bytes = self.content.read(rows.start * row..rows.end * row)?;
+        let bytes = self.read(rows.start * row..rows.end * row)?;
         Ok(self.loaded(rows.len(), self.width(), bytes))
     }
 
@@ -122,7 +141,7 @@ impl Tensor {
     /// of the file.
     ///
     /// # Errors
-    /// [`Error::Changed`] or [`Error::Read`].
+    /// [`Error::Changed`], [`Error::Read`] or [`Error::NonFinite`].
     ///
     /// # Panics
     /// If the columns are out of range or split a block.
@@ -152,10 +171,10 @@ impl Tensor {
     /// Reads the tensor and converts all elements to f32, de-interleaved if it is one-dimensional.
     ///
     /// # Errors
-    /// [`Error::Changed`] or [`Error::Read`].
+    /// [`Error::Changed`], [`Error::Read`] or [`Error::NonFinite`].
     pub fn to_f32(&self) -> Result<Vec<f32>, Error> {
         let mut out = vec![0.0; self.shape.iter().product()];
-        self.encoding.widen(&self.content.read(0..self.bytes())?, &mut out);
+        self.encoding.widen(&self.read(0..self.bytes())?, &mut out);
         Ok(match self.interleaved {
             Some(head) if self.shape.len() == 1 => {
                 let halves = |head: &[f32]| {

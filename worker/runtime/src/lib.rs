@@ -16,6 +16,7 @@ pub mod collective;
 mod command_thread;
 mod host_memory;
 mod memory_ledger;
+mod non_finite_rows;
 mod recent_tokens;
 pub mod sharding;
 mod token_masks;
@@ -24,6 +25,7 @@ pub use batch::{Batch, BlockCopy, DRAFT_ROWS, Feedback, SCORES_MAX, SampleRow, S
 pub use command_thread::{CommandQueue, CommandThread, CommandThreadOptions, ThreadEnded};
 pub use host_memory::{HostMemory, MemoryGroup, MemoryLimit, Readable};
 pub use memory_ledger::{MemoryLedger, OverLimit, PROMISED_BYTES};
+pub use non_finite_rows::NonFiniteRows;
 pub use recent_tokens::{RECENT_TOKENS, RecentTokens};
 pub use token_masks::TokenMasks;
 
@@ -213,6 +215,12 @@ pub trait Runtime: Send {
     /// Moves the results of the scored rows of the step completed last to `scores`, in order. They are those
     /// of the model's logits, without penalties, biases and masks.
     fn take_scores(&mut self, scores: &mut Vec<PromptLogprobs>);
+
+    /// Moves the rows of the step completed last whose logits are not all finite to `rows`, which is cleared. A runtime that does not
+    /// examine its logits reports none.
+    fn take_non_finite(&mut self, rows: &mut NonFiniteRows) {
+        rows.clear();
+    }
 
     /// Launches a step and waits for it.
     ///

@@ -22,8 +22,8 @@ pub(super) struct LiveChoice {
     pub sampling: Arc<SamplingParams>,
     /// State of the grammar that the output must match.
     pub constraint: Option<LiveConstraint>,
-    /// Seed of the block hash chain, keyed per tenant.
-    root: BlockHash,
+    /// Seed of the block hash chain, keyed per tenant; `None` if nothing of it is cached.
+    root: Option<BlockHash>,
     /// Hashes of the full blocks.
     chain: Vec<BlockHash>,
     /// Share of the session's grant in use by this choice.
@@ -54,7 +54,7 @@ impl LiveChoice {
         choice: u32,
         tokens: Vec<u32>,
         constraint: Option<LiveConstraint>,
-        root: BlockHash,
+        root: Option<BlockHash>,
         chain: Vec<BlockHash>,
         cost: Grant,
         scored: ScoredRange,
@@ -111,7 +111,7 @@ impl LiveChoice {
     pub fn push(&mut self, token: u32, block_tokens: usize) -> Option<BlockHash> {
         self.tokens.push(token);
         let known = self.chain.len();
-        BlockHash::extend_chain(&mut self.chain, self.root, &self.tokens, block_tokens);
+        BlockHash::extend_chain(&mut self.chain, self.root?, &self.tokens, block_tokens);
         self.chain.get(known).copied()
     }
 

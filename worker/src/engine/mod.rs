@@ -23,16 +23,17 @@ use std::time::Duration;
 use inflight_contract::{AdmissionCost, FinishReason, ModelLimits, TokenCost, VirtualTokenCounters};
 use inflight_grammar_service::Grammars;
 use inflight_runtime::{
-    self as runtime, Batch, BlockCopy, PromptLogprobs, Runtime, SCORES_MAX, Sampled, ScoreRow, SlotSetup,
-    TransferDone,
+    self as runtime, Batch, BlockCopy, NonFiniteRows, PromptLogprobs, Runtime, SCORES_MAX, Sampled, ScoreRow,
+    SlotSetup, TransferDone,
 };
 use inflight_worker_core::policy::{Policy, PolicyKind};
 use inflight_worker_core::{
     CacheEvent, CacheTier, Capacity, Chunk, CostModel, CostPrior, DispatchAhead, DraftsWanted, Ended, Grant,
     Grants, Iteration, IterationOutcome, LimitsError, Preemption, Scheduler, SchedulerLimits, SequenceId,
-    StepTarget, Time, TokenVerdict,
+    StepTarget, Time, TokenVerdict, priority_sequences_max,
 };
 
+use crate::self_test::{SelfTest, SelfTestFailed};
 use live_choice::LiveChoice;
 use masks::{IterationMasks, MaskState, MaskedChunk};
 pub use observation::{ChunkOwner, CompletedWork, LiveSequence};
@@ -133,6 +134,12 @@ struct LaunchedIteration {
 #[error("engine stopped: {0}")]
 pub struct EngineFailed(String);
 
+impl From<SelfTestFailed> for EngineFailed {
+    fn from(failed: SelfTestFailed) -> Self {
+        Self(failed.to_string())
+    }
+}
+
 /// Scheduler, runtime and the tokens of all live choices.
 pub struct Engine {
     scheduler: Scheduler,
@@ -159,6 +166,10 @@ pub struct Engine {
     sample_of: Vec<u32>,
     sampled: Vec<Sampled>,
     scores: Vec<PromptLogprobs>,
+    /// Rows of the iteration completed last whose logits are not all finite.
+    non_finite: NonFiniteRows,
+    /// Sequences of that iteration with such rows.
+    unsound: Vec<SequenceId>,
     verdicts: Vec<TokenVerdict>,
     /// Number of tokens accepted of each chunk with drafts.
     accepted: Vec<u32>,
@@ -229,7 +240,8 @@ impl Engine {
         }
         // Priority sequences need a policy that schedules by priority.
         let by_priority = matches!(options.policy.kind, PolicyKind::Fair | PolicyKind::Priority);
-        let priority_sequences_max = if by_priority { options.queue_ahead } else { 0 };
+        let priority_sequences_max =
+            if by_priority { priority_sequences_max(limits.running_max, options.queue_ahead) } else { 0 };
         Ok(Self {
             scheduler,
             runtime,
@@ -249,6 +261,8 @@ impl Engine {
             sample_of: Vec::new(),
             sampled: Vec::new(),
             scores: Vec::new(),
+            non_finite: NonFiniteRows::default(),
+            unsound: Vec::new(),
             verdicts: Vec::new(),
             accepted: Vec::new(),
             draft_requests: Vec::new(),
@@ -286,6 +300,26 @@ impl Engine {
     /// Rejects every new request from now on.
     pub fn drain(&mut self) {
         self.draining = true;
+    }
+
+    /// Runs a self-test while the engine has no other work, and records its answer.
+    ///
+    /// # Errors
+    /// The device failed, or the test did.
+    pub(crate) fn record_self_test(&mut self, test: &mut SelfTest) -> Result<(), EngineFailed> {
+        let Some(request) = test.start(Time::ZERO) else { return Ok(()) };
+        let mut events = Vec::new();
+        self.command(Command::Submit(Box::new(request)), Time::ZERO, &mut events);
+        loop {
+            for event in events.drain(..) {
+                if test.take(&event, Time::ZERO)?.is_some() {
+                    return Ok(());
+                }
+            }
+            if self.step(Time::ZERO, &mut events)?.idle && events.is_empty() {
+                return Ok(());
+            }
+        }
     }
 
     /// Iteration planned last.
@@ -462,11 +496,14 @@ impl Engine {
         let Some(launched) = self.launched.pop_front() else { return Ok(StepReport::default()) };
         self.scores.clear();
         self.runtime.take_scores(&mut self.scores);
+        self.runtime.take_non_finite(&mut self.non_finite);
         let tokens = launched.chunks.iter().map(|chunk| chunk.len).sum();
         let summary = self.scheduler.history().iter().rev().find(|step| step.number == launched.number);
         let (predicted, decodes) =
             summary.map_or_else(Default::default, |step| (step.predicted, step.decodes));
         self.take_samples(&launched, events);
+        // Before the commit, which would add their blocks to the prefix cache.
+        self.unsound.drain(..).for_each(|id| self.scheduler.discard(id));
         let sampled = self.verdicts.len() as u32;
         let outcome = IterationOutcome { verdicts: &self.verdicts, accepted: &self.accepted, took };
         self.scheduler.commit(launched.number, outcome).map_err(|error| EngineFailed(error.to_string()))?;
@@ -551,7 +588,9 @@ impl Engine {
                     self.grants.release(live.key.session, Grant { sequences: 0, blocks });
                 }
             }
-            metrics::counter!(crate::metrics::ENDED, "reason" => reason.label()).increment(1);
+            if live.key.session != SessionId::SELF_TEST {
+                metrics::counter!(crate::metrics::ENDED, "reason" => reason.label()).increment(1);
+            }
             let reason = match reason {
                 FinishReason::Stop if live.complete => FinishReason::Complete,
                 reason => reason,

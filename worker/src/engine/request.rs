@@ -12,6 +12,12 @@ use inflight_worker_core::Time;
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct SessionId(pub u64);
 
+impl SessionId {
+    /// Session of the worker's own self-tests; those of routers are numbered from 1. It has no grant, its tokens are not cached, and
+    /// nothing is reported of it.
+    pub const SELF_TEST: Self = Self(u64::MAX);
+}
+
 /// Key of a request: session, and the submission id that is unique within it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct RequestKey {
@@ -136,6 +142,9 @@ pub enum Failure {
     /// The choice's grammar cannot go on.
     #[error("the output cannot match its grammar: {0}")]
     Constraint(String),
+    /// The model's logits are not all finite: its arithmetic has overflowed, or the device is broken. The text says where.
+    #[error("the model's logits are infinite or NaN {0}")]
+    NonFinite(&'static str),
     /// The device failed.
     #[error("the device failed: {0}")]
     Device(String),

@@ -11,12 +11,15 @@ impl Engine {
     /// before the first, one with the log probabilities of the prompt tokens that the chunk has scored.
     ///
     /// Of a chunk with drafts, the first sample counts, and each further one while the draft before it equals
-    /// the token sampled there and does not end the choice.
+    /// the token sampled there and does not end the choice. A choice with a row that counts and whose logits are not all finite fails: no
+    /// token comes of such a row.
     pub(super) fn take_samples(&mut self, launched: &LaunchedIteration, events: &mut Vec<ChoiceEvent>) {
         self.verdicts.clear();
         self.accepted.clear();
         let block_tokens = self.scheduler.limits().block_tokens as usize;
         let (mut sampled, mut scores) = (self.sampled.drain(..), self.scores.drain(..));
+        // Rows of the chunks before.
+        let (mut samples_before, mut scores_before) = (0, 0);
         let mut drafts = launched.drafts.as_slice();
         for (at, chunk) in launched.chunks.iter().enumerate() {
             let own;
@@ -25,6 +28,8 @@ impl Engine {
             let samples = sampled.by_ref().take(rows);
             let scored = launched.scored.get(at).map_or(0, |scored| *scored as usize);
             let prompt_logprobs: Vec<_> = scores.by_ref().take(scored).collect();
+            let (first_sample, first_score) = (samples_before, scores_before);
+            (samples_before, scores_before) = (first_sample + rows as u32, first_score + scored as u32);
             // The index is not reused while the iteration is in flight: the entry is this sequence, or empty
             // if it has ended.
             let Some(live) = &mut self.live[chunk.id.index()] else {
@@ -34,13 +39,23 @@ impl Engine {
                 continue;
             };
             live.computed_tokens += chunk.len;
-            if !prompt_logprobs.is_empty() {
+            let is_score = |row: &u32| (first_score..scores_before).contains(row);
+            let mut unsound = self.non_finite.scores.iter().any(is_score).then_some("in the prompt");
+            if !prompt_logprobs.is_empty() && unsound.is_none() {
                 events.push(ChoiceEvent { prompt_logprobs, ..live.event() });
             }
             let (mut taken, mut stands) = (0, true);
             for (nth, Sampled { token, logprobs }) in samples.enumerate() {
                 if !stands {
                     continue; // behind a draft that does not stand, or behind the end
+                }
+                if self.non_finite.samples.binary_search(&(first_sample + nth as u32)).is_ok() {
+                    unsound.get_or_insert("in place of an output token");
+                }
+                if unsound.is_some() {
+                    self.verdicts.push(TokenVerdict::STOP);
+                    (taken, stands) = (taken + 1, false);
+                    continue;
                 }
                 let consumed = live.consume(token);
                 if let Consumed::Ended(end) = consumed {
@@ -65,6 +80,11 @@ impl Engine {
                 stands = !stop && own.get(nth) == Some(&token);
             }
             self.accepted.extend((!own.is_empty()).then_some(taken));
+            if let Some(place) = unsound {
+                live.failure.get_or_insert(Failure::NonFinite(place));
+                self.unsound.push(chunk.id);
+                metrics::counter!(crate::metrics::NON_FINITE).increment(1);
+            }
         }
     }
 }

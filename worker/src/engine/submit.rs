@@ -5,12 +5,12 @@ use inflight_worker_core::{Grant, NewSequence, ScoredRange, SequenceId, SubmitEr
 
 use super::live_choice::{self, LiveChoice};
 use super::live_constraint::LiveConstraint;
-use super::{ChoiceEvent, Engine, Failure, Finish, Request, ResumedChoice, empty_event};
+use super::{ChoiceEvent, Engine, Failure, Finish, Request, ResumedChoice, SessionId, empty_event};
 
 impl Engine {
     /// Submits a request, or pushes the events that reject it.
     pub(super) fn submit(&mut self, request: &Request, now: Time, events: &mut Vec<ChoiceEvent>) {
-        if !self.grants.is_open(request.key.session) {
+        if request.key.session != SessionId::SELF_TEST && !self.grants.is_open(request.key.session) {
             return; // the session was closed in the meantime, and with it the response stream
         }
         let outcome = match self.check(request) {
@@ -64,8 +64,13 @@ impl Engine {
     ) -> Result<(), Failure> {
         let block_tokens = self.scheduler.limits().block_tokens as usize;
         let root = BlockHash::root(&request.tenant);
+        // Without hashes, nothing of a self-test comes from the prefix cache or enters it.
+        let root = (request.key.session != SessionId::SELF_TEST).then_some(root);
+        let extend = |chain: &mut Vec<BlockHash>, tokens: &[u32]| {
+            root.into_iter().for_each(|root| BlockHash::extend_chain(chain, root, tokens, block_tokens));
+        };
         let mut chain = Vec::new();
-        BlockHash::extend_chain(&mut chain, root, &request.prompt, block_tokens);
+        extend(&mut chain, &request.prompt);
         // Choices without resumed tokens share the prefill of the prompt.
         let fresh =
             request.choices.len() > 1 && request.choices.iter().all(|resumed| resumed.tokens.is_empty());
@@ -94,7 +99,7 @@ impl Engine {
             tokens.extend_from_slice(&request.prompt);
             tokens.extend_from_slice(&resumed.tokens);
             let mut chain = chain.clone();
-            BlockHash::extend_chain(&mut chain, root, &tokens, block_tokens);
+            extend(&mut chain, &tokens);
             let submitted = self.scheduler.submit(
                 NewSequence {
                     known_tokens: tokens.len() as u32,

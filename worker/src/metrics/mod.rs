@@ -12,6 +12,8 @@ pub(crate) use step::StepMetrics;
 pub(crate) use tenants::TenantMetrics;
 
 pub(crate) const ENDED: &str = "inflight_worker_finished_sequences_total";
+pub(crate) const NON_FINITE: &str = "inflight_worker_non_finite_sequences_total";
+const SELF_TESTS: &str = "inflight_worker_self_tests_total";
 const RUNNING: &str = "inflight_worker_running_sequences";
 const WAITING: &str = "inflight_worker_waiting_sequences";
 const BLOCKS_USED: &str = "inflight_worker_kv_blocks_used";
@@ -395,6 +397,18 @@ pub const INVENTORY: &[(&str, MetricKind, Unit, &str)] = &[
         "Iterations in which the first waiting sequence was not admitted, by reason",
     ),
     (ENDED, MetricKind::Counter, Unit::Count, "Sequences finished, by reason"),
+    (
+        NON_FINITE,
+        MetricKind::Counter,
+        Unit::Count,
+        "Sequences that failed because logits were infinite or NaN: the model overflows on them, or the device is broken",
+    ),
+    (
+        SELF_TESTS,
+        MetricKind::Counter,
+        Unit::Count,
+        "Self-tests, by outcome: passed, failed, or without an answer",
+    ),
     (RECEIVE_BYTES, MetricKind::Gauge, Unit::Bytes, "Bytes of router messages that are being received"),
     (
         UNREAD_BYTES,
@@ -457,7 +471,7 @@ pub const BUCKETS: &[(&str, &[f64])] = &[
 pub fn labels(metric: &str) -> &'static [&'static str] {
     match metric {
         GPU_PATH => &["path"],
-        GRAMMAR_LOOKUPS | ANTICIPATION_SECONDS => &["outcome"],
+        GRAMMAR_LOOKUPS | ANTICIPATION_SECONDS | SELF_TESTS => &["outcome"],
         TENANT_SERVICE | TENANT_WEIGHT => &["tenant"],
         MODEL_INFO => &["model", "architecture", "fingerprint"],
         PREEMPTIONS | PREEMPTION_COST | VIOLATIONS => &["kind"],
@@ -512,6 +526,11 @@ pub(crate) fn grammar_lookup(hit: bool, took: Duration, entries: usize) {
 /// Counts an iteration in which the first waiting sequence was not admitted.
 pub(crate) fn blocked(reason: &'static str) {
     metrics::counter!(BLOCKED, "reason" => reason).increment(1);
+}
+
+/// Counts a self-test.
+pub(crate) fn self_test(outcome: &'static str) {
+    metrics::counter!(SELF_TESTS, "outcome" => outcome).increment(1);
 }
 
 /// Sets whether the recording has ended with an error.

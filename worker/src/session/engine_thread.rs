@@ -16,8 +16,9 @@ use super::observation::{Collector, Feed};
 use super::outbox::{Outbox, WorkerReport};
 use super::permits::MeteredPermits;
 use super::watchdog::Watchdog;
-use crate::engine::{ChoiceEvent, Command, Engine, EngineFailed, SessionId, StepReport};
+use crate::engine::{ChoiceEvent, Command, Engine, EngineFailed, Failure, Finish, SessionId, StepReport};
 use crate::metrics::{StepMetrics, TenantMetrics};
+use crate::self_test::{self, SelfTest};
 
 /// Capacity of the engine's message queue; a full queue back-pressures the sessions' request streams.
 pub(crate) const COMMANDS_MAX: usize = 4096;
@@ -111,6 +112,8 @@ pub(crate) struct EngineThread {
     last_sent_cost: CostCoefficients,
     /// Collects for observers; `None` without any.
     collector: Option<Box<Collector>>,
+    /// `None` if they are off.
+    self_test: Option<SelfTest>,
 }
 
 impl EngineThread {
@@ -121,6 +124,7 @@ impl EngineThread {
         clock: Clock,
         recording: Option<File>,
         watchdog: Arc<Watchdog>,
+        self_test: Option<SelfTest>,
     ) -> Self {
         let metrics = StepMetrics::new(engine.limits(), engine.block_bytes());
         crate::metrics::recording_failed(false);
@@ -144,6 +148,7 @@ impl EngineThread {
             anticipation: Anticipation::default(),
             last_sent_cost: CostCoefficients::default(),
             collector: None,
+            self_test,
         }
     }
 
@@ -170,8 +175,9 @@ impl EngineThread {
                 if self.draining {
                     return Ok(());
                 }
-                let Some(message) = self.messages.recv().await else { return Ok(()) };
-                if !self.handle(message) {
+                if let Some(message) = self.next_message().await
+                    && !message.is_some_and(|message| self.handle(message))
+                {
                     return Ok(());
                 }
             }
@@ -179,6 +185,7 @@ impl EngineThread {
                 return Ok(());
             }
             let now = self.clock.now();
+            self.start_self_test(now);
             self.watchdog.begin(now, self.engine.predict_largest_step());
             let stepped = self.engine.step(now, &mut self.events);
             self.watchdog.end();
@@ -187,9 +194,66 @@ impl EngineThread {
                 tokio::time::sleep(step.took.max(STEP_MIN)).await;
             }
             let ended = stepped.as_ref().map_or(0, |step| step.ended);
+            let self_tested = self.end_self_test();
             self.finish_step(stepped)?;
+            self_tested?;
             if !self.anticipate(ended).await {
                 return Ok(());
+            }
+        }
+    }
+
+    /// Waits for the next message, `Some(None)` at the end of messages, or for the time of a self-test: `None`.
+    async fn next_message(&mut self) -> Option<Option<Message>> {
+        let due = self.self_test.as_ref().and_then(SelfTest::due);
+        match due {
+            Some(due) => {
+                let wait = due.since(self.clock.now());
+                tokio::time::timeout(wait, self.messages.recv()).await.ok()
+            }
+            None => Some(self.messages.recv().await),
+        }
+    }
+
+    /// Starts a self-test if one is due.
+    fn start_self_test(&mut self, now: Time) {
+        let due = self.self_test.as_mut().filter(|_| !self.draining).and_then(|test| test.start(now));
+        if let Some(request) = due {
+            self.engine.command(Command::Submit(Box::new(request)), now, &mut self.events);
+        }
+    }
+
+    /// Takes the events of the self-test out of the others.
+    ///
+    /// # Errors
+    /// [`EngineFailed`]: the device is not to be trusted any more.
+    fn end_self_test(&mut self) -> Result<(), EngineFailed> {
+        let Some(test) = &mut self.self_test else { return Ok(()) };
+        let now = self.clock.now();
+        let non_finite = |event: &ChoiceEvent| {
+            event.key.session != SessionId::SELF_TEST
+                && matches!(event.finish, Some(Finish::Failed(Failure::NonFinite(_))))
+        };
+        if self.events.iter().any(non_finite) && test.suspect(now) {
+            tracing::warn!("logits of a request are infinite or NaN: a self-test follows");
+        }
+        let mut outcome = Ok(None);
+        self.events.retain(|event| {
+            let own = event.key.session == SessionId::SELF_TEST;
+            if own && let Ok(None) = outcome {
+                outcome = test.take(event, now);
+            }
+            !own
+        });
+        match outcome {
+            Ok(None) => Ok(()),
+            Ok(Some(passed)) => {
+                crate::metrics::self_test(if passed { "passed" } else { "unanswered" });
+                Ok(())
+            }
+            Err(failed) => {
+                crate::metrics::self_test("failed");
+                Err(EngineFailed::from(failed))
             }
         }
     }
@@ -262,7 +326,8 @@ impl EngineThread {
                 self.publish_cache_events();
                 outbox.start_cache_snapshot(self.engine.cache_contents(), self.cache_sequence);
                 outbox.set_cost(self.engine.cost_coefficients().into());
-                self.engine.charged().for_each(|(tenant, charged)| outbox.set_charged(tenant, charged));
+                let charged = self.engine.charged().filter(|(tenant, _)| *tenant != self_test::TENANT);
+                charged.for_each(|(tenant, charged)| outbox.set_charged(tenant, charged));
                 self.outboxes.insert(session, outbox);
                 self.engine.command(Command::Open(session), self.clock.now(), &mut self.events);
             }
@@ -354,7 +419,7 @@ impl EngineThread {
     fn deliver(&mut self) {
         self.publish_cache_events();
         self.publish_cost();
-        for charge in self.engine.drain_charged() {
+        for charge in self.engine.drain_charged().filter(|charge| charge.tenant != self_test::TENANT) {
             self.outboxes.values().for_each(|outbox| outbox.set_charged(charge.tenant, charge.counter));
             self.tenant_metrics.charge(&charge);
         }

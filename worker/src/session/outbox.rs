@@ -337,6 +337,8 @@ fn code(failure: &Failure) -> tonic::Code {
         Failure::Invalid(_) => tonic::Code::InvalidArgument,
         Failure::Constraint(_) => tonic::Code::FailedPrecondition,
         Failure::Overloaded(_) => tonic::Code::ResourceExhausted,
+        // Routers resubmit it elsewhere, and end it if it fails there, too.
+        Failure::NonFinite(_) => tonic::Code::DataLoss,
         Failure::Draining | Failure::Device(_) => tonic::Code::Unavailable,
     }
 }

@@ -10,6 +10,7 @@ use opentelemetry::propagation::Extractor;
 use tracing_opentelemetry::OpenTelemetrySpanExt as _;
 
 use crate::engine::{ChoiceEvent, Failure, Finish, Request, RequestKey, ResumedChoice, SessionId};
+use crate::self_test;
 
 /// Maximum bytes of a tenant's name, as in the API. The engine stores each name, and reports its service to all routers.
 const TENANT_BYTES_MAX: usize = 128;
@@ -43,6 +44,9 @@ fn request(submit: v1::Submit, key: RequestKey, now: Time) -> Result<Request, St
     if submit.tenant.len() > TENANT_BYTES_MAX {
         let bytes = submit.tenant.len();
         return Err(format!("the tenant's name has {bytes} bytes; at most {TENANT_BYTES_MAX} are allowed"));
+    }
+    if submit.tenant == self_test::TENANT {
+        return Err("the tenant's name is that of the worker's self-tests".to_owned());
     }
     let span = span(&submit);
     let stop = submit.stop.unwrap_or_default();
@@ -127,5 +131,9 @@ mod tests {
         let longer = v1::Submit { tenant: "t".repeat(129), ..submit };
         let refused = decode(longer, SessionId(0), Time::ZERO).err().unwrap_or_default();
         assert!(refused.len() == 1 && format!("{:?}", refused[0].finish).contains("129 bytes"));
+        let reserved =
+            v1::Submit { weight: 1.0, tenant: self_test::TENANT.to_owned(), ..v1::Submit::default() };
+        let refused = decode(reserved, SessionId(1), Time::ZERO).err().unwrap_or_default();
+        assert!(refused.len() == 1 && format!("{:?}", refused[0].finish).contains("self-tests"));
     }
 }

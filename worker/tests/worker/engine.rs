@@ -8,8 +8,8 @@ use std::time::Duration;
 
 use inflight_contract::{AdmissionCost, CostCoefficients, FinishReason, SamplingSpec, Weight};
 use inflight_runtime::{
-    Batch, Capabilities, Error, PromptLogprobs, Runtime, Sampled, Slot, SlotSetup, TokenLogprob, TokenMasks,
-    TransferDone,
+    Batch, Capabilities, Error, NonFiniteRows, PromptLogprobs, Runtime, Sampled, Slot, SlotSetup,
+    TokenLogprob, TokenMasks, TransferDone,
 };
 use inflight_worker::engine::{
     ChoiceEvent, Command, Engine, EngineOptions, Failure, Finish, Request, RequestKey, ResumedChoice,
@@ -41,6 +41,27 @@ fn next_token(context: &[u32], seed: u64, choice: u32) -> u32 {
 fn score_of(context: &[u32], token: u32) -> PromptLogprobs {
     let rank = next_token(context, u64::from(token), 0) + 1;
     PromptLogprobs { token: TokenLogprob { token, logprob: -(rank as f32) }, rank, top: Vec::new() }
+}
+
+/// Whether the logits behind a context are not finite, where a runtime overflows.
+fn overflows(context: &[u32]) -> bool {
+    next_token(context, 0xbad, 99) == 0
+}
+
+/// End of a choice that resumes from `resumed` tokens, scores the prompt tokens from `scored` on, and runs where contexts overflow.
+fn expected_end(request: &Request, choice: u32, resumed: usize, scored: Option<usize>) -> (Vec<u32>, Finish) {
+    let (output, reason) = expected_output(request, choice);
+    let prompt = &request.prompt;
+    if scored.is_some_and(|first| (first..prompt.len()).any(|at| overflows(&prompt[..at]))) {
+        return (output[..resumed].to_vec(), Finish::Failed(Failure::NonFinite("in the prompt")));
+    }
+    let broken = (resumed..output.len()).find(|at| overflows(&[prompt, &output[..*at]].concat()));
+    match broken {
+        Some(at) => {
+            (output[..at].to_vec(), Finish::Failed(Failure::NonFinite("in place of an output token")))
+        }
+        None => (output, Finish::Ended(reason)),
+    }
 }
 
 /// Expected output of a choice and its finish reason.
@@ -75,6 +96,10 @@ struct RecordingRuntime {
     last: Vec<Sampled>,
     /// Scores of the last completed step.
     scores: Vec<PromptLogprobs>,
+    /// Rows of the last completed step that overflow.
+    non_finite: NonFiniteRows,
+    /// Whether contexts can overflow.
+    overflowing: bool,
     fail_after: Option<usize>,
     /// Reads positions that were never computed as 0, for calibration.
     lenient: bool,
@@ -108,6 +133,8 @@ impl RecordingRuntime {
             in_flight: VecDeque::new(),
             last: Vec::new(),
             scores: Vec::new(),
+            non_finite: NonFiniteRows::default(),
+            overflowing: false,
             fail_after: None,
             lenient: false,
             copies_dead: false,
@@ -166,6 +193,10 @@ impl Runtime for RecordingRuntime {
         scores.append(&mut self.scores);
     }
 
+    fn take_non_finite(&mut self, rows: &mut NonFiniteRows) {
+        *rows = std::mem::take(&mut self.non_finite);
+    }
+
     fn launch(&mut self, batch: &mut Batch) -> Result<(), Error> {
         batch.check(&self.capabilities)?;
         assert!(
@@ -206,7 +237,8 @@ impl Runtime for RecordingRuntime {
                 self.memory[address(sequence, batch.positions[row] as usize)] = Some(batch.tokens[row]);
             }
         }
-        for sample in &batch.samples {
+        self.non_finite.clear();
+        for (nth, sample) in (0..).zip(&batch.samples) {
             let sequence = batch.starts.partition_point(|start| *start <= sample.row) - 1;
             let read = |position| {
                 let token = self.memory[address(sequence, position)].or(self.lenient.then_some(0));
@@ -215,18 +247,21 @@ impl Runtime for RecordingRuntime {
             let context: Vec<u32> = (0..sample.position as usize).map(read).collect();
             let (seed, choice) = slots[sample.slot as usize].expect("an unattached slot was sampled");
             sampled.push(Sampled { token: next_token(&context, seed, choice), logprobs: None });
+            self.non_finite.samples.extend((self.overflowing && overflows(&context)).then_some(nth));
         }
         self.last.clone_from(sampled);
         self.scores = batch
             .scores
             .iter()
-            .map(|score| {
+            .zip(0..)
+            .map(|(score, nth)| {
                 let sequence = batch.starts.partition_point(|start| *start <= score.row) - 1;
                 let read = |position| {
                     self.memory[address(sequence, position)].expect("a position was never computed")
                 };
                 let context: Vec<u32> =
                     (0..=batch.positions[score.row as usize] as usize).map(read).collect();
+                self.non_finite.scores.extend((self.overflowing && overflows(&context)).then_some(nth));
                 score_of(&context, score.token)
             })
             .collect();
@@ -332,11 +367,12 @@ proptest! {
         specs in prop::collection::vec(spec(), 1..16),
         (blocks, host_blocks) in (21u32..60, 0u32..40), slots in 1u32..6, extra in 0u32..30,
         close in prop::option::of((0u64..3, 5usize..60)), prefix_cache in any::<bool>(), fcfs in any::<bool>(),
-        depth in 1u32..=2, drafts_max in 0u32..7
+        depth in 1u32..=2, drafts_max in 0u32..7, overflowing in prop::bool::weighted(0.4)
     ) {
         let attached = Arc::new(AtomicUsize::new(0));
         let mut runtime = RecordingRuntime::new(blocks, host_blocks, slots, slots + extra, attached.clone());
         runtime.capabilities.depth = depth;
+        runtime.overflowing = overflowing;
         let policy = if fcfs { PolicyKind::Fcfs } else { PolicyKind::Fair };
         let prior = CostPrior { trust: 1e-3, ..CostPrior::default().with_copies(0.0, 1e-9) };
         let engine_options = EngineOptions {
@@ -419,20 +455,29 @@ proptest! {
                     (first..spec.prompt.len()).map(|at| score_of(&spec.prompt[..at], spec.prompt[at])).collect();
                 // Choice 0 delivers the prompt's scores. If it was cancelled they are incomplete, whatever the other choices'
                 // finish reasons.
+                let resumed = request.choices[choice as usize].tokens.len();
+                let from = (choice == 0 && first < usize::MAX).then_some(first);
+                let (expected_tokens, expected_finish) = match overflowing {
+                    true => expected_end(request, choice, resumed, from),
+                    false => {
+                        let (output, reason) = expected_output(request, choice);
+                        (output, Finish::Ended(reason))
+                    }
+                };
                 match &finish {
+                    Some(Finish::Failed(_)) => prop_assert!(expected.starts_with(&got)),
                     _ if choice > 0 => prop_assert!(expected.starts_with(&got)),
                     Some(Finish::Ended(FinishReason::Cancelled)) => prop_assert!(expected.starts_with(&got)),
                     _ => prop_assert_eq!(got, expected),
                 }
-                let (expected, reason) = expected_output(request, choice);
                 match finish.expect("every choice ends") {
                     Finish::Ended(FinishReason::Cancelled) => {
                         prop_assert!(spec.cancel_at.is_some() || closed == Some(spec.session));
-                        prop_assert!(expected.starts_with(&tokens));
+                        prop_assert!(expected_tokens.starts_with(&tokens));
                     }
                     finish => {
-                        prop_assert_eq!(finish, Finish::Ended(reason));
-                        prop_assert_eq!(tokens, expected);
+                        prop_assert_eq!(finish, expected_finish);
+                        prop_assert_eq!(tokens, expected_tokens);
                     }
                 }
             }

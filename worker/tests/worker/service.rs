@@ -48,6 +48,7 @@ impl Router {
         let served = Served {
             runtime: Box::new(SimRuntime::new(&sim).unwrap()),
             prior: Some(profile.prior(16)),
+            self_test_interval: None,
             name: "sim".to_owned(),
             architecture: "none".to_owned(),
             eos_token_ids: Vec::new(),

@@ -19,6 +19,8 @@ struct Case {
     window: Option<u32>,
     normed: bool,
     seed: u32,
+    /// Value that replaces an element of the first sequence's queries, keys or values: position, column and value.
+    broken: Option<(usize, usize, f32)>,
 }
 
 /// Shape of the calls that compute a case.
@@ -70,7 +72,10 @@ fn run(isa: Isa, case: &Case, chunks: Chunks) -> Vec<Vec<f32>> {
             let first: usize = needed[..s].iter().sum();
             let table = &order[first..first + needed[s]];
             for position in done[s]..done[s] + count {
-                let row = values(case.seed ^ (s as u32) << 16 ^ position as u32, case.shape.width(), 2.0);
+                let mut row = values(case.seed ^ (s as u32) << 16 ^ position as u32, case.shape.width(), 2.0);
+                if let Some((_, column, value)) = case.broken.filter(|(at, ..)| s == 0 && *at == position) {
+                    row[column] = value;
+                }
                 qkv.extend(row);
                 positions.push(position as u32);
                 let block = table[position / chunks.block_tokens];
@@ -189,6 +194,7 @@ fn case() -> impl Strategy<Value = Case> {
             window,
             normed,
             seed,
+            broken: None,
         })
 }
 
@@ -232,6 +238,7 @@ fn long_case() -> impl Strategy<Value = Case> {
             window,
             normed: true,
             seed,
+            broken: None,
         },
     )
 }
@@ -260,6 +267,42 @@ proptest! {
             }
         }
     }
+}
+
+proptest! {
+    #![proptest_config(crate::test_size::cases(48))]
+
+    #[test]
+    fn infinities_and_nan_reach_every_row_that_sees_them_and_no_other(
+        case in prop_oneof![case(), long_case()], at in any::<prop::sample::Index>(), column in any::<prop::sample::Index>(),
+        value in prop::sample::select(vec![f32::NAN, f32::INFINITY, f32::NEG_INFINITY]), rows in 2usize..40,
+    ) {
+        let QkvShape { heads, kv_heads, head_dim } = case.shape;
+        let (at, column) = (at.index(case.lengths[0]), column.index(case.shape.width()));
+        // Head of the element in [queries, keys, values], and the query heads that see it.
+        let head = column / head_dim;
+        let group = heads / kv_heads;
+        let seen_by = if head < heads { head..head + 1 } else { (head - heads) % kv_heads * group..((head - heads) % kv_heads + 1) * group };
+        for isa in Isa::tested() {
+            let chunks = Chunks { rows, block_tokens: 16, threads: 1, together: true, seed: 0 };
+            let sound = run(isa, &case, chunks);
+            let broken = run(isa, &Case { broken: Some((at, column, value)), ..case.clone() }, chunks);
+            for (s, (sound, broken)) in sound.iter().zip(&broken).enumerate() {
+                for (nth, (sound, broken)) in sound.chunks(head_dim).zip(broken.chunks(head_dim)).enumerate() {
+                    let (position, head_of_row) = (nth / heads, nth % heads);
+                    let last = if head < heads { at } else { case.window.map_or(usize::MAX, |window| at + window as usize - 1) };
+                    let sees = s == 0 && seen_by.contains(&head_of_row) && (at..=last).contains(&position);
+                    let expected = if sees { broken.iter().all(|x| x.is_nan()) } else { bits_of(sound) == bits_of(broken) };
+                    prop_assert!(expected, "{} {case:?} position {at} column {column}: sequence {s} position {position} head \
+                                  {head_of_row}, {sees}: {broken:?}", isa.name());
+                }
+            }
+        }
+    }
+}
+
+fn bits_of(values: &[f32]) -> Vec<u32> {
+    values.iter().map(|value| value.to_bits()).collect()
 }
 
 #[test]

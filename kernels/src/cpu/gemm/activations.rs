@@ -232,7 +232,7 @@ unsafe fn quantize<S: Simd, const WORDS: usize>(
     step[height + i] = scale.to_bits();
 }
 
-/// Returns the largest magnitude; NaN counts as 0.
+/// Returns the largest magnitude; NaN if an element is infinite or NaN.
 ///
 /// # Safety
 /// The machine supports `S`'s instruction set.
@@ -241,16 +241,17 @@ unsafe fn largest<S: Simd>(elements: &[f32]) -> f32 {
     // SAFETY: the caller guarantees `S`'s instruction set; whole vectors are loaded only from whole chunks.
     unsafe {
         let zero = S::splat(0.0);
-        let mut maximum = zero;
+        // x * 0 is NaN exactly for infinities and NaN, which a maximum may drop.
+        let (mut maximum, mut broken) = (zero, zero);
         let mut vectors = elements.chunks_exact(S::LANES);
         for vector in &mut vectors {
             let x = S::load(vector.as_ptr());
-            // Returns the second operand where the first is NaN.
             maximum = S::max(S::max(x, S::sub(zero, x)), maximum);
+            broken = S::fma(x, zero, broken);
         }
         let rest = vectors.remainder();
         let x = load_part::<S>(rest.as_ptr(), rest.len(), 0.0);
-        S::largest(S::max(S::max(x, S::sub(zero, x)), maximum))
+        S::largest(S::max(S::max(x, S::sub(zero, x)), maximum)) + S::sum(S::fma(x, zero, broken))
     }
 }
 
@@ -260,11 +261,17 @@ fn halves(four: u32) -> u32 {
     u32::from(four as i8 as u16) | u32::from((four >> 16) as i8 as u16) << 16
 }
 
-/// Returns the int8 scale of a group whose largest magnitude is `largest`, and its inverse.
+/// Returns the int8 scale of a group whose largest magnitude is `largest`, and its inverse. If `largest` is infinite or NaN, the scale is
+/// NaN, so that every result of the group is.
 #[inline(always)]
 pub(in crate::cpu) fn scale(largest: f32) -> (f32, f32) {
-    // Without a finite scale both are 0; such rows have meaningless results anyway.
-    if largest > 1e-30 && largest < f32::INFINITY { (largest / 127.0, 127.0 / largest) } else { (0.0, 0.0) }
+    if largest > 1e-30 && largest < f32::INFINITY {
+        (largest / 127.0, 127.0 / largest)
+    } else if largest < f32::INFINITY {
+        (0.0, 0.0)
+    } else {
+        (f32::NAN, 0.0)
+    }
 }
 
 #[cfg(test)]

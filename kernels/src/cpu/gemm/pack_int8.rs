@@ -3,7 +3,7 @@
 use std::arch::x86_64::*;
 
 use super::super::matrix::GROUP_STEP;
-use super::super::simd::{Avx512, Kernel, Simd, largest_of};
+use super::super::simd::{Avx512, Kernel, Simd, largest_magnitude_of};
 use super::activations::PackActivations;
 
 /// Elements whose bytes fill a vector.
@@ -105,7 +105,7 @@ impl RowSlice {
         }
     }
 
-    /// Quantises sixteen elements of row `i` to the low bytes of 32-bit lanes. NaN becomes 0.
+    /// Quantises sixteen elements of row `i` to the low bytes of 32-bit lanes. NaN becomes 0, with a scale of NaN.
     #[inline(always)]
     unsafe fn quants(self, i: usize, at: usize, factor: __m512) -> __m512i {
         // SAFETY: the caller guarantees AVX-512 and valid rows.
@@ -140,14 +140,15 @@ unsafe fn quantize(part: RowSlice, height: usize, group: usize, offset: i32, to:
     let all = ((1u32 << height) - 1) as __mmask8;
     // SAFETY: masks keep loads and stores within the rows and the record, which the caller guarantees.
     unsafe {
-        let mut maxima = [_mm512_setzero_ps(); ROWS];
+        let mut maxima = [_mm512_setzero_si512(); ROWS];
         for (i, maxima) in maxima.iter_mut().enumerate().take(height) {
             for at in (0..part.count).step_by(16) {
-                // Returns the second operand where the first is NaN.
-                *maxima = _mm512_max_ps(_mm512_abs_ps(part.load(i, at)), *maxima);
+                // As integers: the bits of magnitudes are ordered as the magnitudes, and those of NaN come last.
+                let magnitudes = _mm512_castps_si512(_mm512_abs_ps(part.load(i, at)));
+                *maxima = _mm512_max_epi32(magnitudes, *maxima);
             }
         }
-        let (scales, inverses) = scales(largest_of(maxima));
+        let (scales, inverses) = scales(largest_magnitude_of(maxima));
         _mm256_mask_storeu_ps(to.add(height).cast(), all, scales);
         let ones = _mm512_set1_epi8(1);
         let mut sum = _mm512_setzero_si512();
@@ -204,9 +205,11 @@ unsafe fn scales(largest: __m256) -> (__m256, __m256) {
     // SAFETY: the caller guarantees AVX-512; no memory is accessed.
     unsafe {
         let int8_max = _mm256_set1_ps(127.0);
-        let is_finite = _mm256_cmp_ps_mask::<_CMP_GT_OQ>(largest, _mm256_set1_ps(1e-30))
-            & _mm256_cmp_ps_mask::<_CMP_LT_OQ>(largest, _mm256_set1_ps(f32::INFINITY));
-        (_mm256_maskz_div_ps(is_finite, largest, int8_max), _mm256_maskz_div_ps(is_finite, int8_max, largest))
+        let is_finite = _mm256_cmp_ps_mask::<_CMP_LT_OQ>(largest, _mm256_set1_ps(f32::INFINITY));
+        let is_normal = is_finite & _mm256_cmp_ps_mask::<_CMP_GT_OQ>(largest, _mm256_set1_ps(1e-30));
+        let scales = _mm256_maskz_div_ps(is_normal, largest, int8_max);
+        let scales = _mm256_mask_mov_ps(_mm256_set1_ps(f32::NAN), is_finite, scales);
+        (scales, _mm256_maskz_div_ps(is_normal, int8_max, largest))
     }
 }
 

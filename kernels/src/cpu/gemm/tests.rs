@@ -238,6 +238,47 @@ proptest! {
 }
 
 proptest! {
+    #![proptest_config(crate::test_size::cases(96))]
+
+    #[test]
+    fn infinities_and_nan_reach_every_output_of_their_row_and_no_other(
+        n in 1..size(140, 70), k in 1..size(300, 40), rows in 1..size(30, 7), group in 1usize..=16, format in 0usize..5,
+        at in any::<prop::sample::Index>(), value in prop::sample::select(vec![f32::NAN, f32::INFINITY, f32::NEG_INFINITY]),
+        seed in any::<u32>(),
+    ) {
+        let pool = Pool::new(1).unwrap();
+        // Without zeros, whose product with an infinity is NaN in any case.
+        let weights: Vec<f32> = values(seed, n * k, 1.0).iter().map(|w| w + 0.125 * w.signum()).collect();
+        let dtype = DTYPES[format.min(2)];
+        let (bytes, _) = stored(dtype, &weights);
+        let source = [WeightRows { encoding: dtype.into(), bytes: &bytes, rows: n, interleaved: None }];
+        let format = match format {
+            3 => WeightFormat::Int8 { group: group * 8 },
+            4 => WeightFormat::Int4 { group: group * 8 },
+            _ => WeightFormat::of(&source),
+        };
+        let x = values(seed ^ 1, rows * k, 1.0);
+        let mut broken = x.clone();
+        let at = at.index(x.len());
+        broken[at] = value;
+        for isa in Isa::tested() {
+            let w = PackedMatrix::pack(&pool, isa, k, &source, format).unwrap();
+            let none = vec![0.0; rows * n];
+            let sound = run_gemm(&pool, &w, &x, StartKind::Zero, &[], &none, 0..rows);
+            let outputs = run_gemm(&pool, &w, &broken, StartKind::Zero, &[], &none, 0..rows);
+            for row in 0..rows {
+                let (sound, outputs) = (&sound[row * n..(row + 1) * n], &outputs[row * n..(row + 1) * n]);
+                let expected = match row == at / k {
+                    true => outputs.iter().all(|y| !y.is_finite()),
+                    false => bits(sound) == bits(outputs),
+                };
+                prop_assert!(expected, "{} {format} element {at} of row {}: row {row}: {outputs:?}", isa.name(), at / k);
+            }
+        }
+    }
+}
+
+proptest! {
     #![proptest_config(crate::test_size::cases(256))]
 
     #[test]

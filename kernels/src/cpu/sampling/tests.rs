@@ -137,6 +137,25 @@ proptest! {
 }
 
 #[test]
+fn one_infinite_or_nan_logit_anywhere_makes_a_row_not_finite() {
+    for isa in Isa::tested() {
+        for count in 0..140 {
+            let mut logits: Vec<f32> =
+                (0..count).map(|i| if i % 2 == 0 { f32::MAX } else { -1e-42 }).collect();
+            assert!(all_finite(isa, &logits), "{} {count}", isa.name());
+            for at in 0..count {
+                let sound = logits[at];
+                for broken in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
+                    logits[at] = broken;
+                    assert!(!all_finite(isa, &logits), "{} {at} of {count}", isa.name());
+                }
+                logits[at] = sound;
+            }
+        }
+    }
+}
+
+#[test]
 fn nan_is_never_sampled() {
     for isa in Isa::tested() {
         for at in 0..40 {

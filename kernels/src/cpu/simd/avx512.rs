@@ -379,6 +379,32 @@ pub(crate) unsafe fn largest_of([a, b, c, d, e, f, g, h]: [__m512; 8]) -> __m256
     }
 }
 
+/// Returns the largest lane of each of eight vectors of bits of magnitudes, as numbers. NaN is larger than any other.
+///
+/// # Safety
+/// The machine supports AVX-512.
+#[inline(always)]
+pub(crate) unsafe fn largest_magnitude_of([a, b, c, d, e, f, g, h]: [__m512i; 8]) -> __m256 {
+    // SAFETY: the caller guarantees AVX-512; no memory is accessed.
+    unsafe {
+        let (a, b) = (largest_magnitude_of_four(a, b, c, d), largest_magnitude_of_four(e, f, g, h));
+        let (low, high) = (_mm256_permute2x128_si256::<0x20>(a, b), _mm256_permute2x128_si256::<0x31>(a, b));
+        _mm256_castsi256_ps(_mm256_max_epi32(low, high))
+    }
+}
+
+/// As [`largest_of_four`] for bits of magnitudes.
+#[inline(always)]
+unsafe fn largest_magnitude_of_four(a: __m512i, b: __m512i, c: __m512i, d: __m512i) -> __m256i {
+    // SAFETY: the caller guarantees AVX-512; no memory is accessed.
+    unsafe {
+        let a = _mm512_max_epi32(_mm512_unpacklo_epi32(a, b), _mm512_unpackhi_epi32(a, b));
+        let b = _mm512_max_epi32(_mm512_unpacklo_epi32(c, d), _mm512_unpackhi_epi32(c, d));
+        let all = _mm512_max_epi32(_mm512_unpacklo_epi64(a, b), _mm512_unpackhi_epi64(a, b));
+        _mm256_max_epi32(_mm512_castsi512_si256(all), _mm512_extracti32x8_epi32::<1>(all))
+    }
+}
+
 /// Reduces four vectors to two 128-bit halves whose lane-wise maximum is the largest lane of each vector.
 #[inline(always)]
 unsafe fn largest_of_four(a: __m512, b: __m512, c: __m512, d: __m512) -> __m256 {

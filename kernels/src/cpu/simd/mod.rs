@@ -12,8 +12,8 @@ mod portable;
 pub(crate) use avx2::Avx2;
 #[cfg(target_arch = "x86_64")]
 pub(crate) use avx512::{
-    Avx512, add_sixteenth, bf16_pairs, dot_bf16, dot_bf16_where, dot_int8, high_nibbles, largest_of,
-    transpose,
+    Avx512, add_sixteenth, bf16_pairs, dot_bf16, dot_bf16_where, dot_int8, high_nibbles,
+    largest_magnitude_of, largest_of, transpose,
 };
 pub(crate) use portable::Portable;
 

@@ -48,6 +48,15 @@ pub enum Failure {
         /// Number of attempts.
         attempts: u32,
     },
+    /// Values that are not finite took the place of the model's logits, on two workers at the same position, or too often.
+    NonFinite {
+        /// Index of the choice.
+        choice: u32,
+        /// Output tokens of the choice before them.
+        tokens: u32,
+        /// Number of attempts that ended so.
+        attempts: u32,
+    },
     /// Error of the worker.
     Worker {
         /// `google.rpc.Code` of the error.

@@ -11,6 +11,7 @@ mod dispatch;
 mod drain;
 mod event;
 mod failure;
+mod non_finite;
 mod placement_state;
 mod quarantine;
 mod reason;

@@ -20,6 +20,8 @@ pub enum ResubmissionReason {
     Drained,
     /// The worker is reserved for a quarantined request.
     Quarantine,
+    /// Values that are not finite took the place of the model's logits.
+    NonFinite,
 }
 
 impl ResubmissionReason {
@@ -31,6 +33,7 @@ impl ResubmissionReason {
             Self::Returned => "returned",
             Self::Drained => "drained",
             Self::Quarantine => "quarantine",
+            Self::NonFinite => "non_finite",
         }
     }
 

@@ -5,6 +5,7 @@ use std::time::Duration;
 
 use inflight_contract::FinishReason;
 
+use super::non_finite::{NonFiniteAttempts, Position};
 use crate::{
     AppendOutcome, ChoiceOutput, ClientCommand, Command, Failure, FailureBlame, Journal, LaneId, LossStreak,
     Notice, QueuePosition, RequestId, RequestSpec, SequenceEnd, SequenceUpdate, SessionId, SubmissionId,
@@ -39,6 +40,8 @@ pub(super) enum UpdateEffect {
     Failed { fault: bool },
     /// The worker returned the request: cancel the submission and resubmit it elsewhere.
     Returned,
+    /// The model's logits were not finite: cancel the submission and resubmit it elsewhere. Whose fault it is, that attempt shows.
+    NonFinite,
 }
 
 /// Admitted request, until its client's call ends.
@@ -52,6 +55,8 @@ pub(super) struct Request {
     pub(super) avoid: Option<WorkerId>,
     /// Consecutive worker losses without progress.
     pub(super) losses: LossStreak,
+    /// Attempts that ended because the model's logits were not finite.
+    non_finite: NonFiniteAttempts,
     /// Whether the latest attempt is quarantined: alone on its worker.
     pub(super) alone: bool,
     /// Time since which no serving worker is large enough.
@@ -76,6 +81,7 @@ impl Request {
             journal,
             avoid: None,
             losses: LossStreak::default(),
+            non_finite: NonFiniteAttempts::default(),
             alone: false,
             unfit_since: None,
             fingerprint: None,
@@ -173,6 +179,9 @@ impl Request {
             Some(SequenceEnd::Failed { blame: FailureBlame::Returned, .. })
             // Not requested by the router: the worker drops its requests.
             | Some(SequenceEnd::Finished(FinishReason::Cancelled)) => return Ok(UpdateEffect::Returned),
+            Some(SequenceEnd::Failed { blame: FailureBlame::NonFinite, .. }) => {
+                return Ok(self.note_non_finite(update.choice, commands));
+            }
             Some(SequenceEnd::Failed { blame, code, message }) => {
                 self.fail(Failure::Worker { code, message }, commands);
                 return Ok(UpdateEffect::Failed { fault: blame == FailureBlame::Worker });
@@ -205,6 +214,16 @@ impl Request {
             self.phase = Phase::Ended;
         }
         Ok(UpdateEffect::Progress)
+    }
+
+    /// Notes that the logits of a choice were not finite. Fails the request if it is the cause.
+    fn note_non_finite(&mut self, choice: u32, commands: &mut Vec<Command>) -> UpdateEffect {
+        let tokens = self.journal.tokens_of(choice) as u32;
+        if self.non_finite.record(Position { choice, tokens, scored: self.journal.scored() }) {
+            self.fail(Failure::NonFinite { choice, tokens, attempts: self.non_finite.count() }, commands);
+            return UpdateEffect::Failed { fault: false };
+        }
+        UpdateEffect::NonFinite
     }
 
     /// Reports tokens that no client is billed for.

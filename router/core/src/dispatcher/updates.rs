@@ -8,11 +8,18 @@ use crate::{
     WorkerId, WorkerInfo, WorkerUpdate,
 };
 
+/// Why a worker does not finish a request.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum ReturnCause {
+    Unasked,
+    NonFinite,
+}
+
 /// What the sequences of one update come to.
 #[derive(Debug, Default)]
 struct UpdateSummary {
-    /// Requests that the worker returned.
-    returned: Vec<RequestId>,
+    /// Requests that the worker returned, and those whose logits were not finite on it.
+    returned: Vec<(RequestId, ReturnCause)>,
     /// Failures that count for outlier ejection.
     failures: u32,
     /// At least one sequence progressed.
@@ -88,8 +95,12 @@ impl Dispatcher {
             self.outliers.success(worker, self.now);
         }
         (0..summary.failures).for_each(|_| self.record_failure(worker));
-        let reason = if drained { ResubmissionReason::Drained } else { ResubmissionReason::Returned };
-        for request in summary.returned {
+        for (request, cause) in summary.returned {
+            let reason = match cause {
+                ReturnCause::NonFinite => ResubmissionReason::NonFinite,
+                ReturnCause::Unasked if drained => ResubmissionReason::Drained,
+                ReturnCause::Unasked => ResubmissionReason::Returned,
+            };
             self.resubmit(request, worker, reason, reason == ResubmissionReason::Returned);
         }
         if let Some(violation) = summary.violation {
@@ -151,12 +162,14 @@ impl Dispatcher {
                     summary.failures += u32::from(fault);
                     opened.cancel(submission, &mut self.commands);
                 }
-                UpdateEffect::Returned => {
+                UpdateEffect::Returned | UpdateEffect::NonFinite => {
                     // One request, however many of its choices are returned.
-                    if !summary.returned.contains(&id) {
-                        summary.failures += u32::from(opened.draining.is_none() && !draining);
+                    if summary.returned.iter().all(|(returned, _)| *returned != id) {
+                        let unasked = effect == UpdateEffect::Returned;
+                        summary.failures += u32::from(unasked && opened.draining.is_none() && !draining);
                         opened.cancel(submission, &mut self.commands);
-                        summary.returned.push(id);
+                        let cause = if unasked { ReturnCause::Unasked } else { ReturnCause::NonFinite };
+                        summary.returned.push((id, cause));
                     }
                 }
             }
@@ -201,7 +214,9 @@ impl Dispatcher {
                 ResubmissionReason::ProtocolViolation { about } => {
                     about.is_none_or(|request| request == submission)
                 }
-                ResubmissionReason::Drained | ResubmissionReason::Quarantine => false,
+                ResubmissionReason::Drained
+                | ResubmissionReason::Quarantine
+                | ResubmissionReason::NonFinite => false,
             };
             let request = self.requests.get(in_flight.request);
             let in_force = request.is_some_and(

@@ -87,8 +87,10 @@ impl Scheduler {
         }
         if let TransferPurpose::Offload(hashes) = &transfer.purpose {
             for ((device, host), hash) in transfer.device.iter().zip(&transfer.host).zip(hashes) {
+                // Its content may have been discarded meanwhile.
+                let cached = self.device.lookup(*hash) == Some(*device);
                 self.device.release_cold(*device);
-                if succeeded {
+                if succeeded && cached {
                     self.host.seal(*host, *hash);
                 }
                 self.host.release(*host);
@@ -157,6 +159,9 @@ impl Scheduler {
     fn commit_chunk(&mut self, chunk: &Chunk, verdicts: &[TokenVerdict]) {
         let index = chunk.id.index;
         if !self.release_from_iteration(index) {
+            // It has ended, and stays while a later iteration copies a block of it.
+            let ended = self.sequences[index as usize].as_mut().filter(|_| chunk.drafts > 0);
+            ended.into_iter().for_each(|sequence| sequence.drafts_in_flight = 0);
             return;
         }
         let rejected = if chunk.drafts > 0 { self.roll_back_drafts(chunk, verdicts.len() as u32) } else { 0 };

@@ -4,6 +4,7 @@
 mod admit;
 mod commit;
 mod drafts;
+mod end;
 mod error;
 mod invariants;
 mod load;
@@ -24,7 +25,7 @@ use crate::cost::{CostModel, CostPrior, StepWork};
 use crate::drafts::{Acceptance, DraftBudget, DraftKind};
 use crate::history::History;
 use crate::policy::{Policy, SchedulingPolicy, SequenceView};
-use crate::record::RecordLog;
+use crate::record::{RecordKind, RecordLog};
 use crate::sequence::{Sequence, SequenceState};
 use crate::{
     Block, BlockPool, CacheEvent, CacheTier, Chunk, Direction, Iteration, LimitsError, NewSequence,
@@ -395,14 +396,6 @@ impl Scheduler {
         Ok(id)
     }
 
-    /// Cancels a sequence, which ends at once. No-op for an unknown or ended sequence.
-    pub fn cancel(&mut self, id: SequenceId) {
-        if self.get(id).is_some() {
-            self.log.iter_mut().for_each(|log| log.cancel(id));
-            self.end(id.index, FinishReason::Cancelled);
-        }
-    }
-
     /// Forces the preemption of a running sequence as soon as no iteration uses it, for drills and tests.
     /// No-op for a sequence that does not run.
     pub fn preempt(&mut self, id: SequenceId) {
@@ -410,7 +403,7 @@ impl Scheduler {
             matches!(sequence.state, SequenceState::Prefilling { .. } | SequenceState::Decoding { .. })
         };
         if self.get(id).is_some_and(runs) {
-            self.log.iter_mut().for_each(|log| log.preempt(id));
+            self.log.iter_mut().for_each(|log| log.of_sequence(RecordKind::Preempt, id));
             let sequence = self.sequence_mut(id.index);
             (sequence.preempt_for, sequence.forced) = (Some(id), true);
         }
@@ -447,61 +440,6 @@ impl Scheduler {
     /// Returns the number of launched and uncommitted iterations.
     pub fn in_flight(&self) -> usize {
         self.launched.len()
-    }
-
-    /// Ends the sequences past their deadline.
-    fn expire(&mut self, now: Time) {
-        while let Some(&(deadline, index)) = self.deadlines.first() {
-            if deadline > now {
-                break;
-            }
-            self.end(index, FinishReason::Deadline);
-        }
-    }
-
-    /// Ends a sequence; all terminal events are made here. Slot and blocks are freed now or, if an iteration
-    /// or a transfer still uses them, at its completion.
-    fn end(&mut self, index: u32, reason: FinishReason) {
-        if reason == FinishReason::Cancelled && self.sequence(index).preempted_at.is_some() {
-            self.resumption.record_cancelled();
-        }
-        let sequence = self.sequence_mut(index);
-        let (id, state, in_flight) = (sequence.id, sequence.state, sequence.in_flight);
-        if let Some(deadline) = sequence.deadline.take() {
-            self.deadlines.remove(&(deadline, index));
-        }
-        self.ended.push(Ended { id, reason });
-        match state {
-            SequenceState::Waiting => self.dequeue(index),
-            SequenceState::Swapped => self.swapped.retain(|other| *other != index),
-            SequenceState::SwappingOut { transfer } | SequenceState::SwappingIn { transfer, .. } => {
-                if let Some(transfer) = self.transfers.get_mut(&transfer) {
-                    transfer.purpose = TransferPurpose::Orphaned;
-                }
-            }
-            SequenceState::Prefilling { slot } | SequenceState::Decoding { slot } => {
-                self.running.retain(|other| *other != index);
-                if in_flight > 0 {
-                    self.sequence_mut(index).state = SequenceState::Leaving { slot };
-                    return;
-                }
-            }
-            SequenceState::Leaving { .. } => unreachable!("a sequence ends once"),
-        }
-        self.remove(index);
-    }
-
-    /// Removes a sequence and frees its slot and blocks.
-    fn remove(&mut self, index: u32) {
-        let Some(mut sequence) = self.sequences[index as usize].take() else { return };
-        let slot = sequence.slot();
-        self.free_slots.extend(slot);
-        self.freed_slots.extend(slot);
-        self.device.release_table(&mut sequence.table);
-        self.host.release_table(&mut sequence.host_table);
-        self.tenants.depart(sequence.tenant);
-        self.generations[index as usize] = self.generations[index as usize].wrapping_add(1);
-        self.free_indices.push(index);
     }
 
     /// Adds a sequence to its flow.

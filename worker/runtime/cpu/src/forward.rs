@@ -48,6 +48,8 @@ pub(super) struct Forward {
     scorer: Scorer,
     /// Scores of the last step, on rank 0.
     pub(super) scores: Vec<PromptLogprobs>,
+    /// Places in `scores` of rows whose logits are not all finite.
+    pub(super) non_finite: Vec<u32>,
 }
 
 impl Forward {
@@ -80,6 +82,7 @@ impl Forward {
             samples: 0,
             scorer: Scorer::default(),
             scores: Vec::new(),
+            non_finite: Vec::new(),
             config: config.clone(),
         }
     }
@@ -175,12 +178,13 @@ impl Forward {
 
         // Only scored and sampled rows go through the LM head.
         self.scores.clear();
+        self.non_finite.clear();
         for rows in batch.scores.chunks(SCORE_ROWS) {
             let picked: Vec<u32> = rows.iter().map(|score| score.row).collect();
             self.head(&picked, weights, pool, isa, collective)?;
             if leads {
                 let logits = &self.logits[..rows.len() * self.config.vocab_size];
-                self.scorer.run(pool, isa, rows, logits, &mut self.scores);
+                self.scorer.run(pool, isa, rows, logits, &mut self.scores, &mut self.non_finite);
             }
         }
         let picked: Vec<u32> = batch.samples.iter().map(|sample| sample.row).collect();

@@ -5,6 +5,7 @@
 
 mod copy_thread;
 mod forward;
+mod known_answers;
 mod overlapped;
 mod quantization;
 mod rank_group;
@@ -22,13 +23,14 @@ use inflight_models::{self as models, ModelConfig, ModelDir};
 use inflight_runtime::collective::{Collective, host_group};
 use inflight_runtime::sharding::{self, Indivisible, RANKS_MAX, Shard};
 use inflight_runtime::{
-    self as runtime, Batch, Capabilities, DRAFT_ROWS, MemoryLedger, OverLimit, PromptLogprobs, Readable,
-    Runtime, Sampled, Slot, SlotSetup, TokenMasks, TransferDone,
+    self as runtime, Batch, Capabilities, DRAFT_ROWS, MemoryLedger, NonFiniteRows, OverLimit, PromptLogprobs,
+    Readable, Runtime, Sampled, Slot, SlotSetup, TokenMasks, TransferDone,
 };
 use inflight_worker_core::Transfer;
 
 use copy_thread::CopyThread;
 use forward::Forward;
+pub use known_answers::{KnownAnswersError, WrongAnswer, check_known_answer};
 pub use overlapped::Overlapped;
 pub use quantization::{Quantization, UnknownQuantization};
 use rank_group::{Rank, RankGroup};
@@ -170,6 +172,8 @@ pub struct CpuRuntime {
     last: Vec<Sampled>,
     /// Scores of the step launched last.
     scores: Vec<PromptLogprobs>,
+    /// Rows of the step launched last whose logits are not all finite.
+    non_finite: NonFiniteRows,
     /// Duration of a launched step that is not completed.
     took: Option<Duration>,
     /// Batch of a launched step that waits for its token masks.
@@ -301,7 +305,8 @@ impl CpuRuntime {
         let copies = CopyThread::start(copiers, blocks, host_blocks)?;
         let slots = SamplingSlots::new(options.slots as usize);
         let compute = Compute { isa, group, slots, sampler: Sampler::default(), capabilities };
-        Ok(Self { compute, copies, last: Vec::new(), scores: Vec::new(), took: None, unmasked: None })
+        let (last, scores, non_finite) = (Vec::new(), Vec::new(), NonFiniteRows::default());
+        Ok(Self { compute, copies, last, scores, non_finite, took: None, unmasked: None })
     }
 
     /// Converts to a runtime that runs steps on a dedicated thread, so that the caller can plan the next one
@@ -416,33 +421,37 @@ fn check(options: &CpuOptions, config: &ModelConfig) -> Result<u32, Error> {
 
 impl Compute {
     /// Runs the forward pass of a checked batch and returns its duration. `last` holds the samples of the previous
-    /// step and is emptied; `scores` is replaced by those of this step.
+    /// step and is emptied; `scores` and `non_finite` are replaced by those of this step.
     fn forward(
         &mut self,
         batch: &mut Batch,
         last: &mut Vec<Sampled>,
         scores: &mut Vec<PromptLogprobs>,
+        non_finite: &mut NonFiniteRows,
     ) -> Result<Duration, runtime::Error> {
         let begun = Instant::now();
         batch.feed(last)?;
         last.clear();
         self.slots.check(batch)?;
         scores.clear();
+        non_finite.clear();
         self.group.step(batch, &self.capabilities)?;
-        self.group.take_scores(scores);
+        self.group.take_scores(scores, &mut non_finite.scores);
         Ok(begun.elapsed())
     }
 
-    /// Samples from the logits of the forward pass of `batch` and returns the duration.
+    /// Samples from the logits of the forward pass of `batch` and returns the duration. Adds the sample rows whose logits are not all
+    /// finite to `non_finite`.
     fn sample(
         &mut self,
         batch: &Batch,
         masks: &TokenMasks,
         last: &mut Vec<Sampled>,
+        non_finite: &mut NonFiniteRows,
     ) -> Result<Duration, runtime::Error> {
         let begun = Instant::now();
         masks.check(batch, self.capabilities.vocab_size)?;
-        self.sampler.run(batch, masks, &mut self.slots, &self.group, self.isa, last);
+        self.sampler.run(batch, masks, &mut self.slots, &self.group, self.isa, last, &mut non_finite.samples);
         Ok(begun.elapsed())
     }
 }
@@ -462,20 +471,21 @@ impl Runtime for CpuRuntime {
 
     fn launch(&mut self, batch: &mut Batch) -> Result<(), runtime::Error> {
         batch.check(&self.compute.capabilities)?;
-        let took = self.compute.forward(batch, &mut self.last, &mut self.scores)?;
+        let took = self.compute.forward(batch, &mut self.last, &mut self.scores, &mut self.non_finite)?;
         self.took = Some(took);
         if batch.masked_rows() > 0 {
             self.unmasked = Some(std::mem::take(batch));
             return Ok(());
         }
         let none = TokenMasks::none(self.compute.capabilities.vocab_size);
-        self.took = Some(took + self.compute.sample(batch, &none, &mut self.last)?);
+        let sampling = self.compute.sample(batch, &none, &mut self.last, &mut self.non_finite)?;
+        self.took = Some(took + sampling);
         Ok(())
     }
 
     fn supply_masks(&mut self, masks: &mut TokenMasks) -> Result<(), runtime::Error> {
         let batch = self.unmasked.take().ok_or_else(runtime::Error::no_step_lacks_masks)?;
-        let took = self.compute.sample(&batch, masks, &mut self.last)?;
+        let took = self.compute.sample(&batch, masks, &mut self.last, &mut self.non_finite)?;
         self.took = self.took.map(|forward| forward + took);
         Ok(())
     }
@@ -493,6 +503,11 @@ impl Runtime for CpuRuntime {
 
     fn take_scores(&mut self, scores: &mut Vec<PromptLogprobs>) {
         scores.append(&mut self.scores);
+    }
+
+    fn take_non_finite(&mut self, rows: &mut NonFiniteRows) {
+        rows.clear();
+        std::mem::swap(rows, &mut self.non_finite);
     }
 
     fn start_transfer(&mut self, transfer: &Transfer) -> Result<(), runtime::Error> {

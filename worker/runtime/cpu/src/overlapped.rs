@@ -5,8 +5,8 @@ use std::sync::mpsc::{SyncSender, sync_channel};
 use std::time::Duration;
 
 use inflight_runtime::{
-    Batch, Capabilities, CommandThread, CommandThreadOptions, Error, OwnedSlotSetup, PromptLogprobs, Runtime,
-    Sampled, Slot, SlotSetup, ThreadEnded, TokenMasks, TransferDone,
+    Batch, Capabilities, CommandThread, CommandThreadOptions, Error, NonFiniteRows, OwnedSlotSetup,
+    PromptLogprobs, Runtime, Sampled, Slot, SlotSetup, ThreadEnded, TokenMasks, TransferDone,
 };
 use inflight_worker_core::Transfer;
 use metrics::Gauge;
@@ -31,6 +31,7 @@ struct StepResult {
     outcome: Result<Duration, Error>,
     sampled: Vec<Sampled>,
     scores: Vec<PromptLogprobs>,
+    non_finite: NonFiniteRows,
     batch: Batch,
 }
 
@@ -49,6 +50,8 @@ pub struct Overlapped {
     spare: Vec<Batch>,
     /// Scores of the step completed last.
     scores: Vec<PromptLogprobs>,
+    /// Rows of the step completed last whose logits are not all finite.
+    non_finite: NonFiniteRows,
     /// Number of masked rows of each step in flight that lacks its masks, oldest step first; else `None`.
     unmasked: VecDeque<Option<usize>>,
 }
@@ -74,8 +77,8 @@ impl Overlapped {
                     }
                     StepCommand::Detach(slot) => compute.slots.detach(slot),
                     StepCommand::Step(mut batch) => {
-                        let mut scores = Vec::new();
-                        let forward = compute.forward(&mut batch, &mut last, &mut scores);
+                        let (mut scores, mut non_finite) = (Vec::new(), NonFiniteRows::default());
+                        let forward = compute.forward(&mut batch, &mut last, &mut scores, &mut non_finite);
                         let step_masks = if batch.masked_rows() > 0 {
                             // Also after an error: the masks of this step are not those of the next.
                             let Ok(masks) = supplied.recv() else { return }; // the runtime was dropped
@@ -85,9 +88,9 @@ impl Overlapped {
                         };
                         let outcome = forward.and_then(|forward| {
                             let masks = step_masks.as_ref().unwrap_or(&none);
-                            Ok(forward + compute.sample(&batch, masks, &mut last)?)
+                            Ok(forward + compute.sample(&batch, masks, &mut last, &mut non_finite)?)
                         });
-                        let done = StepResult { outcome, sampled: last.clone(), scores, batch };
+                        let done = StepResult { outcome, sampled: last.clone(), scores, non_finite, batch };
                         if results.send(done).is_err() {
                             return; // the runtime was dropped
                         }
@@ -95,8 +98,9 @@ impl Overlapped {
                 }
             }
         })?;
-        let (spare, scores, unmasked) = (Vec::new(), Vec::new(), VecDeque::new());
-        Ok(Self { capabilities, masks, thread, copies, in_flight: 0, spare, scores, unmasked })
+        let (spare, scores, non_finite) = (Vec::new(), Vec::new(), NonFiniteRows::default());
+        let unmasked = VecDeque::new();
+        Ok(Self { capabilities, masks, thread, copies, in_flight: 0, spare, scores, non_finite, unmasked })
     }
 
     fn send(&self, command: StepCommand) -> Result<(), Error> {
@@ -155,8 +159,8 @@ impl Runtime for Overlapped {
             return Err(Error::Malformed("the step lacks its token masks".to_owned()));
         }
         let done = self.thread.results().recv().map_err(|_| thread_ended())?;
-        let StepResult { outcome, sampled: mut got, scores, batch } = done;
-        self.scores = scores;
+        let StepResult { outcome, sampled: mut got, scores, non_finite, batch } = done;
+        (self.scores, self.non_finite) = (scores, non_finite);
         self.in_flight -= 1;
         self.unmasked.pop_front();
         self.spare.push(batch);
@@ -167,6 +171,11 @@ impl Runtime for Overlapped {
 
     fn take_scores(&mut self, scores: &mut Vec<PromptLogprobs>) {
         scores.append(&mut self.scores);
+    }
+
+    fn take_non_finite(&mut self, rows: &mut NonFiniteRows) {
+        rows.clear();
+        std::mem::swap(rows, &mut self.non_finite);
     }
 
     fn start_transfer(&mut self, transfer: &Transfer) -> Result<(), Error> {

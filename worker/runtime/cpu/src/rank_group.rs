@@ -119,9 +119,10 @@ impl RankGroup {
         self.lead.forward.logits()
     }
 
-    /// Moves the scores of the last step to `scores`.
-    pub(super) fn take_scores(&mut self, scores: &mut Vec<PromptLogprobs>) {
+    /// Moves the scores of the last step to `scores`, and the places of rows whose logits are not all finite to `non_finite`.
+    pub(super) fn take_scores(&mut self, scores: &mut Vec<PromptLogprobs>, non_finite: &mut Vec<u32>) {
         scores.append(&mut self.lead.forward.scores);
+        non_finite.append(&mut self.lead.forward.non_finite);
     }
 
     /// Bytes of the packed weights of all ranks.

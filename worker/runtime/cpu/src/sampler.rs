@@ -5,7 +5,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use inflight_contract::SamplingParams;
 use inflight_kernels::RandomKey;
 use inflight_kernels::cpu::{
-    Isa, Truncation, Workspace, argmax, log_sum_exp, logprob, mask_nan, sample, top,
+    Isa, Truncation, Workspace, all_finite, argmax, log_sum_exp, logprob, mask_nan, sample, top,
 };
 use inflight_runtime::{Batch, PositionLogprobs, SampleRow, Sampled, TokenLogprob, TokenMasks};
 
@@ -17,7 +17,8 @@ use super::sampling_slots::{SamplingSlots, SlotState};
 pub(super) struct Sampler {
     /// Pool of scratch buffers, at most one per thread.
     scratch: Mutex<Vec<Scratch>>,
-    outcomes: Vec<Mutex<Option<Sampled>>>,
+    /// Sampled tokens, and whether the row's logits are finite.
+    outcomes: Vec<Mutex<Option<(Sampled, bool)>>>,
     /// Index of the token mask of each sample row; without meaning for rows that have none.
     mask_of: Vec<usize>,
     /// Index of the sample row of each slot that is sampled next.
@@ -32,7 +33,8 @@ struct Scratch {
 
 impl Sampler {
     /// Samples a token for each sample row that counts and adds it to its slot's history. All slots must be
-    /// attached, and `masks` has a row for each masked one.
+    /// attached, and `masks` has a row for each masked one. Appends the sample rows that count and whose logits are not all finite to
+    /// `non_finite`.
     pub(super) fn run(
         &mut self,
         batch: &Batch,
@@ -41,6 +43,7 @@ impl Sampler {
         group: &RankGroup,
         isa: Isa,
         sampled: &mut Vec<Sampled>,
+        non_finite: &mut Vec<u32>,
     ) {
         let samples = batch.samples.as_slice();
         if samples.is_empty() {
@@ -70,11 +73,11 @@ impl Sampler {
                 let row = &logits[i * vocab..(i + 1) * vocab];
                 let token = choose(state, &samples[i], row, mask, isa, &mut scratch);
                 lock(&self.scratch).push(scratch);
-                *lock(&self.outcomes[i]) = Some(token);
+                *lock(&self.outcomes[i]) = Some((token, all_finite(isa, row)));
             });
             round.retain_mut(|i| {
                 let slot = samples[*i].slot;
-                let Some(token) = lock(&self.outcomes[*i]).as_ref().map(|outcome| outcome.token) else {
+                let Some(token) = lock(&self.outcomes[*i]).as_ref().map(|(sampled, _)| sampled.token) else {
                     return false;
                 };
                 slots.count(slot, token);
@@ -83,8 +86,11 @@ impl Sampler {
             });
         }
         self.round = round;
-        let outcomes = self.outcomes[..samples.len()].iter();
-        sampled.extend(outcomes.map(|outcome| lock(outcome).take().unwrap_or(Sampled::REJECTED)));
+        for (nth, outcome) in self.outcomes[..samples.len()].iter().enumerate() {
+            let (outcome, finite) = lock(outcome).take().unwrap_or((Sampled::REJECTED, true));
+            sampled.push(outcome);
+            non_finite.extend((!finite).then_some(nth as u32));
+        }
     }
 }
 

@@ -2,7 +2,7 @@
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-use inflight_kernels::cpu::{Isa, Pool, Score, Workspace, mask_nan, score};
+use inflight_kernels::cpu::{Isa, Pool, Score, Workspace, all_finite, mask_nan, score};
 use inflight_runtime::{PromptLogprobs, ScoreRow, TokenLogprob};
 
 /// Maximum rows whose logits are held at once.
@@ -13,7 +13,8 @@ pub(super) const SCORE_ROWS: usize = 32;
 pub(super) struct Scorer {
     /// Pool of scratch buffers, at most one per thread.
     scratch: Mutex<Vec<Scratch>>,
-    outcomes: Vec<Mutex<Option<PromptLogprobs>>>,
+    /// Scores, and whether the row's logits are finite.
+    outcomes: Vec<Mutex<Option<(PromptLogprobs, bool)>>>,
 }
 
 #[derive(Default)]
@@ -23,7 +24,8 @@ struct Scratch {
 }
 
 impl Scorer {
-    /// Appends the scores of `rows`, whose logits are `logits`; [rows, vocab_size].
+    /// Appends the scores of `rows`, whose logits are `logits`; [rows, vocab_size]. Appends the places in `scores` of rows whose logits are
+    /// not all finite to `non_finite`.
     pub(super) fn run(
         &mut self,
         pool: &Pool,
@@ -31,6 +33,7 @@ impl Scorer {
         rows: &[ScoreRow],
         logits: &[f32],
         scores: &mut Vec<PromptLogprobs>,
+        non_finite: &mut Vec<u32>,
     ) {
         let vocab = logits.len() / rows.len();
         self.outcomes.resize_with(rows.len().max(self.outcomes.len()), Mutex::default);
@@ -41,18 +44,23 @@ impl Scorer {
             lock(scratch).push(own);
             *lock(&outcomes[i]) = Some(outcome);
         });
-        scores.extend(self.outcomes[..rows.len()].iter().filter_map(|outcome| lock(outcome).take()));
+        for (outcome, finite) in self.outcomes[..rows.len()].iter().filter_map(|outcome| lock(outcome).take())
+        {
+            non_finite.extend((!finite).then_some(scores.len() as u32));
+            scores.push(outcome);
+        }
     }
 }
 
-fn score_row(isa: Isa, row: &ScoreRow, logits: &[f32], scratch: &mut Scratch) -> PromptLogprobs {
+fn score_row(isa: Isa, row: &ScoreRow, logits: &[f32], scratch: &mut Scratch) -> (PromptLogprobs, bool) {
     let Scratch { row: cleaned, workspace } = scratch;
     cleaned.clear();
     cleaned.extend_from_slice(logits);
     mask_nan(cleaned);
     let Score { logprob, rank, top } = score(isa, cleaned, row.token, row.top as usize, workspace);
     let top = top.into_iter().map(|(token, logprob)| TokenLogprob { token, logprob }).collect();
-    PromptLogprobs { token: TokenLogprob { token: row.token, logprob }, rank, top }
+    let scored = PromptLogprobs { token: TokenLogprob { token: row.token, logprob }, rank, top };
+    (scored, all_finite(isa, logits))
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {

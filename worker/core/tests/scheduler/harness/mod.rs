@@ -29,6 +29,10 @@ pub enum Op {
     Preempt {
         pick: usize,
     },
+    /// Ends a sequence whose keys and values are not sound.
+    Discard {
+        pick: usize,
+    },
     /// Plans an iteration; the oldest in flight is committed first if there is no room.
     Plan,
     /// Runs the iterations in flight, then commits the oldest. Each bit of `stops` decides whether a sample
@@ -82,6 +86,7 @@ pub fn op() -> impl Strategy<Value = Op> {
         4 => request().prop_map(Op::Submit),
         1 => any::<usize>().prop_map(|pick| Op::Cancel { pick }),
         1 => any::<usize>().prop_map(|pick| Op::Preempt { pick }),
+        1 => any::<usize>().prop_map(|pick| Op::Discard { pick }),
         8 => Just(Op::Plan),
         8 => (any::<u64>(), prop::bool::weighted(0.02))
             .prop_map(|(stops, device_fails)| Op::Commit { stops: stops & stops >> 9, device_fails }),
@@ -347,6 +352,23 @@ impl Harness {
         self.scheduler.cancel(id);
         self.scheduler.cancel(id); // cancellation is idempotent
         self.settle();
+    }
+
+    fn discard(&mut self, pick: usize) {
+        if self.live.is_empty() {
+            return;
+        }
+        let id = *self.live.keys().nth(pick % self.live.len()).unwrap();
+        let chain = self.live[&id].chain.clone();
+        self.scheduler.discard(id);
+        self.scheduler.discard(id); // as a cancellation
+        self.settle();
+        assert!(!self.live.contains_key(&id), "a discarded sequence goes on");
+        for hash in chain {
+            let cached =
+                [CacheTier::Device, CacheTier::Host].map(|tier| self.cached.contains_key(&(tier, hash)));
+            assert_eq!(cached, [false; 2], "a block of a discarded sequence is cached");
+        }
     }
 
     fn preempt(&mut self, pick: usize) {
@@ -632,6 +654,7 @@ impl Harness {
             Op::Submit(request) => self.submit(request),
             Op::Cancel { pick } => self.cancel(*pick),
             Op::Preempt { pick } => self.preempt(*pick),
+            Op::Discard { pick } => self.discard(*pick),
             Op::Plan => {
                 self.plan(at.is_multiple_of(3));
             }

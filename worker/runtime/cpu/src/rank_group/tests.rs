@@ -1,13 +1,16 @@
-//! Tests of rank failures in a tensor-parallel group.
+//! Tests of a tensor-parallel group: failures of ranks, broken weights.
 
 use std::cell::Cell;
 use std::sync::Arc;
 
 use inflight_contract::SamplingParams;
+use inflight_fixtures::{Arch, Checkpoint, Dtype};
+use inflight_kernels::cpu::KvDtype;
 use inflight_models::{ModelDir, ModelSource};
 use inflight_runtime::collective::{Collective, GroupFailed, host_group};
-use inflight_runtime::{Batch, Error, Runtime, Sampled, SlotSetup};
+use inflight_runtime::{Batch, Error, NonFiniteRows, Runtime, Sampled, ScoreRow, SlotSetup};
 
+use super::super::weights::Weights;
 use super::super::{CpuOptions, CpuRuntime};
 
 /// Collectives per step of the demo model: two all-reduces per layer and one gather.
@@ -156,4 +159,96 @@ fn a_rejected_batch_does_not_fail_the_group() {
         assert!(matches!(refused, Err(Error::Malformed(_))), "{refused:?}");
         assert!(step(&mut runtime, 0).is_ok());
     }
+}
+
+/// Vectors of a model's weights that a fault may hit, with their names.
+fn vectors(weights: &mut Weights) -> Vec<(String, &mut [f32])> {
+    let mut found: Vec<(String, &mut [f32])> = vec![("norm".to_owned(), &mut weights.norm)];
+    for (nth, layer) in weights.layers.iter_mut().enumerate() {
+        let mut add = |name: &str, vector| found.push((format!("layer {nth} {name}"), vector));
+        add("attention norm", &mut layer.attention_norm[..]);
+        add("MLP norm", &mut layer.mlp_norm[..]);
+        if let Some((q, k)) = &mut layer.qk_norm {
+            add("query norm", &mut q[..]);
+            add("key norm", &mut k[..]);
+        }
+        for (name, linear) in [("QKV bias", &mut layer.qkv), ("output bias", &mut layer.output)] {
+            linear.bias.iter_mut().for_each(|bias| add(name, &mut bias[..]));
+        }
+    }
+    found
+}
+
+/// Runs two prompts, each in one chunk with a scored row and a sampled one; returns the rows that are not finite.
+fn broken_rows(runtime: &mut CpuRuntime) -> NonFiniteRows {
+    let (mut batch, mut sampled) = (Batch::default(), Vec::new());
+    batch.clear();
+    let setup = |prompt| {
+        let sampling = Arc::new(SamplingParams::greedy());
+        SlotSetup { sampling, choice: 0, prompt, generated: &[], eos_token_ids: &[] }
+    };
+    let prompts = [[3, 1, 4, 1, 5, 9], [2, 7, 1, 8, 2, 8]];
+    for (slot, prompt) in (0..).zip(&prompts) {
+        runtime.attach(slot, &setup(prompt)).unwrap();
+        batch.push_sequence(prompt, 0, &[slot]);
+        batch.scores.push(ScoreRow { row: slot * 6 + 3, token: 5, top: 0 });
+        batch.sample_last_row(slot);
+    }
+    runtime.execute(&mut batch, &mut sampled).unwrap();
+    let (mut scores, mut rows) = (Vec::new(), NonFiniteRows::default());
+    runtime.take_scores(&mut scores);
+    assert_eq!((sampled.len(), scores.len()), (2, 2));
+    runtime.take_non_finite(&mut rows);
+    rows
+}
+
+#[test]
+fn a_broken_element_of_any_vector_is_noticed_in_every_row_of_every_format() {
+    let every = NonFiniteRows { samples: vec![0, 1], scores: vec![0, 1] };
+    let mut tried = 0;
+    for arch in [Arch::Qwen2, Arch::Qwen3] {
+        let folder = Checkpoint::new(arch, Dtype::Bf16).write_temp().unwrap();
+        let model = ModelDir::open(&ModelSource::Directory(folder.path().to_owned())).unwrap();
+        for (quantize, kv_dtype, ranks) in [
+            (None, None, 1),
+            (None, None, 2),
+            (Some("int8:8"), None, 1),
+            (Some("int4:8"), Some(KvDtype::Int8), 1),
+        ] {
+            let options = CpuOptions {
+                threads: Some(ranks),
+                kv_bytes: 1 << 20,
+                host_bytes: 0,
+                block_tokens: 16,
+                slots: 2,
+                batch_tokens: 32,
+                context_tokens: None,
+                isa: None,
+                quantize: quantize.map(|name| name.parse().unwrap()),
+                kv_dtype,
+                tensor_parallel: ranks,
+            };
+            let mut runtime = CpuRuntime::load(&model, &options, &|_, _| {}).unwrap();
+            assert_eq!(broken_rows(&mut runtime), NonFiniteRows::default(), "{arch} {quantize:?}");
+            let count = vectors(&mut runtime.compute.group.lead.weights).len();
+            for nth in 0..count {
+                for value in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY, 1e30] {
+                    let (name, vector) = vectors(&mut runtime.compute.group.lead.weights).swap_remove(nth);
+                    // Finite, but the square of what it leads to is not.
+                    let overflows = name.ends_with("MLP norm") || name.ends_with("attention norm");
+                    if value.is_finite() && !(overflows && quantize.is_none()) {
+                        continue;
+                    }
+                    let at = vector.len() / 2;
+                    let sound = std::mem::replace(&mut vector[at], value);
+                    let rows = broken_rows(&mut runtime);
+                    vectors(&mut runtime.compute.group.lead.weights).swap_remove(nth).1[at] = sound;
+                    assert_eq!(rows, every, "{arch} {quantize:?} {kv_dtype:?} {ranks} ranks: {name} {value}");
+                    tried += 1;
+                }
+            }
+            assert_eq!(broken_rows(&mut runtime), NonFiniteRows::default(), "{arch} {quantize:?} restored");
+        }
+    }
+    assert!(tried > 100, "only {tried} faults were tried");
 }

@@ -1,0 +1,87 @@
+//! Ends of sequences: cancellations, deadlines, unsound keys and values.
+
+use inflight_contract::FinishReason;
+
+use super::{Scheduler, TransferPurpose};
+use crate::record::RecordKind;
+use crate::sequence::SequenceState;
+use crate::{Ended, SequenceId, Time};
+
+impl Scheduler {
+    /// Cancels a sequence, which ends at once. No-op for an unknown or ended sequence.
+    pub fn cancel(&mut self, id: SequenceId) {
+        if self.get(id).is_some() {
+            self.log.iter_mut().for_each(|log| log.of_sequence(RecordKind::Cancel, id));
+            self.end(id.index, FinishReason::Cancelled);
+        }
+    }
+
+    /// Ends a sequence with [`FinishReason::Error`] because its keys and values are not sound, and removes all blocks of its tokens from
+    /// the prefix cache, so that no other sequence starts from them. No-op for an unknown or ended sequence.
+    pub fn discard(&mut self, id: SequenceId) {
+        if self.get(id).is_none() {
+            return;
+        }
+        self.log.iter_mut().for_each(|log| log.of_sequence(RecordKind::Discard, id));
+        for hash in std::mem::take(&mut self.sequence_mut(id.index).hashes) {
+            self.device.forget(hash);
+            self.host.forget(hash);
+        }
+        self.end(id.index, FinishReason::Error);
+    }
+
+    /// Ends the sequences past their deadline.
+    pub(super) fn expire(&mut self, now: Time) {
+        while let Some(&(deadline, index)) = self.deadlines.first() {
+            if deadline > now {
+                break;
+            }
+            self.end(index, FinishReason::Deadline);
+        }
+    }
+
+    /// Ends a sequence; all terminal events are made here. Slot and blocks are freed now or, if an iteration
+    /// or a transfer still uses them, at its completion.
+    pub(super) fn end(&mut self, index: u32, reason: FinishReason) {
+        if reason == FinishReason::Cancelled && self.sequence(index).preempted_at.is_some() {
+            self.resumption.record_cancelled();
+        }
+        let sequence = self.sequence_mut(index);
+        let (id, state, in_flight) = (sequence.id, sequence.state, sequence.in_flight);
+        if let Some(deadline) = sequence.deadline.take() {
+            self.deadlines.remove(&(deadline, index));
+        }
+        self.ended.push(Ended { id, reason });
+        match state {
+            SequenceState::Waiting => self.dequeue(index),
+            SequenceState::Swapped => self.swapped.retain(|other| *other != index),
+            SequenceState::SwappingOut { transfer } | SequenceState::SwappingIn { transfer, .. } => {
+                if let Some(transfer) = self.transfers.get_mut(&transfer) {
+                    transfer.purpose = TransferPurpose::Orphaned;
+                }
+            }
+            SequenceState::Prefilling { slot } | SequenceState::Decoding { slot } => {
+                self.running.retain(|other| *other != index);
+                if in_flight > 0 {
+                    self.sequence_mut(index).state = SequenceState::Leaving { slot };
+                    return;
+                }
+            }
+            SequenceState::Leaving { .. } => unreachable!("a sequence ends once"),
+        }
+        self.remove(index);
+    }
+
+    /// Removes a sequence and frees its slot and blocks.
+    pub(super) fn remove(&mut self, index: u32) {
+        let Some(mut sequence) = self.sequences[index as usize].take() else { return };
+        let slot = sequence.slot();
+        self.free_slots.extend(slot);
+        self.freed_slots.extend(slot);
+        self.device.release_table(&mut sequence.table);
+        self.host.release_table(&mut sequence.host_table);
+        self.tenants.depart(sequence.tenant);
+        self.generations[index as usize] = self.generations[index as usize].wrapping_add(1);
+        self.free_indices.push(index);
+    }
+}
