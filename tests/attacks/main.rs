@@ -2,6 +2,7 @@
 //! meanwhile.
 
 mod amplification;
+mod arithmetic;
 mod certificates;
 mod connections;
 mod endurance;
