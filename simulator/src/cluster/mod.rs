@@ -1,6 +1,7 @@
 //! Discrete-event simulation of clusters: the real dispatcher of routers, and the real scheduler and grants of
 //! workers. Only devices, network and clients are simulated.
 
+mod charge;
 mod error;
 mod options;
 mod request;
@@ -13,6 +14,7 @@ use std::collections::BinaryHeap;
 use inflight_router_core::{Dispatcher, Submission, WorkerUpdate};
 use inflight_worker_core::Time;
 
+pub use charge::Charge;
 pub use error::ClusterError;
 pub use options::ClusterOptions;
 pub use request::{ClusterRequest, ClusterTenant, MooncakeError, conversations, read_mooncake};
@@ -34,17 +36,6 @@ pub struct PlacedRequest {
     pub first_token: Time,
     /// Time of the end.
     pub ended: Time,
-}
-
-/// Service charged to a tenant.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Charge {
-    /// Time.
-    pub at: Time,
-    /// Name of the tenant.
-    pub tenant: String,
-    /// Service in weighted tokens.
-    pub service: u64,
 }
 
 /// Result of a cluster simulation.

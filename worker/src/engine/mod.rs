@@ -14,6 +14,7 @@ mod observation;
 mod reports;
 mod request;
 mod samples;
+mod self_testing;
 mod submit;
 
 use std::collections::{BTreeMap, VecDeque};
@@ -33,7 +34,6 @@ use inflight_worker_core::{
     StepTarget, Time, TokenVerdict, priority_sequences_max,
 };
 
-use crate::self_test::{SelfTest, SelfTestFailed};
 use live_choice::LiveChoice;
 use masks::{IterationMasks, MaskState, MaskedChunk};
 pub use observation::{ChunkOwner, CompletedWork, LiveSequence};
@@ -133,12 +133,6 @@ struct LaunchedIteration {
 #[derive(Debug, thiserror::Error)]
 #[error("engine stopped: {0}")]
 pub struct EngineFailed(String);
-
-impl From<SelfTestFailed> for EngineFailed {
-    fn from(failed: SelfTestFailed) -> Self {
-        Self(failed.to_string())
-    }
-}
 
 /// Scheduler, runtime and the tokens of all live choices.
 pub struct Engine {
@@ -300,26 +294,6 @@ impl Engine {
     /// Rejects every new request from now on.
     pub fn drain(&mut self) {
         self.draining = true;
-    }
-
-    /// Runs a self-test while the engine has no other work, and records its answer.
-    ///
-    /// # Errors
-    /// The device failed, or the test did.
-    pub(crate) fn record_self_test(&mut self, test: &mut SelfTest) -> Result<(), EngineFailed> {
-        let Some(request) = test.start(Time::ZERO) else { return Ok(()) };
-        let mut events = Vec::new();
-        self.command(Command::Submit(Box::new(request)), Time::ZERO, &mut events);
-        loop {
-            for event in events.drain(..) {
-                if test.take(&event, Time::ZERO)?.is_some() {
-                    return Ok(());
-                }
-            }
-            if self.step(Time::ZERO, &mut events)?.idle && events.is_empty() {
-                return Ok(());
-            }
-        }
     }
 
     /// Iteration planned last.
