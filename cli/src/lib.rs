@@ -110,7 +110,11 @@ pub fn main() -> ExitCode {
             Subcommand::Key(args) => key::run(&args),
             Subcommand::Man(args) => man::run(&args),
             Subcommand::Replay(args) => replay::run(&args),
-            Subcommand::Router(args) => role::block_on(None, router::run(*args)),
+            Subcommand::Router(args) => {
+                // Before the runtime's threads.
+                inflight_net::bound_free_memory();
+                role::block_on(None, router::run(*args))
+            }
             Subcommand::Top(args) => role::block_on(Some(1), top::run(*args)),
             Subcommand::Usage(args) => usage::run(&args),
             // The engine has its own threads; the session service needs few.

@@ -239,7 +239,8 @@ fn top_level(grammar: &Grammar, expand_one_of: bool) -> Result<TopLevelGrammar, 
 fn choice_grammar(choices: &[String]) -> String {
     // JSON's strings are Lark's, with the same escapes.
     let texts = choices.iter().map(|choice| serde_json::Value::from(choice.as_str()).to_string());
-    format!("start: {}", texts.collect::<Vec<_>>().join(" | "))
+    // One terminal: as alternatives of a rule, each takes a place in a row of the parser, which has a few hundred.
+    format!("start: CHOICE\nCHOICE: {}", texts.collect::<Vec<_>>().join(" | "))
 }
 
 /// Runs `work` on a thread with a large stack, and turns its panics into errors.

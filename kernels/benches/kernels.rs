@@ -13,8 +13,8 @@ use criterion::{Criterion, criterion_group, criterion_main};
 use inflight_kernels::cpu::roofline::{Arithmetic, Memory, arithmetic};
 use inflight_kernels::cpu::{
     AccumulatorInit, Activations, Isa, KvDtype, KvLayout, KvPool, KvSlot, PackedMatrix, Pool, QkvShape,
-    Ragged, RopeScaling, RopeTable, Truncation, WeightFormat, WeightRows, Workspace, argmax, attention,
-    finish_qkv, gemm, inverse_frequencies, rms_norm, sample, swiglu,
+    Ragged, RopeScaling, RopeTable, Truncation, WeightFormat, WeightRows, Workspace, all_finite, argmax,
+    attention, finish_qkv, gemm, inverse_frequencies, rms_norm, sample, swiglu,
 };
 use inflight_kernels::{Dtype, Encoding};
 
@@ -212,6 +212,9 @@ fn sampling(c: &mut Criterion) {
     let work = Work::Bytes((VOCAB * 4) as f64);
     bench.run(c, "argmax 32000", work, || {
         std::hint::black_box(argmax(bench.isa, &logits));
+    });
+    bench.run(c, "all_finite 32000", work, || {
+        std::hint::black_box(all_finite(bench.isa, &logits));
     });
     let mut workspace = Workspace::default();
     let truncation = Truncation { temperature: 0.8, top_k: 50, top_p: 0.95, min_p: 0.0 };

@@ -27,6 +27,7 @@ use tower::{Service, ServiceExt as _};
 use crate::connection::Peer;
 use crate::drained_body::DrainedBody;
 use crate::metrics;
+use crate::poll_times::{Measured, PollTimes};
 use crate::response_streams::{ResponseStream, ResponseStreams};
 use crate::unread::{ConnectionUnread, UnreadBudget};
 use crate::unread_body::UnreadBody;
@@ -94,6 +95,7 @@ impl HttpServer {
         S::Future: Send,
     {
         let mut connections = JoinSet::new();
+        let times = PollTimes::new(self.listener);
         {
             let mut incoming = std::pin::pin!(incoming);
             loop {
@@ -106,7 +108,8 @@ impl HttpServer {
                 match next {
                     Some(Ok(connection)) => {
                         let (server, drain) = (self.clone(), drain.clone());
-                        connections.spawn(server.connection(connection, service.clone(), drain));
+                        let (service, times) = (service.clone(), times.clone());
+                        connections.spawn(server.connection(connection, service, drain, times));
                     }
                     Some(Err(error)) => tracing::debug!(%error, "cannot accept connection"),
                     None => break,
@@ -116,8 +119,13 @@ impl HttpServer {
         while connections.join_next().await.is_some() {}
     }
 
-    async fn connection<C, S>(self, connection: C, service: S, drain: CancellationToken)
-    where
+    async fn connection<C, S>(
+        self,
+        connection: C,
+        service: S,
+        drain: CancellationToken,
+        times: Arc<PollTimes>,
+    ) where
         C: AsyncRead + AsyncWrite + Connected + Unpin + Send + 'static,
         S: Service<Request<Body>, Response = Response<Body>, Error = Infallible>
             + Clone
@@ -150,10 +158,12 @@ impl HttpServer {
         let unread = self.unread.connect();
         let connect_info = connection.connect_info();
         let peer = (&connect_info as &dyn Any).downcast_ref::<Peer>().and_then(Peer::address);
-        let calls = CallSpawner { service, connect_info, unread: unread.account(), fault: self.fault };
+        let (account, call_times) = (unread.account(), times.clone());
+        let calls =
+            CallSpawner { service, connect_info, unread: account, times: call_times, fault: self.fault };
         let connection = TokioIo::new(WriteTimeout::new(connection, self.write_timeout));
         let connection = Box::pin(builder.serve_connection(connection, calls));
-        let mut task = ConnectionTask { connection, responses: ResponseStreams::default(), pending };
+        let mut task = ConnectionTask { connection, responses: ResponseStreams::default(), pending, times };
         let serving = async {
             tokio::select! {
                 biased;
@@ -210,6 +220,7 @@ struct ConnectionTask<C> {
     connection: Pin<Box<C>>,
     responses: ResponseStreams,
     pending: PendingExecutor,
+    times: Arc<PollTimes>,
 }
 
 /// Breaks the reference cycle between pending responses and the executor that owns them.
@@ -226,17 +237,19 @@ where
     type Output = Result<(), E>;
 
     fn poll(self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Self::Output> {
-        let this = self.get_mut();
-        loop {
-            // Responses first, so that all their frames are queued when the connection writes.
-            this.responses.poll(context);
-            let ended = this.connection.as_mut().poll(context);
-            let pending = this.pending.take();
-            if ended.is_ready() || pending.is_empty() {
-                return ended;
+        let Self { connection, responses, pending, times } = self.get_mut();
+        times.measure(|| {
+            loop {
+                // Responses first, so that all their frames are queued when the connection writes.
+                responses.poll(context);
+                let ended = connection.as_mut().poll(context);
+                let pending = pending.take();
+                if ended.is_ready() || pending.is_empty() {
+                    return ended;
+                }
+                pending.into_iter().for_each(|response| responses.push(response));
             }
-            pending.into_iter().for_each(|response| this.responses.push(response));
-        }
+        })
     }
 }
 
@@ -247,6 +260,7 @@ struct CallSpawner<S, I> {
     connect_info: I,
     /// Account of the responses.
     unread: Arc<ConnectionUnread>,
+    times: Arc<PollTimes>,
     /// Response to a call whose handler panicked.
     fault: fn() -> Response<Body>,
 }
@@ -265,7 +279,8 @@ where
         let mut request = request.map(|body| Body::new(DrainedBody::new(body)));
         request.extensions_mut().insert(self.connect_info.clone());
         // Aborted when its stream is reset or its connection ends.
-        let call = AbortOnDropHandle::new(tokio::spawn(self.service.clone().oneshot(request)));
+        let call = Measured::new(self.service.clone().oneshot(request), self.times.clone());
+        let call = AbortOnDropHandle::new(tokio::spawn(call));
         let (unread, fault) = (self.unread.clone(), self.fault);
         Box::pin(async move {
             // An error means that the handler panicked; the panic hook has logged the message.

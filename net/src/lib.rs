@@ -2,6 +2,7 @@
 //! receive budgets, and HTTP serving that writes the messages of many streams with one system call.
 
 mod acceptor;
+mod allocator;
 mod code_name;
 mod connection;
 mod connection_limits;
@@ -12,6 +13,7 @@ mod identity;
 pub mod metrics;
 mod open_calls;
 mod open_files;
+mod poll_times;
 mod private_file;
 mod receive;
 mod receive_budget;
@@ -27,6 +29,7 @@ mod wakeups;
 mod write_timeout;
 
 pub use acceptor::Acceptor;
+pub use allocator::bound_free_memory;
 pub use code_name::code_name;
 pub use connection::{Connection, OpenCall, Peer};
 pub use connection_limits::ConnectionLimits;
@@ -35,6 +38,7 @@ pub use http::{HttpServer, Protocols};
 pub use identity::Identity;
 pub use open_calls::{OpenCalls, OpenCallsLayer, hold};
 pub use open_files::{OpenFileLimit, open_files, raise_open_file_limit};
+pub use poll_times::unmeasured;
 pub use private_file::create_private_file;
 pub use receive::{Framing, Receive, ReceiveError, ReceiveLayer, ReceiveLimits};
 pub use receive_budget::{ReceiveBudget, ReservedBytes};

@@ -9,8 +9,13 @@ pub const ACCEPT_FAILURES: &str = "inflight_accept_failures_total";
 /// Counter of file reloads, by `file` and `result`.
 pub const RELOADS: &str = "inflight_file_reloads_total";
 
+/// Gauge of the longest poll of a connection or call, by `listener`.
+pub const LONGEST_POLL: &str = "inflight_longest_poll_seconds";
+/// Counter of polls of connections and calls that took a runtime's thread for 50 ms and more, by `listener`.
+pub const SLOW_POLLS: &str = "inflight_slow_polls_total";
+
 /// Name, help text and label names of each metric, for inventories.
-pub const METRICS: [(&str, &str, &[&str]); 4] = [
+pub const METRICS: [(&str, &str, &[&str]); 6] = [
     (CONNECTIONS, "Open connections, by listener", &["listener"]),
     (
         CONNECTIONS_CLOSED,
@@ -23,6 +28,16 @@ pub const METRICS: [(&str, &str, &[&str]); 4] = [
         &["listener", "reason"],
     ),
     (
+        LONGEST_POLL,
+        "Longest time that a poll of a connection or call took a thread of the runtime, on which others wait, by listener",
+        &["listener"],
+    ),
+    (
+        SLOW_POLLS,
+        "Polls of connections and calls that took a thread of the runtime for 50 ms and more, by listener",
+        &["listener"],
+    ),
+    (
         RELOADS,
         "Reloads of TLS certificates, secrets and tenants files, by file and result",
         &["file", "result"],
@@ -33,7 +48,7 @@ pub const METRICS: [(&str, &str, &[&str]); 4] = [
 pub fn describe() {
     for (name, help, _) in METRICS {
         match name {
-            CONNECTIONS => metrics::describe_gauge!(name, help),
+            CONNECTIONS | LONGEST_POLL => metrics::describe_gauge!(name, help),
             _ => metrics::describe_counter!(name, help),
         }
     }
@@ -42,6 +57,16 @@ pub fn describe() {
 /// Counts a reload of `what`: `certificate`, `secret` or `tenants`.
 pub fn reloaded(what: &'static str, ok: bool) {
     metrics::counter!(RELOADS, "file" => what, "result" => if ok { "ok" } else { "error" }).increment(1);
+}
+
+/// Sets the longest poll.
+pub(crate) fn longest_poll(listener: &'static str, took: std::time::Duration) {
+    metrics::gauge!(LONGEST_POLL, "listener" => listener).set(took.as_secs_f64());
+}
+
+/// Counts slow polls.
+pub(crate) fn slow_polls(listener: &'static str, count: u64) {
+    metrics::counter!(SLOW_POLLS, "listener" => listener).increment(count);
 }
 
 /// Counts a failed attempt to accept a connection.

@@ -24,17 +24,25 @@ const MIB: f64 = (1 << 20) as f64;
 const FLOOD: &str = "[tenants.flood]\nkeys = [{ sha256 = \"252f10c83610ebca1a059c0bae8255eba2f95be4d1d7bcfa89d7248a82d9f111\" }]\n";
 
 async fn start(workers: &str) -> Result<(LocalCluster, TempDir)> {
+    start_with(&[workers], exclusive().await).await
+}
+
+/// Starts a cluster alone, with a hostile tenant of the key `f` and another one of the key `t`.
+pub(crate) async fn start_with(
+    flags: &[&str],
+    guard: tokio::sync::RwLockWriteGuard<'static, ()>,
+) -> Result<(LocalCluster, TempDir)> {
     let folder = TempDir::new("grammars")?;
     let file = folder.path().join("tenants.toml");
     std::fs::write(&file, format!("{TENANTS}{FLOOD}"))?;
     let tenants = format!("--tenants-file={}", file.display());
-    let cluster =
-        LocalCluster::start_exclusive(program(), &[workers, &tenants], &[], exclusive().await).await?;
+    let flags: Vec<&str> = flags.iter().copied().chain([tenants.as_str()]).collect();
+    let cluster = LocalCluster::start_exclusive(program(), &flags, &[], guard).await?;
     Ok((cluster, folder))
 }
 
 /// Runs a request under a grammar. Returns its text.
-async fn generate(
+pub(crate) async fn generate(
     client: &mut InferenceClient<Channel>,
     grammar: Option<Grammar>,
     key: &str,
@@ -58,7 +66,7 @@ async fn generate(
 }
 
 /// The hostile grammar with this number. Each takes seconds to minutes, or gigabytes, or overflows a stack, where nothing bounds it.
-fn hostile(number: usize) -> Grammar {
+pub(crate) fn hostile(number: usize) -> Grammar {
     match number % 6 {
         0 => Grammar::JsonSchema(format!(r#"{{"type":"integer","multipleOf":{}}}"#, 1_299_709 + 2 * number)),
         1 => Grammar::Regex(".?".repeat(120_000 + number)),
@@ -83,7 +91,7 @@ fn hostile(number: usize) -> Grammar {
 }
 
 /// Helper processes of a process, and the processes in which they compile.
-fn helpers(process: u32) -> Vec<u32> {
+pub(crate) fn helpers(process: u32) -> Vec<u32> {
     let tasks = std::fs::read_dir(format!("/proc/{process}/task")).into_iter().flatten().flatten();
     let children = tasks.filter_map(|task| std::fs::read_to_string(task.path().join("children")).ok());
     let children: Vec<u32> = children

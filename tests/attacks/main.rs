@@ -14,6 +14,7 @@ mod lying_worker;
 mod model_files;
 mod secrets;
 mod shares;
+mod together;
 mod tokenizing;
 mod wall_clock;
 mod worker_port;

@@ -64,8 +64,8 @@ async fn bodies_without_an_end_leave_receive_bytes_to_others() -> Result<()> {
     }
     eventually("the tenant has its share", || async {
         let used = scrape(cluster.router.metrics).await?.total("inflight_router_receive_bytes")?;
-        // Four fifths of 256 MiB, less what no message of 4 MiB fills.
-        ensure!((150.0..=205.0).contains(&(used / 1048576.0)), "{used} bytes are reserved");
+        // Three quarters of 256 MiB, less what no message of 4 MiB fills.
+        ensure!((150.0..=193.0).contains(&(used / 1048576.0)), "{used} bytes are reserved");
         Ok(())
     })
     .await?;
@@ -101,7 +101,7 @@ async fn streams_without_a_reader_leave_streams_to_others() -> Result<()> {
             }
         }
     }
-    ensure!(held.len() == 40 && refused == 10, "{} streams were opened, {refused} refused", held.len());
+    ensure!(held.len() == 37 && refused == 13, "{} streams were opened, {refused} refused", held.len());
     serve_tenant(&cluster).await
 }
 
@@ -118,7 +118,7 @@ async fn connections_with_open_calls_leave_connections_to_others() -> Result<()>
         refused += usize::from(listed.is_err());
         held.push((channel, watch));
     }
-    ensure!((5..=15).contains(&refused), "{refused} of {MOST} connections were refused");
+    ensure!((8..=18).contains(&refused), "{refused} of {MOST} connections were refused");
     for _ in 0..4 {
         serve_tenant(&cluster).await?;
     }

@@ -54,6 +54,22 @@ fn a_token_that_does_not_match_is_refused() {
 }
 
 #[test]
+fn as_many_choices_as_there_may_be_are_matched_each_and_nothing_else() {
+    let most = Grammar::CHOICES_MAX;
+    // Many begin alike, and some continue others.
+    let choices: Vec<String> = (0..most).map(|nth| format!("choice {}", nth * 7919 % most)).collect();
+    let grammar = compiler().compile(&Grammar::Choice(choices.clone())).unwrap();
+    for choice in choices.iter().step_by(97).chain(&choices[most - 3..]) {
+        let mut matcher = grammar.matcher(None);
+        write(&mut matcher, choice);
+        assert!(allowed(&mut matcher).contains(&END) || matcher.is_complete(), "{choice}");
+    }
+    let mut matcher = grammar.matcher(None);
+    write(&mut matcher, "choice 40");
+    assert!(matcher.consume(b'x'.into()).is_err());
+}
+
+#[test]
 fn a_constraint_begins_after_its_token_and_control_tokens_match_no_text() {
     let grammar = compiler().compile(&Grammar::Regex(".*".to_owned())).unwrap();
     let mut matcher = grammar.matcher(Some(THOUGHT));

@@ -8,7 +8,8 @@ use std::time::{Duration, SystemTime};
 
 use inflight_net::{Peer, PoolShare, ReservedBytes, SharedPool};
 use tonic::body::Body;
-use tonic::codegen::http::{HeaderMap, Request, Response};
+use tonic::codegen::http::header::HOST;
+use tonic::codegen::http::{HeaderMap, Request, Response, Version};
 use tower::{Layer, Service};
 
 use crate::api::admission::reject;
@@ -67,6 +68,15 @@ impl<S> AuthService<S> {
         self.sites.as_ref().map_or(Ok(()), |sites| sites.check(request, address))
     }
 
+    /// Checks that a call over HTTP/1.1 names one host, as it must: intermediaries could take it for another one than this router does.
+    fn check_host(request: &Request<Body>) -> Result<(), Outcome> {
+        let hosts = request.headers().get_all(HOST).iter().count();
+        if request.version() != Version::HTTP_11 || hosts == 1 {
+            return Ok(());
+        }
+        Err(Outcome::invalid(format!("the request has {hosts} host headers; HTTP/1.1 requires one")))
+    }
+
     fn caller(&self, request: &Request<Body>) -> Result<Caller, Outcome> {
         let Some(tenants) = &self.tenants else { return Ok(Caller::Anyone) };
         let peer = request.extensions().get::<Peer>();
@@ -101,7 +111,9 @@ where
     }
 
     fn call(&mut self, mut request: Request<Body>) -> Self::Future {
-        let authenticated = if is_open(request.uri().path()) {
+        let authenticated = if let Err(outcome) = Self::check_host(&request) {
+            Err(outcome)
+        } else if is_open(request.uri().path()) {
             // Open to everyone who can connect, but without keys not to the pages that they visit.
             let checked = if self.tenants.is_none() { self.check_site(&request) } else { Ok(()) };
             checked.map(|()| None)

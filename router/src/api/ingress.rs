@@ -238,9 +238,15 @@ impl Ingress {
         let prompt = checked.take_prompt(&served, &self.options);
         let prompt = self.tokenize(prompt, &tokenize).instrument(span.clone()).await;
         let prompt = prompt?.into_tokens();
+        let tokenized = prompt.len();
         let arrived = (arrival.at, arrival.deadline);
         let mut call = checked.admit(prompt, resumed, &served, &self.options, arrived, stream, &caller)?;
         drop(received);
+        // Tokens that truncation drops were computed, too: they count as those of a call that only tokenizes.
+        let dropped = tokenized.saturating_sub(call.prompt.len()) as u64;
+        if let Some(guard) = admission_guard.as_ref().filter(|_| dropped > 0) {
+            guard.take_tokens(dropped)?.used(dropped);
+        }
         span.record("tenant", &call.tenant);
         span.record("request_id", &call.request_id);
         span.record("prompt_tokens", call.prompt.len());

@@ -3,6 +3,7 @@
 use std::collections::VecDeque;
 use std::fs::{File, OpenOptions, TryLockError};
 use std::io::{self, Write as _};
+use std::os::unix::fs::OpenOptionsExt as _;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
@@ -112,7 +113,8 @@ impl UsageFiles {
         let mut now = clock::since_unix_epoch();
         let (file, path) = loop {
             let path = self.options.directory.join(file_name(now));
-            match OpenOptions::new().append(true).create_new(true).open(&path) {
+            // Names of tenants and ids that clients chose are for its user and group.
+            match OpenOptions::new().append(true).create_new(true).mode(0o640).open(&path) {
                 Ok(file) => break (file, path),
                 Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {
                     now += Duration::from_micros(1);

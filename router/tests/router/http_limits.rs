@@ -224,6 +224,12 @@ async fn malformed_nested_and_huge_bodies_are_refused() {
             stream.write_all(&chunk).await.unwrap();
         }
         assert_eq!(Call::over(stream).response().await.status, 413);
+        // Without a host, and with two.
+        for hosts in ["", "host: localhost\r\nhost: localhost\r\n"] {
+            let mut stream = TcpStream::connect(http.address).await.unwrap();
+            stream.write_all(format!("GET /v1/models HTTP/1.1\r\n{hosts}\r\n").as_bytes()).await.unwrap();
+            assert_eq!(Call::over(stream).response().await.status, 400, "{hosts:?}");
+        }
         // Still there.
         assert_eq!(http.get("/health").await.status, 200);
     })

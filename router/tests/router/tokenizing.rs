@@ -123,7 +123,10 @@ async fn texts_have_special_tokens_unless_the_request_says_otherwise() {
 async fn tokenize_is_bounded_and_charged() {
     bounded(async {
         let limits = "tokens_per_minute = 600";
-        let file = tenant("greedy", limits) + &tenant("careful", limits) + &tenant("free", "");
+        let file = tenant("greedy", limits)
+            + &tenant("careful", limits)
+            + &tenant("cutting", limits)
+            + &tenant("free", "");
         let options = Options { tokenize_tokens_max: 100, ..Options::default() };
         let (cluster, _session, _folder, _worker) = started(&file, options).await;
         let mut client = InferenceClient::new(cluster.channel.clone());
@@ -161,6 +164,22 @@ async fn tokenize_is_bounded_and_charged() {
                 break status;
             }
         };
+        refused_at_limit(refused);
+        // What truncation drops was tokenized, too.
+        let mut cut = Vec::new();
+        let refused = loop {
+            let request = v1::GenerateRequest {
+                input: Some(v1::generate_request::Input::Text(words.clone())),
+                truncate_prompt_tokens: Some(1),
+                stop: Some(v1::StopConditions { max_tokens: Some(1), ..Default::default() }),
+                ..Default::default()
+            };
+            match cluster.client.clone().generate(with_key(request, "cutting")).await {
+                Ok(stream) => cut.push(stream),
+                Err(status) => break status,
+            }
+        };
+        assert!((5..=9).contains(&cut.len()), "{} calls of 13 tokens within 100", cut.len());
         refused_at_limit(refused);
         let answer = tokenize("free", &words, false).await.unwrap();
         assert_eq!(

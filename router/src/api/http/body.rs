@@ -1,6 +1,6 @@
 //! Reception of request bodies.
 
-use axum::body::Body;
+use axum::body::{Body, HttpBody as _};
 use http_body_util::BodyExt as _;
 use inflight_net::ReceiveError;
 use tonic::codegen::Bytes;
@@ -13,9 +13,18 @@ use crate::outcome::Outcome;
 ///
 /// # Errors
 /// The body exceeds a limit, or its connection broke.
-pub(super) async fn receive(body: Body, options: &Options) -> Result<Bytes, Outcome> {
-    let collected = body.collect().await.map_err(|error| failure(&error, options))?;
-    Ok(collected.to_bytes())
+pub(super) async fn receive(mut body: Body, options: &Options) -> Result<Bytes, Outcome> {
+    // Copied as they arrive: the pieces of megabytes, kept to be joined at the end, would take as much again.
+    // Of an announced length at once, as growing buffers leave holes behind; its pages take memory as they are filled.
+    let announced = body.size_hint().lower().min(options.message_bytes_max as u64);
+    let mut whole = Vec::with_capacity(usize::try_from(announced).unwrap_or(0));
+    while let Some(frame) = body.frame().await {
+        let frame = frame.map_err(|error| failure(&error, options))?;
+        if let Ok(data) = frame.into_data() {
+            whole.extend_from_slice(&data);
+        }
+    }
+    Ok(whole.into())
 }
 
 fn failure(error: &axum::Error, options: &Options) -> Outcome {

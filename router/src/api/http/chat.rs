@@ -9,13 +9,14 @@ use tonic::body::Body;
 use tonic::codegen::Bytes;
 use tonic::codegen::http::Response;
 
+use super::aside::{aside, read_body};
 use super::chat_stream::ChatStream;
 use super::fields::{FieldTable, Fields, honoured, ignored, is_empty, parse_object, refused};
 use super::logprobs::{ChatLogprobs, PromptBody, check_outputs, check_prompts};
 use super::sampling::{self, StreamOptions};
 use super::tools::{self, ToolForm};
 use super::usage::{TimingsBody, UsageBody};
-use super::{Call, HttpApi, Started, aside, content, json, sse, structured};
+use super::{Call, HttpApi, Started, content, json, sse, structured};
 use crate::api::collected::{CollectedCall, CollectedChoice};
 use crate::api::generation::{GenerationRequest, Input};
 use crate::api::ingress::rejected;
@@ -295,7 +296,7 @@ impl<'a> AssistantMessage<'a> {
 
 /// Answers a chat completion.
 pub(super) async fn create(api: Arc<HttpApi>, call: Call, body: Bytes) -> Result<Response<Body>, Outcome> {
-    let (request, output) = read(&body).map_err(rejected)?;
+    let (request, output) = read_body(&body, read).await.map_err(rejected)?;
     drop(body);
     let started = Box::pin(api.start(vec![request], output.stream, call)).await.map_err(rejected)?;
     // All choices share those of the prompt.

@@ -8,13 +8,14 @@ use tonic::body::Body;
 use tonic::codegen::Bytes;
 use tonic::codegen::http::Response;
 
+use super::aside::{aside, read_body};
 use super::chat::finish_reason;
 use super::completion_stream::CompletionStream;
 use super::fields::{FieldTable, Fields, honoured, ignored, parse, refused};
 use super::logprobs::{PromptBody, TextLogprobs, TextOffset, check_outputs, check_prompts};
 use super::sampling::{self, StreamOptions};
 use super::usage::{TimingsBody, UsageBody};
-use super::{Call, HttpApi, Started, aside, json, sse, structured};
+use super::{Call, HttpApi, Started, json, sse, structured};
 use crate::api::generation::{GenerationRequest, Input};
 use crate::api::ingress::rejected;
 use crate::api::response_stream::ResponseStream;
@@ -176,7 +177,7 @@ struct Choice {
 
 /// Answers a text completion.
 pub(super) async fn create(api: Arc<HttpApi>, call: Call, body: Bytes) -> Result<Response<Body>, Outcome> {
-    let (requests, output) = read(&body).map_err(rejected)?;
+    let (requests, output) = read_body(&body, read).await.map_err(rejected)?;
     drop(body);
     let echoed = if output.echo { requests.iter().map(text_of).collect() } else { Vec::new() };
     let started = Box::pin(api.start(requests, output.stream, call)).await.map_err(rejected)?;

@@ -9,6 +9,7 @@ use tonic::body::Body;
 use tonic::codegen::Bytes;
 use tonic::codegen::http::Response;
 
+use super::aside::read_body;
 use super::chat::NO_MESSAGES;
 use super::fields::{Field, FieldTable, Fields, honoured, ignored, parse_object, refused};
 use super::message_blocks::{self, Block};
@@ -212,7 +213,7 @@ pub(super) fn stop_reason(finished: &Finished) -> (&'static str, Option<&str>) {
 
 /// Answers a message.
 pub(super) async fn create(api: Arc<HttpApi>, call: Call, body: Bytes) -> Result<Response<Body>, Outcome> {
-    let (request, stream) = read(&body).map_err(rejected)?;
+    let (request, stream) = read_body(&body, read).await.map_err(rejected)?;
     drop(body);
     let started = Box::pin(api.start(vec![request], stream, call)).await.map_err(rejected)?;
     if stream {
@@ -262,7 +263,7 @@ pub(super) async fn count_tokens(
     call: Call,
     body: Bytes,
 ) -> Result<Response<Body>, Outcome> {
-    let (model, input) = read_count(&body)?;
+    let (model, input) = read_body(&body, read_count).await?;
     let (_, tokens) = api.ingress.tokens(&model, input, None, call.context).await?;
     json(&Count { input_tokens: tokens.len() })
 }

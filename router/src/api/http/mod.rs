@@ -1,6 +1,7 @@
 //! HTTP APIs over the router's core: OpenAI's chat completions, completions and responses, Anthropic's
 //! messages, models, tokenization and probes.
 
+mod aside;
 mod body;
 mod call;
 mod chat;
@@ -41,8 +42,6 @@ use axum::extract::State;
 use axum::routing::{MethodRouter, get, on};
 use futures::future::BoxFuture;
 use inflight_net::ReservedBytes;
-use tokio::runtime::RuntimeFlavor;
-use tokio::sync::Semaphore;
 use tonic::body::Body;
 use tonic::codegen::Bytes;
 use tonic::codegen::http::{Request, Response};
@@ -312,22 +311,6 @@ async fn wrong_method(request: Request<axum::body::Body>) -> AxumResponse {
     let path = request.uri().path();
     let outcome = Outcome::WrongMethod { method: request.method().to_string(), path: path.to_owned() };
     refuse(path, outcome).map(axum::body::Body::new)
-}
-
-/// Builds a response that may have megabytes: one at a time, on a thread whose other tasks have been moved to others, so that no call
-/// waits for it.
-async fn aside<T>(large: bool, build: impl FnOnce() -> T) -> T {
-    static TURN: Semaphore = Semaphore::const_new(1);
-    if !large {
-        return build();
-    }
-    // It is never closed.
-    let _turn = TURN.acquire().await;
-    match tokio::runtime::Handle::current().runtime_flavor() {
-        // The only thread, as in simulations.
-        RuntimeFlavor::CurrentThread => build(),
-        _ => tokio::task::block_in_place(build),
-    }
 }
 
 /// Returns a response with a JSON body.

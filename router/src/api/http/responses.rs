@@ -8,13 +8,14 @@ use tonic::body::Body;
 use tonic::codegen::Bytes;
 use tonic::codegen::http::Response;
 
+use super::aside::{aside, read_body};
 use super::fields::{FieldTable, Fields, honoured, ignored, parse, parse_object, refused};
 use super::logprobs::{PositionBody, check_outputs};
 use super::response_events::ResponseEvents;
 use super::response_object::{Ended, OutputItem, RequestEcho, ToolEcho};
 use super::sampling;
 use super::tools::{self, ToolForm, message_call};
-use super::{Call, HttpApi, aside, content, json, sse, structured};
+use super::{Call, HttpApi, content, json, sse, structured};
 use crate::api::generation::{GenerationRequest, Input, StopConditions};
 use crate::api::ingress::rejected;
 use crate::api::message_list::MessageList;
@@ -249,7 +250,7 @@ fn text_format<'a>(fields: &Fields<'a>) -> Result<Option<&'a RawValue>, Outcome>
 
 /// Answers a response.
 pub(super) async fn create(api: Arc<HttpApi>, call: Call, body: Bytes) -> Result<Response<Body>, Outcome> {
-    let (request, output) = read(&body).map_err(rejected)?;
+    let (request, output) = read_body(&body, read).await.map_err(rejected)?;
     drop(body);
     let alternatives = request.sampling.logprobs;
     let started = Box::pin(api.start(vec![request], output.stream, call)).await.map_err(rejected)?;

@@ -9,6 +9,7 @@ use tonic::body::Body;
 use tonic::codegen::Bytes;
 use tonic::codegen::http::Response;
 
+use super::aside::read_body;
 use super::completions::PARSE_SPECIAL;
 use super::errors::refuse;
 use super::fields::{FieldTable, honoured, refused};
@@ -108,7 +109,7 @@ pub(super) fn read(body: &[u8]) -> Result<Request, Outcome> {
 
 /// Tokenizes a prompt or a conversation.
 pub(super) async fn tokenize(api: Arc<HttpApi>, call: Call, body: Bytes) -> Result<Response<Body>, Outcome> {
-    let Request { model, input, parse_special, with_texts } = read(&body)?;
+    let Request { model, input, parse_special, with_texts } = read_body(&body, read).await?;
     let (served, tokens) = api.ingress.tokens(&model, input, parse_special, call.context).await?;
     let texts = || tokens.iter().map(|id| served.model.tokenizer.piece(*id)).collect();
     json(&Tokens {
