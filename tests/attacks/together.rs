@@ -120,6 +120,10 @@ async fn all_attacks_of_one_tenant_at_once_refuse_no_call_of_the_other() -> Resu
         .enable_all()
         .on_thread_start(|| {
             let _ = rustix::process::nice(19);
+            // Such as /sys/fs/cgroup/cpu/NAME/tasks, to give them a share of a processor.
+            if let Some(tasks) = std::env::var_os("INFLIGHT_ATTACK_TASKS") {
+                let _ = std::fs::write(tasks, "0");
+            }
         })
         .build()?;
     // Dropped within another runtime, it would panic.
