@@ -6,16 +6,16 @@ use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use axum::Router;
-use axum::http::header::{CONTENT_TYPE, HeaderValue};
+use axum::http::header::{CONTENT_TYPE, HOST, HeaderMap, HeaderValue};
 use axum::http::{Request, StatusCode};
 use axum::middleware::map_response;
-use axum::response::Response;
+use axum::response::{IntoResponse as _, Response};
 use axum::routing::get;
 use futures::StreamExt as _;
 use hyper::body::Incoming;
 use hyper::service::service_fn;
 use hyper_util::rt::{TokioIo, TokioTimer};
-use inflight_net::{Acceptor, ConnectionLimits, OpenFileLimit, open_files};
+use inflight_net::{Acceptor, ConnectionLimits, OpenFileLimit, is_address_or_localhost, open_files};
 use metrics_exporter_prometheus::{Matcher, PrometheusBuilder, PrometheusHandle};
 use tokio::net::TcpListener;
 use tokio::sync::Semaphore;
@@ -46,6 +46,9 @@ const CONNECTION_TIMEOUT: Duration = Duration::from_secs(300);
 const SCRAPES_MAX: usize = 4;
 /// Interval of folding samples into histograms, so that they do not accumulate between scrapes.
 const UPKEEP_INTERVAL: Duration = Duration::from_secs(5);
+
+/// Answer to a request that names another host.
+const FOREIGN_HOST: &str = "this endpoint is for this machine alone, and the host header names another one: ask for it by its address or as localhost\n";
 
 /// Readiness check of the process; until it is set, the process is not ready.
 static READY: OnceLock<Box<dyn Fn() -> bool + Send + Sync>> = OnceLock::new();
@@ -122,12 +125,13 @@ pub async fn start(address: SocketAddr) -> Result<SocketAddr, CommandError> {
         CommandError::chain(&context, &error)
     })?;
     let bound = listener.local_addr().map_err(|error| CommandError::chain("no metrics address", &error))?;
-    tokio::spawn(serve(listener));
+    tokio::spawn(serve(listener, bound.ip().is_loopback()));
     Ok(bound)
 }
 
-async fn serve(listener: TcpListener) {
-    let routes = routes();
+/// `loopback`: the listener is for this machine alone.
+async fn serve(listener: TcpListener, loopback: bool) {
+    let routes = routes(loopback);
     let mut connections = Acceptor::new("metrics", listener, None, LIMITS).incoming();
     while let Some(Ok(connection)) = connections.next().await {
         let (routes, peer) = (routes.clone(), connection.connect_info());
@@ -152,12 +156,21 @@ async fn serve(listener: TcpListener) {
     }
 }
 
-fn routes() -> Router {
+/// Whether the host header is neither an address nor localhost; a request without one is from no browser.
+fn names_another_host(headers: &HeaderMap) -> bool {
+    headers.get(HOST).is_some_and(|host| !host.to_str().is_ok_and(is_address_or_localhost))
+}
+
+/// `loopback`: metrics are for this machine alone, so a request for them that names another host comes from the page of a web site.
+fn routes(loopback: bool) -> Router {
     let scrapes = Arc::new(Semaphore::new(SCRAPES_MAX));
-    let metrics = async move || {
+    let metrics = async move |headers: HeaderMap| {
+        if loopback && names_another_host(&headers) {
+            return (StatusCode::FORBIDDEN, FOREIGN_HOST).into_response();
+        }
         // Cannot fail: the semaphore is never closed.
         let _permit = scrapes.acquire().await;
-        render()
+        render().into_response()
     };
     let readiness = async || match READY.get().is_some_and(|ready| ready()) {
         true => (StatusCode::OK, "ready\n"),
@@ -217,5 +230,25 @@ fn sample_process() {
     }
     if let Some(peak) = kilobytes("VmHWM") {
         metrics::gauge!("process_resident_memory_peak_bytes").set(peak * 1024.0);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[tokio::test]
+    async fn metrics_of_this_machine_alone_are_not_for_pages_of_other_hosts() {
+        let status = async |loopback: bool, path: &str, host: &str| {
+            let request = Request::builder().uri(path).header(HOST, host);
+            let request = request.body(axum::body::Body::empty()).unwrap();
+            routes(loopback).oneshot(request).await.unwrap().status()
+        };
+        for host in ["127.0.0.1:9100", "localhost", "[::1]:9100"] {
+            assert_eq!(status(true, "/metrics", host).await, StatusCode::OK, "{host}");
+        }
+        assert_eq!(status(true, "/metrics", "rebound.example:9100").await, StatusCode::FORBIDDEN);
+        assert_eq!(status(true, "/livez", "rebound.example:9100").await, StatusCode::OK);
+        assert_eq!(status(false, "/metrics", "inflight.svc.cluster.local").await, StatusCode::OK);
     }
 }

@@ -9,7 +9,7 @@ use inflight_net::ConnectionLimits;
 use inflight_router::metrics::{METRICS, MetricKind};
 use inflight_router::{
     Admin, FormatChoice, HttpOptions, Options, PlacementKind, ReasoningFormat, Router, ToolCallFormat,
-    UsageLogOptions, UsageLogPolicy,
+    UsageLogExcess, UsageLogOptions, UsageLogPolicy,
 };
 
 use crate::event::{self, RoleEvent};
@@ -183,9 +183,13 @@ pub struct Args {
     /// Size of a usage file after which a new one is started
     #[arg(long, value_name = "BYTES", default_value = "64MiB", env = "INFLIGHT_ROUTER_USAGE_LOG_BYTES")]
     pub usage_log_bytes: ByteSize,
-    /// Maximum usage files; the oldest are removed
+    /// Maximum usage files; --usage-log-excess says what happens beyond them
     #[arg(long, value_name = "N", default_value_t = 64, env = "INFLIGHT_ROUTER_USAGE_LOG_FILES")]
     pub usage_log_files: usize,
+    /// The oldest usage files beyond --usage-log-files: remove, or keep (at --usage-log-files times --usage-log-bytes
+    /// the log cannot be written until files are taken away, and --usage-log-on-error decides)
+    #[arg(long, value_name = "WHAT", default_value_t = UsageLogExcess::Remove, env = "INFLIGHT_ROUTER_USAGE_LOG_EXCESS")]
+    pub usage_log_excess: UsageLogExcess,
     /// Requests while the usage log cannot be written: refuse, or serve (lost lines are logged and counted)
     #[arg(long, value_name = "POLICY", default_value_t = UsageLogPolicy::Refuse, env = "INFLIGHT_ROUTER_USAGE_LOG_ON_ERROR")]
     pub usage_log_on_error: UsageLogPolicy,
@@ -340,6 +344,7 @@ impl Args {
                 directory,
                 file_bytes_max: self.usage_log_bytes.0,
                 files_max: self.usage_log_files,
+                excess: self.usage_log_excess,
                 on_error: self.usage_log_on_error,
             }),
             resume_keys: self.resume_keys()?,

@@ -73,15 +73,18 @@ pub enum GrammarError {
     /// The machine cannot compile it for now; says nothing about the grammar.
     #[error("grammars cannot be compiled for now: {0}; try again later")]
     Unavailable(String),
+    /// The machine lacks what compiling within limits takes; says nothing about the grammar.
+    #[error("structured output is not available on this machine: {0}")]
+    Host(String),
     /// The model's vocabulary cannot be used.
     #[error("the model's vocabulary cannot be used with grammars: {0}")]
     Vocabulary(String),
 }
 
 impl GrammarError {
-    /// Whether another attempt may succeed, so that the outcome must not be kept.
+    /// Whether another attempt, perhaps on another machine, may succeed, so that the outcome must not be kept.
     pub fn is_transient(&self) -> bool {
-        matches!(self, Self::Unavailable(_))
+        matches!(self, Self::Unavailable(_) | Self::Host(_))
     }
 }
 

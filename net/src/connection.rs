@@ -16,6 +16,7 @@ use tokio_util::sync::WaitForCancellationFutureOwned;
 use tonic::transport::server::Connected;
 
 use crate::connection_limits::ConnectionLimits;
+use crate::frame_meter::FrameMeter;
 use crate::identity::Identity;
 use crate::metrics;
 use crate::registry::{Authentication, Registration};
@@ -172,14 +173,15 @@ enum Socket {
     Tls(Box<TlsStream<TcpStream>>),
 }
 
-/// Accepted connection. Reads fail once it exceeds a limit: no first call in time, idle for too long, or
-/// evicted for another connection.
+/// Accepted connection. Reads fail once it exceeds a limit: no first call in time, idle for too long, more control frames
+/// than its calls need, or evicted for another connection.
 pub struct Connection {
     /// Value of the metrics' `listener` label.
     listener: &'static str,
     socket: Socket,
     peer: Peer,
     limits: ConnectionLimits,
+    frames: FrameMeter,
     opened: Instant,
     /// Timer of the next check of the idle limits.
     idle_check: Pin<Box<Sleep>>,
@@ -227,10 +229,29 @@ impl Connection {
             socket,
             peer,
             limits: *limits,
+            frames: FrameMeter::new(opened),
             opened,
             idle_check: Box::pin(tokio::time::sleep_until(opened + limits.first_call_max)),
             evicted: Box::pin(registration.evicted().clone().cancelled_owned()),
             _registration: registration,
+        }
+    }
+
+    /// Counts the connection as closed for a reason, and returns the error of its next read.
+    fn closed(&self, reason: &'static str) -> io::Error {
+        metrics::closed(self.listener, reason);
+        tracing::debug!(peer = ?self.peer.address(), reason, "connection closed");
+        io::ErrorKind::TimedOut.into()
+    }
+
+    /// Counts the frames in what a write took of `buffers`.
+    fn written(&mut self, written: &Poll<io::Result<usize>>, buffers: &[IoSlice<'_>]) {
+        let Poll::Ready(Ok(written)) = written else { return };
+        let mut left = *written;
+        for buffer in buffers {
+            let taken = left.min(buffer.len());
+            self.frames.sent(&buffer[..taken]);
+            left -= taken;
         }
     }
 
@@ -292,23 +313,30 @@ impl AsyncRead for Connection {
     ) -> Poll<io::Result<()>> {
         let this = self.get_mut();
         if let Poll::Ready(reason) = this.poll_limits(context) {
-            metrics::closed(this.listener, reason);
-            tracing::debug!(peer = ?this.peer.address(), reason, "connection closed");
-            return Poll::Ready(Err(io::ErrorKind::TimedOut.into()));
+            return Poll::Ready(Err(this.closed(reason)));
         }
-        match &mut this.socket {
+        let before = buffer.filled().len();
+        let read = match &mut this.socket {
             Socket::Plain(stream) => Pin::new(stream).poll_read(context, buffer),
             Socket::Tls(stream) => Pin::new(stream.as_mut()).poll_read(context, buffer),
+        };
+        let received = &buffer.filled()[before..];
+        if !received.is_empty() && !this.frames.received(received, Instant::now()) {
+            return Poll::Ready(Err(this.closed("control_frames")));
         }
+        read
     }
 }
 
 impl AsyncWrite for Connection {
     fn poll_write(self: Pin<&mut Self>, context: &mut Context<'_>, buffer: &[u8]) -> Poll<io::Result<usize>> {
-        match &mut self.get_mut().socket {
+        let this = self.get_mut();
+        let written = match &mut this.socket {
             Socket::Plain(stream) => Pin::new(stream).poll_write(context, buffer),
             Socket::Tls(stream) => Pin::new(stream.as_mut()).poll_write(context, buffer),
-        }
+        };
+        this.written(&written, &[IoSlice::new(buffer)]);
+        written
     }
 
     fn poll_write_vectored(
@@ -316,10 +344,13 @@ impl AsyncWrite for Connection {
         context: &mut Context<'_>,
         buffers: &[IoSlice<'_>],
     ) -> Poll<io::Result<usize>> {
-        match &mut self.get_mut().socket {
+        let this = self.get_mut();
+        let written = match &mut this.socket {
             Socket::Plain(stream) => Pin::new(stream).poll_write_vectored(context, buffers),
             Socket::Tls(stream) => Pin::new(stream.as_mut()).poll_write_vectored(context, buffers),
-        }
+        };
+        this.written(&written, buffers);
+        written
     }
 
     fn is_write_vectored(&self) -> bool {

@@ -29,7 +29,7 @@ use crate::drained_body::DrainedBody;
 use crate::metrics;
 use crate::poll_times::{Measured, PollTimes};
 use crate::response_streams::{ResponseStream, ResponseStreams};
-use crate::unread::{ConnectionUnread, UnreadBudget};
+use crate::unread::{ConnectionUnread, ResponseAccount, UnreadBudget};
 use crate::unread_body::UnreadBody;
 use crate::write_timeout::WriteTimeout;
 
@@ -277,15 +277,17 @@ where
 
     fn call(&self, request: Request<Incoming>) -> Self::Future {
         let mut request = request.map(|body| Body::new(DrainedBody::new(body)));
+        let account = ResponseAccount::open(&self.unread);
         request.extensions_mut().insert(self.connect_info.clone());
+        request.extensions_mut().insert(account.clone());
         // Aborted when its stream is reset or its connection ends.
         let call = Measured::new(self.service.clone().oneshot(request), self.times.clone());
         let call = AbortOnDropHandle::new(tokio::spawn(call));
-        let (unread, fault) = (self.unread.clone(), self.fault);
+        let fault = self.fault;
         Box::pin(async move {
             // An error means that the handler panicked; the panic hook has logged the message.
             let response = call.await.unwrap_or_else(|_| Ok(fault()));
-            response.map(|response| response.map(|body| UnreadBody::new(body, unread.open())))
+            response.map(|response| response.map(|body| UnreadBody::new(body, account.stream())))
         })
     }
 }

@@ -19,7 +19,7 @@ pub const METRICS: [(&str, &str, &[&str]); 6] = [
     (CONNECTIONS, "Open connections, by listener", &["listener"]),
     (
         CONNECTIONS_CLOSED,
-        "Connections closed by this side, by reason: slow (no call in time), idle, handshake (failed), evicted (for another connection), unread (responses beyond the limit; --unread-bytes-max of a router), full or address (rejected at the limit)",
+        "Connections closed by this side, by reason: slow (no call in time), idle, handshake (failed), evicted (for another connection), control_frames (more HTTP/2 frames than calls need), unread (responses beyond the limit; --unread-bytes-max of a router), full or address (rejected at the limit)",
         &["listener", "reason"],
     ),
     (

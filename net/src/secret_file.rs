@@ -6,6 +6,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use crate::file_watcher::FileState;
 use crate::metrics;
+use crate::private_file::warn_if_readable_by_all;
 
 /// Minimum length of a secret in bytes: 32 random hexadecimal digits are 128 bits.
 pub const SECRET_BYTES_MIN: usize = 32;
@@ -43,7 +44,7 @@ pub enum SecretError {
     },
 }
 
-/// Reads the secrets of a file.
+/// Reads the secrets of a file; warns if every user of the machine can.
 ///
 /// # Errors
 /// [`SecretError`].
@@ -58,6 +59,7 @@ pub fn read_secrets(path: &Path) -> Result<Secrets, SecretError> {
         let (number, bytes) = (at + 1, secrets[at].len());
         return Err(SecretError::Short { path: path.to_owned(), number, bytes });
     }
+    warn_if_readable_by_all(path, "secrets");
     Ok(secrets.into_iter().map(|secret| secret.as_bytes().to_vec()).collect())
 }
 

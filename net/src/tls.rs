@@ -15,6 +15,7 @@ use tonic::transport::{Certificate, ClientTlsConfig, Identity};
 use crate::file_watcher::FileWatcher;
 use crate::http::Protocols;
 use crate::metrics;
+use crate::private_file::warn_if_readable_by_all;
 
 /// Interval at which servers check their files for changes.
 const POLL_INTERVAL: Duration = Duration::from_secs(1);
@@ -65,6 +66,14 @@ fn read(path: &Path) -> Result<Vec<u8>, TlsError> {
     std::fs::read(path).map_err(|source| TlsError::Read { path: path.to_owned(), source })
 }
 
+/// Reads a private key; warns if every user of the machine can.
+fn private_key(path: &Path) -> Result<PrivateKeyDer<'static>, TlsError> {
+    let key = PrivateKeyDer::from_pem_slice(&read(path)?)
+        .map_err(|_| TlsError::Empty { path: path.to_owned(), what: "private key" })?;
+    warn_if_readable_by_all(path, "private key");
+    Ok(key)
+}
+
 fn certificates(path: &Path) -> Result<Vec<CertificateDer<'static>>, TlsError> {
     let empty = || TlsError::Empty { path: path.to_owned(), what: "certificate" };
     let pem = read(path)?;
@@ -88,8 +97,7 @@ pub struct ServerTlsFiles {
 impl ServerTlsFiles {
     fn load(&self, protocols: Protocols) -> Result<ServerConfig, TlsError> {
         let chain = certificates(&self.certificate)?;
-        let key = PrivateKeyDer::from_pem_slice(&read(&self.key)?)
-            .map_err(|_| TlsError::Empty { path: self.key.clone(), what: "private key" })?;
+        let key = private_key(&self.key)?;
         let pair = |error: rustls::Error| TlsError::Pair {
             certificate: self.certificate.clone(),
             key: self.key.clone(),
@@ -246,8 +254,7 @@ impl ClientTls {
         }
         if let Some((certificate, key)) = &self.identity {
             let chain = certificates(certificate)?;
-            let parsed = PrivateKeyDer::from_pem_slice(&read(key)?)
-                .map_err(|_| TlsError::Empty { path: key.clone(), what: "private key" })?;
+            let parsed = private_key(key)?;
             let pair = |error: rustls::Error| TlsError::Pair {
                 certificate: certificate.clone(),
                 key: key.clone(),

@@ -1,14 +1,16 @@
 //! Budget of the response data that clients do not read, over all connections.
 
-use std::cmp::Reverse;
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
 use std::time::Duration;
 
 use metrics::Gauge;
 use tokio::time::MissedTickBehavior;
 use tokio_util::sync::CancellationToken;
+
+use crate::shared_pool::Holder;
+use crate::unread_eviction::{ConnectionLoad, evictions};
 
 /// Interval of the checks.
 const CHECK_INTERVAL: Duration = Duration::from_secs(1);
@@ -24,7 +26,7 @@ const FRAME_OVERHEAD_BYTES: u64 = 8 << 10;
 ///
 /// The response to a call that has ended, and so holds no permit, stays in h2's send buffer while the client answers
 /// pings but grants no flow-control window. The server cannot reset that stream, because its body is not polled, so it
-/// closes the connection with the most buffered data.
+/// closes connections: of the tenant with most buffered data for its weight, the one with most of it.
 #[derive(Clone)]
 pub struct UnreadBudget(Arc<UnreadBudgetState>);
 
@@ -65,29 +67,24 @@ impl UnreadBudget {
         }
     }
 
-    /// Evicts the connections with the most unread data until the rest is within the budget: first those whose
-    /// data has made no progress for 30 s. Beyond twice the budget, which data in progress may take, those without
-    /// progress for 1 s, then any.
+    /// Evicts connections until the rest is within the budget, see [`evictions`]: first those whose data has made no progress for 30 s.
+    /// Beyond twice the budget, which data in progress may take, those without progress for 1 s, then any.
     fn check(&self) {
         let now = self.0.checks.fetch_add(1, Ordering::Relaxed) + 1;
-        let table = self.lock();
-        let open = || table.entries.values().filter(|connection| !connection.evicted.is_cancelled());
-        let mut total: u64 = open().map(|connection| connection.bytes()).sum();
-        self.0.gauge.set(total as f64);
+        let connections: Vec<_> = self.lock().entries.values().cloned().collect();
+        let open = || connections.iter().filter(|connection| !connection.evicted.is_cancelled());
+        let total = || open().map(|connection| connection.bytes()).sum::<u64>();
+        self.0.gauge.set(total() as f64);
         let (once, twice) = (self.0.bytes_max, self.0.bytes_max.saturating_mul(2));
         for (checks, limit) in [(UNREAD_CHECKS, once), (UNREAD_CHECKS_MIN, twice), (0, twice)] {
+            let total = total();
             if total <= limit {
                 continue;
             }
-            let unread = open().map(|connection| (connection.unread(now, checks), connection));
-            let mut unread: Vec<_> = unread.filter(|(bytes, _)| *bytes > 0).collect();
-            unread.sort_unstable_by_key(|(bytes, _)| Reverse(*bytes));
-            for (_, connection) in unread {
-                if total <= limit {
-                    break;
-                }
-                total = total.saturating_sub(connection.bytes());
-                connection.evicted.cancel();
+            let open: Vec<_> = open().collect();
+            let loads: Vec<_> = open.iter().map(|connection| connection.load(now, checks)).collect();
+            for index in evictions(&loads, total, limit) {
+                open[index].evicted.cancel();
             }
         }
     }
@@ -161,7 +158,8 @@ impl ConnectionUnread {
         table.next_id += 1;
         let progressed = AtomicU64::new(self.budget.0.checks.load(Ordering::Relaxed));
         let connection = self.clone();
-        let stream = Arc::new(UnreadStream { connection, id, bytes: AtomicU64::new(0), progressed });
+        let (holder, bytes) = (OnceLock::new(), AtomicU64::new(0));
+        let stream = Arc::new(UnreadStream { connection, id, holder, bytes, progressed });
         table.entries.insert(id, Arc::downgrade(&stream));
         stream
     }
@@ -171,13 +169,37 @@ impl ConnectionUnread {
         self.bytes.load(Ordering::Relaxed)
     }
 
-    /// Returns the bytes of the responses without progress for more than `checks` checks.
-    fn unread(&self, now: u64, checks: u64) -> u64 {
+    /// Returns what it has, with the responses without progress for more than `checks` checks.
+    fn load(&self, now: u64, checks: u64) -> ConnectionLoad {
         // Dropped after the lock, which their drops take.
         let streams: Vec<_> = self.lock().entries.values().filter_map(Weak::upgrade).collect();
         let age = |stream: &UnreadStream| now.saturating_sub(stream.progressed.load(Ordering::Relaxed));
         let unread = streams.iter().filter(|stream| age(stream) > checks);
-        unread.map(|stream| stream.bytes.load(Ordering::Relaxed)).sum()
+        let unread =
+            unread.map(|stream| (stream.holder.get().cloned(), stream.bytes.load(Ordering::Relaxed)));
+        ConnectionLoad { bytes: self.bytes(), unread: unread.collect() }
+    }
+}
+
+/// Account of the response to a call, in the extensions of its request. Cheap to clone.
+#[derive(Clone)]
+pub struct ResponseAccount(Arc<UnreadStream>);
+
+impl ResponseAccount {
+    /// Opens the account of a call on a connection.
+    pub(crate) fn open(connection: &Arc<ConnectionUnread>) -> Self {
+        Self(connection.open())
+    }
+
+    /// Names the caller, whose share of the budget the response counts in. The first name is kept.
+    pub fn name(&self, holder: Holder) {
+        // An error means that it has a name.
+        _ = self.0.holder.set(holder);
+    }
+
+    /// The response that frames count in.
+    pub(crate) fn stream(&self) -> Arc<UnreadStream> {
+        self.0.clone()
     }
 }
 
@@ -185,6 +207,7 @@ impl ConnectionUnread {
 pub(crate) struct UnreadStream {
     connection: Arc<ConnectionUnread>,
     id: u64,
+    holder: OnceLock<Holder>,
     bytes: AtomicU64,
     /// Check after which the client last read.
     progressed: AtomicU64,
@@ -338,5 +361,25 @@ mod tests {
         streams.iter().for_each(|stream| stream.progress());
         budget.check();
         assert_eq!(evicted(), [false, true]);
+    }
+
+    #[test]
+    fn a_tenant_with_many_connections_loses_them_before_another_one_loses_a_larger_one() {
+        let budget = UnreadBudget::new(150 << 10, Gauge::noop());
+        let holder = |name: &str| Holder { name: name.into(), weight: 1.0 };
+        let answer = |name: &str, kib: usize| {
+            let connection = budget.connect();
+            let account = ResponseAccount::open(&connection.account());
+            account.name(holder(name));
+            account.stream().add(kib << 10);
+            (connection, account)
+        };
+        let many: Vec<_> = (0..10).map(|_| answer("many", 12)).collect();
+        let (one, _account) = answer("one", 60);
+        (0..UNREAD_CHECKS + 1).for_each(|_| budget.check());
+        assert!(!one.connection.evicted.is_cancelled());
+        let closed = many.iter().filter(|(connection, _)| connection.connection.evicted.is_cancelled());
+        // Ten times 20 KiB and once 68, with 8 KiB for each frame: 148 of 268 KiB are left.
+        assert_eq!(closed.count(), 6);
     }
 }

@@ -38,6 +38,8 @@ pub use inflight_output_parser::{ReasoningFormat, ToolCallFormat};
 pub use inflight_router_core::{
     Command, Event, PlacementKind, UnknownPlacement, WorkerCommand, is_recording, replay,
 };
-pub use options::{Admin, HttpOptions, Options, OptionsError, UsageLogOptions, UsageLogPolicy};
+pub use options::{
+    Admin, HttpOptions, Options, OptionsError, UsageLogExcess, UsageLogOptions, UsageLogPolicy,
+};
 pub use router::{Core, Error, Handle, Router};
 pub use stats::RouterStats;

@@ -73,6 +73,33 @@ impl FromStr for UsageLogPolicy {
     }
 }
 
+/// Files of the usage log beyond its limits.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum UsageLogExcess {
+    /// The oldest are removed, collected or not.
+    Remove,
+    /// All are kept: at the limits the log cannot be written until files are taken away.
+    Keep,
+}
+
+impl fmt::Display for UsageLogExcess {
+    fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
+        out.write_str(match self {
+            Self::Remove => "remove",
+            Self::Keep => "keep",
+        })
+    }
+}
+
+impl FromStr for UsageLogExcess {
+    type Err = String;
+
+    fn from_str(name: &str) -> Result<Self, String> {
+        let found = [Self::Remove, Self::Keep].into_iter().find(|excess| excess.to_string() == name);
+        found.ok_or_else(|| "not remove or keep".to_owned())
+    }
+}
+
 /// Options of the usage log.
 #[derive(Debug, Clone)]
 pub struct UsageLogOptions {
@@ -80,8 +107,10 @@ pub struct UsageLogOptions {
     pub directory: PathBuf,
     /// Size in bytes after which a new file is started.
     pub file_bytes_max: u64,
-    /// Maximum number of files; the oldest are removed.
+    /// Maximum number of files.
     pub files_max: usize,
+    /// What happens beyond them.
+    pub excess: UsageLogExcess,
     /// Requests while the log cannot be written.
     pub on_error: UsageLogPolicy,
 }
@@ -89,7 +118,13 @@ pub struct UsageLogOptions {
 impl UsageLogOptions {
     /// Returns the default options of a log in `directory`: 64 files of 64 MiB, about 10 million requests.
     pub fn new(directory: PathBuf) -> Self {
-        Self { directory, file_bytes_max: 64 << 20, files_max: 64, on_error: UsageLogPolicy::Refuse }
+        Self {
+            directory,
+            file_bytes_max: 64 << 20,
+            files_max: 64,
+            excess: UsageLogExcess::Remove,
+            on_error: UsageLogPolicy::Refuse,
+        }
     }
 }
 

@@ -5,6 +5,7 @@ mod amplification;
 mod arithmetic;
 mod certificates;
 mod connections;
+mod control_frames;
 mod endurance;
 mod exhaustion;
 mod exposure;

@@ -88,6 +88,7 @@ async fn bench_compares_two_servers_by_ratios() -> Result<()> {
 }
 
 #[tokio::test(flavor = "multi_thread")]
+#[ignore = "takes half a minute alone; the lane artefact of .ci/nightly runs it"]
 async fn bench_finds_the_highest_rate_within_objectives() -> Result<()> {
     let search = async |endpoint: &str, arguments: &[&str]| -> Result<[Option<f64>; 2]> {
         let report = json(&bench(&[&["--endpoint", endpoint, "--json=-"], arguments].concat()).await?)?;

@@ -35,6 +35,7 @@ async fn generate_all(cluster: &LocalCluster, requests: &[GenerateRequest]) -> R
 }
 
 #[tokio::test(flavor = "multi_thread")]
+#[ignore = "takes half a minute alone; the lane artefact of .ci/nightly runs it"]
 async fn gpu_results_are_batch_invariant_with_and_without_launch_overlap_and_drafts() -> Result<()> {
     if !SimulatedGpu::AVAILABLE {
         inflight_fixtures::skipped(

@@ -12,7 +12,7 @@ use inflight_worker_core::Time;
 use crate::engine::{ChoiceEvent, Failure, Finish, Request, RequestKey, ResumedChoice, SessionId};
 
 /// Tenant that self-tests are accounted to. Submissions of routers cannot name it.
-pub(crate) const TENANT: &str = "\u{1}self-test";
+pub(crate) const TENANT: &str = "inflight/self-test";
 
 /// Prompt and output tokens, where the model's context has room for them.
 const PROMPT_TOKENS: u32 = 24;

@@ -22,6 +22,8 @@ pub(crate) enum Kind {
     Ready,
     /// From the helper: the reason why a state or a request could not be begun.
     Failed,
+    /// From the helper: the reason why this machine cannot confine the processes of requests.
+    Unconfined,
     /// From the helper: the message of a panic of a request's work.
     Panicked,
     /// From the helper: it runs.
@@ -32,13 +34,14 @@ pub(crate) enum Kind {
     Ended,
 }
 
-const KINDS: [Kind; 10] = [
+const KINDS: [Kind; 11] = [
     Kind::Prepare,
     Kind::Run,
     Kind::Cancel,
     Kind::Ping,
     Kind::Ready,
     Kind::Failed,
+    Kind::Unconfined,
     Kind::Panicked,
     Kind::Pong,
     Kind::Answer,

@@ -78,6 +78,9 @@ pub enum HelperError {
     /// The state cannot be prepared: no request can be answered.
     #[error("{0}")]
     State(String),
+    /// This machine cannot confine the work: no request can be answered.
+    #[error("{0}")]
+    Host(String),
     /// No process is available for now; says nothing about the request.
     #[error("{0}")]
     Unavailable(String),
@@ -119,7 +122,7 @@ struct Live {
     /// Time of its last message, or of the first request that waits for one.
     heard: Option<Instant>,
     /// Why the state cannot be prepared; it is not tried again.
-    failed: Option<String>,
+    failed: Option<HelperError>,
     /// Why the last start failed.
     last_failure: Option<String>,
     next_request: u64,
@@ -282,7 +285,7 @@ impl Owner {
         let wait = {
             let mut live = self.lock();
             match &*live {
-                Live { failed: Some(reason), .. } => return Err(HelperError::State(reason.clone())),
+                Live { failed: Some(error), .. } => return Err(error.clone()),
                 Live { requests: Some(_), .. } => return Ok(()),
                 _ => {}
             }
@@ -307,13 +310,17 @@ impl Owner {
             (live.process, live.requests) = (None, None);
             live.sent.clear();
             // Who waits since the end of a process that was ready waits for the next one.
-            let waits = std::mem::take(&mut live.was_ready) && !live.stopped;
+            let was_ready = std::mem::take(&mut live.was_ready);
+            let waits = was_ready && !live.stopped;
             let unready = if waits { Vec::new() } else { std::mem::take(&mut live.unready) };
             let error = ended.err().unwrap_or_else(|| gone("has ended"));
             let purpose = self.options.purpose;
-            if let HelperError::State(reason) = &error {
-                live.failed = Some(reason.clone());
-                tracing::warn!(reason, "the helper process for {purpose} cannot work");
+            if let HelperError::State(reason) | HelperError::Host(reason) = &error {
+                live.failed = Some(error.clone());
+                tracing::warn!(
+                    reason,
+                    "the helper process for {purpose} cannot work, so {purpose} are refused"
+                );
             }
             unready.into_iter().for_each(|waiting| drop(waiting.send(Err(error.clone()))));
             if live.stopped || live.failed.is_some() {
@@ -322,7 +329,15 @@ impl Owner {
             // Once for each reason: a machine without processes fails every time.
             let reason = error.to_string();
             if live.last_failure.replace(reason.clone()).as_ref() != Some(&reason) {
-                tracing::warn!(reason, "the helper process for {purpose} ended; it is started again");
+                match was_ready {
+                    true => {
+                        tracing::warn!(reason, "the helper process for {purpose} ended; it is started again")
+                    }
+                    false => tracing::warn!(
+                        reason,
+                        "the helper process for {purpose} cannot be started, so {purpose} are refused; it is tried again"
+                    ),
+                }
             }
             pause = if begun.elapsed() > RESTART_LONGEST {
                 RESTART_FIRST
@@ -441,6 +456,9 @@ impl Owner {
                 Ok(Some(Frame { kind: Kind::Failed, payload, .. })) => {
                     Err(HelperError::State(String::from_utf8_lossy(&payload).into_owned()))
                 }
+                Ok(Some(Frame { kind: Kind::Unconfined, payload, .. })) => {
+                    Err(HelperError::Host(String::from_utf8_lossy(&payload).into_owned()))
+                }
                 Ok(Some(_)) => Err(gone("sent a message that no helper sends")),
                 Ok(None) | Err(_) => Err(gone("ended while it prepared its state")),
             }
@@ -480,9 +498,13 @@ impl Owner {
                 Some(End::Killed) => gone("lost the process of a request"),
                 Some(End::Unconfined) | None => gone("could not confine the process of a request"),
             }),
-            Kind::Prepare | Kind::Run | Kind::Cancel | Kind::Ping | Kind::Pong | Kind::Ready => {
-                Err(gone("sent a message that no helper sends"))
-            }
+            Kind::Prepare
+            | Kind::Run
+            | Kind::Cancel
+            | Kind::Ping
+            | Kind::Pong
+            | Kind::Ready
+            | Kind::Unconfined => Err(gone("sent a message that no helper sends")),
         }
     }
 }

@@ -65,13 +65,13 @@ fn run<S>(prepare: fn(&[u8]) -> Result<S, String>, work: fn(&S, &[u8]) -> Vec<u8
         Some((limits, state)) => prepare(state).map(|state| (Limits::of_bytes(limits), state)),
         None => Err("it got no limits".to_owned()),
     };
-    let confined = prepared.and_then(|(limits, state)| {
-        let (confinement, unconfined) = confinement(limits)?;
-        Ok((confinement, unconfined, state))
-    });
-    let (confinement, unconfined, state) = match confined {
-        Ok(confined) => confined,
+    let (limits, state) = match prepared {
+        Ok(prepared) => prepared,
         Err(reason) => return Frame::new(Kind::Failed, 0, reason.into_bytes()).write(&mut output),
+    };
+    let (confinement, unconfined) = match confinement(limits) {
+        Ok(confined) => confined,
+        Err(reason) => return Frame::new(Kind::Unconfined, 0, reason.into_bytes()).write(&mut output),
     };
     drop(payload);
     Frame::new(Kind::Ready, 0, unconfined.into_bytes()).write(&mut output)?;

@@ -93,6 +93,7 @@ pub(crate) async fn check(helper: &Helper, grammar: &Grammar) -> Result<Duration
         HelperError::CpuTime(_) | HelperError::Memory(_) => GrammarError::TooCostly(error.to_string()),
         HelperError::Panic(_) => GrammarError::refused(&format!("the grammar compiler failed: {error}")),
         HelperError::State(reason) => GrammarError::Vocabulary(reason),
+        HelperError::Host(reason) => GrammarError::Host(reason),
         HelperError::Unavailable(reason) => GrammarError::Unavailable(reason),
     })?;
     let verdict: Verdict = postcard::from_bytes(&answer.bytes).map_err(unread)?;

@@ -35,7 +35,7 @@ impl Connection {
     pub async fn complete(&mut self, tokens: u32, seed: u64, on_output: impl FnOnce()) -> u64 {
         let body = body(tokens, seed);
         let head = format!(
-            "POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-type: application/json\r\ncontent-length: {}\r\n\r\n",
+            "POST /v1/completions HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-type: application/json\r\ncontent-length: {}\r\n\r\n",
             body.len()
         );
         self.stream.write_all(&[head.as_bytes(), body.as_bytes()].concat()).await.unwrap();

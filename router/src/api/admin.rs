@@ -5,6 +5,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use futures::{Stream, stream};
+use inflight_net::Peer;
 use inflight_proto::v1;
 use inflight_proto::v1::admin_server::Admin;
 use prost::Message as _;
@@ -81,12 +82,14 @@ impl Admin for AdminService {
     async fn watch(&self, request: Request<v1::WatchRequest>) -> Result<Response<Self::WatchStream>, Status> {
         authorize(request.extensions())?;
         let caller = request.extensions().get::<Caller>().cloned();
+        let peer = request.extensions().get::<Peer>().cloned();
         let v1::WatchRequest { updates_per_second, omit_iterations } = request.into_inner();
         if updates_per_second > RATE_MAX {
             let reason = format!("updates_per_second is {updates_per_second}; it must be at most {RATE_MAX}");
             return Err(Outcome::field("updates_per_second", reason).into_status());
         }
-        let watching = self.0.watch(caller.as_ref(), updates_per_second, !omit_iterations, "grpc");
+        let watching =
+            self.0.watch(caller.as_ref(), peer.as_ref(), updates_per_second, !omit_iterations, "grpc");
         let watching = watching.map_err(Outcome::into_status)?;
         let updates = stream::unfold(Some(watching), |watching| async move {
             let mut watching = watching?;

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::task::{Context, Poll};
 use std::time::{Duration, SystemTime};
 
-use inflight_net::{Peer, PoolShare, ReservedBytes, SharedPool};
+use inflight_net::{Peer, PoolShare, ReservedBytes, ResponseAccount, SharedPool};
 use tonic::body::Body;
 use tonic::codegen::http::header::HOST;
 use tonic::codegen::http::{HeaderMap, Request, Response, Version};
@@ -132,11 +132,14 @@ where
                 if let Some(peer) = request.extensions().get::<Peer>().filter(|_| !caller.is_anonymous()) {
                     peer.set_authenticated();
                 }
-                // Its message counts in its share of the receive budget.
-                if let (Some(received), Some(holder)) =
-                    (request.extensions().get::<Arc<ReservedBytes>>(), caller.holder())
-                {
-                    received.name(holder);
+                // Its message counts in its share of the receive budget, its response in that of what is not read.
+                if let Some(holder) = caller.holder() {
+                    if let Some(received) = request.extensions().get::<Arc<ReservedBytes>>() {
+                        received.name(holder.clone());
+                    }
+                    if let Some(response) = request.extensions().get::<ResponseAccount>() {
+                        response.name(holder);
+                    }
                 }
                 request.extensions_mut().insert(caller);
                 Box::pin(self.inner.call(request))

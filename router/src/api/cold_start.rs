@@ -1,9 +1,10 @@
 //! Cold start: requests for a model of `--expect-models` that no worker serves are held until a worker serves it.
 
-use std::collections::{BTreeMap, BTreeSet};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::collections::BTreeSet;
+use std::sync::Arc;
 use std::time::Duration;
 
+use inflight_net::{Holder, PoolFull, PoolShare, SharedPool};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, watch};
 use tokio_util::sync::CancellationToken;
 
@@ -21,12 +22,11 @@ const RELEASED_AT_ONCE: usize = 32;
 ///
 /// A model's tokenizer comes from its workers, so a request is held before it is tokenized. Held requests leave room for
 /// those that can be served: they are at most `queue_requests_max`, half of `streams_max` and half of
-/// `connection_streams_max`; one tenant has at most half of that, and their bytes are at most a quarter of `receive_bytes_max`.
+/// `connection_streams_max`, and their bytes are at most a quarter of `receive_bytes_max`. Tenants share both.
 pub(crate) struct ColdStart {
     models: BTreeSet<String>,
-    held: Mutex<HeldRequests>,
-    requests_max: usize,
-    bytes_max: u64,
+    requests: SharedPool,
+    bytes: SharedPool,
     timeout: Duration,
     retry_delay: Duration,
     released: Arc<Semaphore>,
@@ -34,32 +34,15 @@ pub(crate) struct ColdStart {
     drain: CancellationToken,
 }
 
-#[derive(Default)]
-struct HeldRequests {
-    by_tenant: BTreeMap<String, usize>,
-    requests: usize,
-    bytes: u64,
-}
-
 /// A held request, counted until it is dropped.
-struct Held<'a> {
-    cold_start: &'a ColdStart,
-    tenant: &'a str,
-    bytes: u64,
+struct Held {
+    _request: PoolShare,
+    _bytes: PoolShare,
     gauge: metrics::Gauge,
 }
 
-impl Drop for Held<'_> {
+impl Drop for Held {
     fn drop(&mut self) {
-        let mut held = self.cold_start.lock();
-        held.requests -= 1;
-        held.bytes -= self.bytes;
-        if let Some(count) = held.by_tenant.get_mut(self.tenant) {
-            *count -= 1;
-            if *count == 0 {
-                held.by_tenant.remove(self.tenant);
-            }
-        }
         self.gauge.decrement(1.0);
     }
 }
@@ -81,19 +64,13 @@ impl ColdStart {
         let calls = options.streams_max.min(options.connection_streams_max as usize).div_ceil(2);
         Self {
             models: options.expected_models.iter().cloned().collect(),
-            held: Mutex::default(),
-            requests_max: options.queue_requests_max.min(calls),
-            bytes_max: options.receive_bytes_max / 4,
+            requests: SharedPool::new(options.queue_requests_max.min(calls) as u64),
+            bytes: SharedPool::new(options.receive_bytes_max / 4),
             timeout: options.cold_start_timeout,
             retry_delay: options.retry_delay,
             released: Arc::new(Semaphore::new(RELEASED_AT_ONCE)),
             drain,
         }
-    }
-
-    fn lock(&self) -> MutexGuard<'_, HeldRequests> {
-        // Every critical section leaves the state consistent, so poisoning can be ignored.
-        self.held.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Waits until a worker serves the requested model, if it is an expected one; an empty name means the only one.
@@ -105,7 +82,7 @@ impl ColdStart {
     pub(crate) async fn served(
         &self,
         request: &GenerationRequest,
-        tenant: &str,
+        tenant: &Holder,
         message_bytes: u64,
         arrival: CallArrival,
         mut served: watch::Receiver<BTreeSet<String>>,
@@ -149,31 +126,26 @@ impl ColdStart {
     }
 
     /// Adds a request to the held ones, unless a limit is reached.
-    fn hold<'a>(&'a self, model: &str, tenant: &'a str, bytes: u64) -> Result<Held<'a>, Outcome> {
-        let mut held = self.lock();
-        let requests = held.requests;
-        let of_tenant = held.by_tenant.get(tenant).copied().unwrap_or(0);
-        let limit = if requests >= self.requests_max {
-            Some(("requests", "--queue-requests-max, or half of --streams-max or --connection-streams-max"))
-        } else if of_tenant >= self.requests_max.div_ceil(2) {
-            Some(("requests of this tenant", "half of what is held for all tenants"))
-        } else if held.bytes.saturating_add(bytes) > self.bytes_max {
-            Some(("bytes of requests", "a quarter of --receive-bytes-max"))
-        } else {
-            None
-        };
-        if let Some((what, limit)) = limit {
+    fn hold(&self, model: &str, tenant: &Holder, bytes: u64) -> Result<Held, Outcome> {
+        let requests = self.requests.held();
+        let refused = |full, what: &str, limit: &str| {
+            let whose = match full {
+                PoolFull::Pool => "would exceed",
+                PoolFull::Share => "are more than this tenant's share of",
+            };
             let what = format!(
-                "{requests} requests wait for models without workers; more {what} would exceed {limit}; try again later"
+                "{requests} requests wait for models without workers; more {what} {whose} {limit}; try again later"
             );
-            return Err(Outcome::Full(Box::new(Overload::of_router(what, "cold_start", self.retry_delay))));
-        }
-        held.requests += 1;
-        held.bytes += bytes;
-        *held.by_tenant.entry(tenant.to_owned()).or_default() += 1;
+            Outcome::Full(Box::new(Overload::of_router(what, "cold_start", self.retry_delay)))
+        };
+        let count = "--queue-requests-max, or half of --streams-max or --connection-streams-max";
+        let request = self.requests.take(Some(tenant), 1).map_err(|full| refused(full, "requests", count))?;
+        let bytes = self.bytes.take(Some(tenant), bytes);
+        let bytes =
+            bytes.map_err(|full| refused(full, "bytes of requests", "a quarter of --receive-bytes-max"))?;
         let gauge = metrics::gauge!(names::COLD_START_REQUESTS, "model" => model.to_owned());
         gauge.increment(1.0);
-        Ok(Held { cold_start: self, tenant, bytes, gauge })
+        Ok(Held { _request: request, _bytes: bytes, gauge })
     }
 }
 
@@ -190,18 +162,24 @@ mod tests {
             ..Options::default()
         };
         let cold_start = ColdStart::new(&options, CancellationToken::new());
-        let refused = |tenant: &str, bytes| match cold_start.hold("m", tenant, bytes) {
+        let tenant = |name: &str| Holder { name: name.into(), weight: 1.0 };
+        let hold = |name: &str, bytes| cold_start.hold("m", &tenant(name), bytes);
+        let refused = |name: &str, bytes| match hold(name, bytes) {
             Err(outcome) => outcome.into_status().message().to_owned(),
             Ok(_) => panic!("held"),
         };
-        let mut held: Vec<_> = (0..4).map(|_| cold_start.hold("m", "a", 10).unwrap()).collect();
-        assert!(refused("a", 10).contains("of this tenant"));
-        assert!(refused("b", 961).contains("--receive-bytes-max"));
-        held.extend((0..4).map(|_| cold_start.hold("m", "b", 240).unwrap()));
-        assert!(refused("c", 0).contains("--queue-requests-max"));
+        // Three quarters of eight requests, and of a quarter of the bytes.
+        let mut held: Vec<_> = (0..6).map(|_| hold("a", 100).unwrap()).collect();
+        assert!(refused("a", 10).contains("this tenant's share of --queue-requests-max"));
+        held.truncate(3);
+        assert!(refused("a", 451).contains("this tenant's share of a quarter of --receive-bytes-max"));
+        assert!(refused("b", 701).contains("would exceed a quarter of --receive-bytes-max"));
+        held.extend((0..3).map(|_| hold("b", 100).unwrap()));
+        held.push(hold("c", 100).unwrap());
+        held.push(hold("d", 0).unwrap());
+        assert!(refused("e", 0).contains("would exceed --queue-requests-max"));
         drop(held);
-        let state = cold_start.lock();
-        assert_eq!((state.requests, state.bytes, state.by_tenant.len()), (0, 0, 0));
+        assert_eq!((cold_start.requests.held(), cold_start.bytes.held()), (0, 0));
     }
 
     #[test]

@@ -3,12 +3,14 @@
 use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
+use inflight_net::{AddressKey, Peer};
 use tokio_util::sync::CancellationToken;
 
 use crate::cluster::worker_calls::WorkerCalls;
 use crate::live::hub::Hub;
 use crate::live::view::WatchUpdate;
 use crate::live::viewer::Viewer;
+use crate::live::viewer_places::PlaceLost;
 use crate::outcome::{Outcome, Overload};
 use crate::tenants::{Caller, Tenants};
 
@@ -55,18 +57,25 @@ impl Operations {
     pub(super) fn watch(
         &self,
         caller: Option<&Caller>,
+        peer: Option<&Peer>,
         rate: u32,
         iterations: bool,
         protocol: &'static str,
     ) -> Result<Watching, Outcome> {
         Self::authorize(caller)?;
-        // An authorized caller is known.
-        let caller = caller.cloned().unwrap_or(Caller::Anyone);
-        let viewer = Viewer::enter(&self.hub, rate, iterations, protocol).ok_or_else(|| {
+        let full = || {
             let most = self.hub.viewers_max();
             let what = format!("{most} viewers watch the router, the limit (--viewers-max); try again later");
             Outcome::Limited(Box::new(Overload::of_router(what, "viewers", RETRY)))
-        })?;
+        };
+        // An authorized caller is known.
+        let caller = caller.cloned().unwrap_or(Caller::Anyone);
+        // Callers without keys are told apart by their addresses.
+        let whose = match (&caller, peer.and_then(Peer::address)) {
+            (Caller::Anyone, Some(address)) => format!("{:?}", AddressKey::of(address.ip())).into(),
+            _ => caller.tenant(),
+        };
+        let viewer = Viewer::enter(&self.hub, whose, rate, iterations, protocol).ok_or_else(full)?;
         Ok(Watching { operations: self.clone(), caller, viewer })
     }
 }
@@ -82,13 +91,23 @@ impl Watching {
     /// Waits for the next update.
     ///
     /// # Errors
-    /// The router drains, the caller may not watch any more, or it has read nothing for too long.
+    /// The router drains, the caller may not watch any more, it has read nothing for too long, or others took its place.
     pub(super) async fn next(&mut self) -> Result<WatchUpdate, Outcome> {
         tokio::select! {
             biased;
             () = self.operations.drain.cancelled() => return Err(Outcome::Draining),
-            keeps = self.viewer.wait() => if !keeps {
-                return Err(Outcome::ClientStalled { waited: self.operations.hub.stall_timeout() });
+            kept = self.viewer.wait() => match kept {
+                Ok(()) => {}
+                Err(PlaceLost::Stalled) => {
+                    return Err(Outcome::ClientStalled { waited: self.operations.hub.stall_timeout() });
+                }
+                Err(PlaceLost::Displaced) => {
+                    let most = self.operations.hub.viewers_max();
+                    let what = format!(
+                        "{most} viewers watch the router, the limit (--viewers-max), and another one with fewer streams took this place"
+                    );
+                    return Err(Outcome::Limited(Box::new(Overload::of_router(what, "viewers", RETRY))));
+                }
             }
         }
         self.operations.authorize_again(&self.caller)?;

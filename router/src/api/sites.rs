@@ -1,8 +1,9 @@
 //! Web sites whose pages may call the HTTP APIs without a key. A browser lets a page of any site send requests to any address that its
 //! machine reaches, so without keys every page could use a router on the machine or in the network of its visitor.
 
-use std::net::{IpAddr, SocketAddr};
+use std::net::SocketAddr;
 
+use inflight_net::{host_name, is_address_or_localhost};
 use tonic::codegen::http::header::{HOST, HeaderName, ORIGIN};
 use tonic::codegen::http::{HeaderMap, Method, Request};
 
@@ -74,12 +75,8 @@ impl Sites {
             // Not from a browser.
             return true;
         };
-        let name = host.rsplit_once(':').filter(|(_, port)| port.bytes().all(|b| b.is_ascii_digit()));
-        let name = name.map_or(host, |(name, _)| name).trim_start_matches('[').trim_end_matches(']');
-        let named = |known: &String| known == ANY || known.eq_ignore_ascii_case(name);
-        name.eq_ignore_ascii_case("localhost")
-            || name.parse::<IpAddr>().is_ok()
-            || self.hosts.iter().any(named)
+        let named = |known: &String| known == ANY || known.eq_ignore_ascii_case(host_name(host));
+        is_address_or_localhost(host) || self.hosts.iter().any(named)
     }
 }
 

@@ -164,12 +164,14 @@ impl SharedDispatcher {
         let (configured, connected) = state.core.workers();
         metrics::gauge!(names::WORKERS_CONFIGURED).set(configured as f64);
         metrics::gauge!(names::WORKERS_CONNECTED).set(connected as f64);
-        metrics::gauge!(names::MIXED_FINGERPRINTS).set(state.core.mixed_lanes() as f64);
+        let mixed: Vec<String> = state.core.mixed_lanes().map(str::to_owned).collect();
+        metrics::gauge!(names::MIXED_FINGERPRINTS).set(mixed.len() as f64);
         let ready = state.core.is_ready();
         self.ready.send_if_modified(|now| std::mem::replace(now, ready) != ready);
         let names: BTreeSet<String> = state.core.served_lanes().map(|(_, lane)| lane.name.clone()).collect();
         if let Some(hub) = &self.live {
             hub.set_models(names.iter().cloned());
+            hub.set_mixed_models(mixed);
         }
         self.served.send_if_modified(|now| {
             let changed = *now != names;

@@ -40,6 +40,12 @@ impl DispatcherState {
                 tracing::info!(worker = self.address(worker), "worker is draining")
             }
             Notice::MixedFingerprints { worker, others } => self.report_mixed_fingerprints(worker, &others),
+            Notice::Routers { before, now } if now < before => tracing::warn!(
+                before,
+                now,
+                "workers report fewer routers; if none was stopped, routers have no worker in common any more, and each admits more of a tenant's limit"
+            ),
+            Notice::Routers { before, now } => tracing::info!(before, now, "workers report more routers"),
             Notice::PrefixIndexLost { worker } => self.count_of(names::PREFIX_INDEX_RESYNCS, worker),
             Notice::PrefixIndexOverfull { worker } => self.count_of(names::PREFIX_INDEX_OVERFULL, worker),
             Notice::PromptPlaced { tokens, cached_tokens } => {

@@ -24,6 +24,16 @@ impl RouterFinding {
             advice: "free space where --record writes, and restart the router",
         }
     }
+
+    /// The workers of models have different fingerprints; `None` without any.
+    pub(super) fn mixed_fingerprints(models: &[String]) -> Option<Self> {
+        (!models.is_empty()).then(|| Self {
+            bottleneck: "mixed_fingerprints",
+            window_share: 1.0,
+            evidence: format!("workers of one model have different numerics fingerprints: {}", models.join(", ")),
+            advice: "finish the rollout, or give each kind of worker a --model-name of its own: a stream that fails over may continue with other tokens",
+        })
+    }
 }
 
 /// Returns what is wrong at the router, most severe first. Requests queued for longer than `queue_objective` count
@@ -116,6 +126,9 @@ mod tests {
         assert_eq!(names, ["workers_disconnected", "router_queue", "workers_ejected", "retries"]);
         let patient = of(&busy, &trouble, Duration::from_secs(2));
         assert!(patient.iter().all(|finding| finding.bottleneck != "router_queue"), "{patient:?}");
+        assert_eq!(RouterFinding::mixed_fingerprints(&[]), None);
+        let mixed = RouterFinding::mixed_fingerprints(&["a".to_owned(), "b".to_owned()]).unwrap();
+        assert!(mixed.evidence.ends_with("fingerprints: a, b"), "{mixed:?}");
         assert_eq!(found[0].evidence, "2 of 4 workers have no session with this router: w, w");
     }
 }

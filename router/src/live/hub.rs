@@ -14,6 +14,7 @@ use super::request::{LiveRequest, NewRequest};
 use super::sampler::{Sampler, Snapshot};
 use super::tenant::LiveTenant;
 use super::view::{ClusterView, LifeView, RequestView};
+use super::viewer_places::{PlaceLost, ViewerPlaces};
 use super::window::{PartClock, Rate, RollingPercentiles};
 use super::worker::LiveWorker;
 use crate::metrics as names;
@@ -29,7 +30,6 @@ pub(crate) struct Hub {
     router: Arc<str>,
     policy: &'static str,
     admin: Admin,
-    viewers_max: u32,
     stall_timeout: Duration,
     bytes_per_second: u64,
     /// Socket of the supervisor under `inflight up`.
@@ -39,6 +39,8 @@ pub(crate) struct Hub {
     next_number: AtomicU64,
     /// Whether the recording has ended with an error.
     recording_failed: AtomicBool,
+    /// Models whose workers have different fingerprints.
+    mixed_models: Mutex<Vec<String>>,
     registry: Mutex<Registry>,
     workers: Mutex<BTreeMap<WorkerId, Arc<LiveWorker>>>,
     models: Mutex<Vec<String>>,
@@ -50,7 +52,7 @@ pub(crate) struct Hub {
     gap: RollingPercentiles,
     queue: RollingPercentiles,
     rates: Mutex<Rates>,
-    viewers: Mutex<Viewers>,
+    viewers: Mutex<ViewerPlaces>,
     /// Whether workers are to be observed: a viewer with iterations is there.
     observing: watch::Sender<bool>,
     sampler: Mutex<Sampler>,
@@ -100,21 +102,7 @@ struct Rates {
     ended: Rate,
 }
 
-#[derive(Debug, Default)]
-struct Viewers {
-    next: u64,
-    /// Viewers that have a place.
-    present: BTreeMap<u64, PresentViewer>,
-}
-
-#[derive(Debug)]
-struct PresentViewer {
-    iterations: bool,
-    /// Time at which the viewer's next update is due.
-    due: Instant,
-}
-
-/// Place of a viewer, until it is dropped, or lost because the viewer reads nothing.
+/// Place of a viewer, until it is dropped or lost.
 #[derive(Debug)]
 pub(super) struct ViewerPlace {
     hub: Arc<Hub>,
@@ -122,17 +110,19 @@ pub(super) struct ViewerPlace {
 }
 
 impl ViewerPlace {
-    /// Keeps the place until the stall timeout after `due`, the time of the next update. Returns false if it is lost.
-    pub(super) fn keep(&self, due: Instant) -> bool {
-        let mut viewers = lock(&self.hub.viewers);
-        viewers.present.get_mut(&self.id).map(|viewer| viewer.due = due).is_some()
+    /// Keeps the place until the stall timeout after `due`, the time of the next update.
+    ///
+    /// # Errors
+    /// [`PlaceLost`].
+    pub(super) fn keep(&self, due: Instant) -> Result<(), PlaceLost> {
+        lock(&self.hub.viewers).keep(self.id, due)
     }
 }
 
 impl Drop for ViewerPlace {
     fn drop(&mut self) {
         let mut viewers = lock(&self.hub.viewers);
-        viewers.present.remove(&self.id);
+        viewers.leave(self.id);
         self.hub.publish_viewers(&viewers);
     }
 }
@@ -154,13 +144,13 @@ impl Hub {
             router: Arc::from(options.router_id.as_str()),
             policy: options.placement.name(),
             admin: options.admin,
-            viewers_max: options.viewers_max,
             stall_timeout: options.stall_timeout,
             bytes_per_second: options.viewer_bytes_per_second,
             supervisor: options.supervisor.clone(),
             up_workers: options.supervisor.as_ref().map_or_else(Vec::new, |_| options.workers.clone()),
             next_number: AtomicU64::new(1),
             recording_failed: AtomicBool::new(false),
+            mixed_models: Mutex::default(),
             registry: Mutex::default(),
             workers: Mutex::default(),
             models: Mutex::default(),
@@ -172,7 +162,7 @@ impl Hub {
             gap: RollingPercentiles::new(),
             queue: RollingPercentiles::new(),
             rates: Mutex::new(Rates { parts, output_tokens, prompt_tokens, ended }),
-            viewers: Mutex::default(),
+            viewers: Mutex::new(ViewerPlaces::new(options.viewers_max)),
             observing: watch::Sender::new(false),
             sampler: Mutex::default(),
         }))
@@ -313,16 +303,18 @@ impl Hub {
         lock(&self.workers).values().cloned().collect()
     }
 
-    /// Takes a viewer's place; `None` if there are as many viewers as allowed.
-    pub(super) fn enter(self: &Arc<Self>, iterations: bool, now: Instant) -> Option<ViewerPlace> {
+    /// Takes a place for a viewer of a tenant or address; `None` if there are as many viewers as allowed.
+    pub(super) fn enter(
+        self: &Arc<Self>,
+        whose: Arc<str>,
+        iterations: bool,
+        now: Instant,
+    ) -> Option<ViewerPlace> {
         let mut viewers = lock(&self.viewers);
-        if viewers.present.len() >= self.viewers_max as usize {
+        let Some(id) = viewers.enter(whose, iterations, now) else {
             metrics::counter!(names::VIEWERS_REFUSED).increment(1);
             return None;
-        }
-        let id = viewers.next;
-        viewers.next += 1;
-        viewers.present.insert(id, PresentViewer { iterations, due: now });
+        };
         self.publish_viewers(&viewers);
         Some(ViewerPlace { hub: self.clone(), id })
     }
@@ -331,16 +323,14 @@ impl Hub {
     /// read, and HTTP/2's flow control keeps their connections alive. Their streams end when they read again.
     fn remove_stalled_viewers(&self, now: Instant) {
         let mut viewers = lock(&self.viewers);
-        let before = viewers.present.len();
-        viewers.present.retain(|_, viewer| now.saturating_duration_since(viewer.due) <= self.stall_timeout);
-        if viewers.present.len() < before {
+        if viewers.remove_stalled(now, self.stall_timeout) {
             self.publish_viewers(&viewers);
         }
     }
 
-    fn publish_viewers(&self, viewers: &Viewers) {
-        metrics::gauge!(names::VIEWERS).set(viewers.present.len() as f64);
-        let observes = viewers.present.values().any(|viewer| viewer.iterations);
+    fn publish_viewers(&self, viewers: &ViewerPlaces) {
+        metrics::gauge!(names::VIEWERS).set(viewers.taken() as f64);
+        let observes = viewers.observe_iterations();
         self.observing.send_if_modified(|now| std::mem::replace(now, observes) != observes);
     }
 
@@ -350,8 +340,8 @@ impl Hub {
     }
 
     /// Returns the maximum number of viewers.
-    pub(crate) fn viewers_max(&self) -> u32 {
-        self.viewers_max
+    pub(crate) fn viewers_max(&self) -> usize {
+        lock(&self.viewers).most()
     }
 
     /// Returns the time after which a viewer that reads nothing loses its place.
@@ -387,7 +377,7 @@ impl Hub {
             first_token_ms: self.first_token.percentiles(),
             gap_ms: self.gap.percentiles(),
             queue_ms: self.queue.percentiles(),
-            viewers: u32::try_from(lock(&self.viewers).present.len()).unwrap_or(u32::MAX),
+            viewers: u32::try_from(lock(&self.viewers).taken()).unwrap_or(u32::MAX),
             models: lock(&self.models).clone(),
             can_kill_workers: self.killer().is_some(),
             ..ClusterView::default()
@@ -402,7 +392,13 @@ impl Hub {
         if self.recording_failed.load(Ordering::Relaxed) {
             findings.push(RouterFinding::recording_failed());
         }
+        findings.extend(RouterFinding::mixed_fingerprints(&lock(&self.mixed_models)));
         findings
+    }
+
+    /// Sets the models whose workers have different fingerprints.
+    pub(crate) fn set_mixed_models(&self, models: Vec<String>) {
+        *lock(&self.mixed_models) = models;
     }
 
     /// Reports that the recording has ended with an error.

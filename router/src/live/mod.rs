@@ -16,5 +16,6 @@ pub(crate) mod tenant;
 pub(crate) mod tracker;
 pub(crate) mod view;
 pub(crate) mod viewer;
+pub(crate) mod viewer_places;
 mod window;
 pub(crate) mod worker;

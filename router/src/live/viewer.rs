@@ -10,6 +10,7 @@ use super::hub::{Hub, ViewerPlace};
 use super::request::LiveRequest;
 use super::sampler::{Snapshot, WorkerSample};
 use super::view::{IterationView, RequestView, State, WatchUpdate, WorkerView};
+use super::viewer_places::PlaceLost;
 use crate::clock;
 use crate::metrics as names;
 
@@ -51,9 +52,15 @@ pub(crate) struct Viewer {
 }
 
 impl Viewer {
-    /// Creates a viewer; `None` if there are as many as allowed. `rate`: updates a second, 0 for the default.
-    pub(crate) fn enter(hub: &Arc<Hub>, rate: u32, iterations: bool, protocol: &'static str) -> Option<Self> {
-        let place = hub.enter(iterations, clock::now())?;
+    /// Creates a viewer of a tenant or address; `None` if there are as many as allowed. `rate`: updates a second, 0 for the default.
+    pub(crate) fn enter(
+        hub: &Arc<Hub>,
+        whose: Arc<str>,
+        rate: u32,
+        iterations: bool,
+        protocol: &'static str,
+    ) -> Option<Self> {
+        let place = hub.enter(whose, iterations, clock::now())?;
         let rate = if rate == 0 { RATE_DEFAULT } else { rate.min(RATE_MAX) };
         let now = clock::now();
         let mut cursors = BTreeMap::new();
@@ -78,15 +85,15 @@ impl Viewer {
         })
     }
 
-    /// Waits until the next update is due. Returns false if the viewer has lost its place, because it read nothing for too
-    /// long.
-    pub(crate) async fn wait(&self) -> bool {
+    /// Waits until the next update is due.
+    ///
+    /// # Errors
+    /// [`PlaceLost`].
+    pub(crate) async fn wait(&self) -> Result<(), PlaceLost> {
         let due = self.due.max(self.paid);
-        let keeps = self.place.keep(due);
-        if keeps {
-            tokio::time::sleep_until(due.into()).await;
-        }
-        keeps
+        self.place.keep(due)?;
+        tokio::time::sleep_until(due.into()).await;
+        Ok(())
     }
 
     /// Returns the next update.

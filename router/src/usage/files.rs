@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use crate::clock;
 use crate::metrics as names;
-use crate::options::UsageLogOptions;
+use crate::options::{UsageLogExcess, UsageLogOptions};
 
 use super::timestamp;
 
@@ -134,8 +134,33 @@ impl UsageFiles {
         Ok(())
     }
 
-    /// Removes the oldest files beyond the limit.
+    /// Checks that files which are kept leave room for another one.
+    fn check_room(&mut self) -> io::Result<()> {
+        if self.options.excess == UsageLogExcess::Remove {
+            return Ok(());
+        }
+        // Files may have been taken away since.
+        self.paths = list(&self.options.directory)?.into();
+        // One that is taken away meanwhile has no size.
+        let kept = self.paths.iter().map(|path| std::fs::metadata(path).map_or(0, |file| file.len()));
+        let (kept, UsageLogOptions { files_max, file_bytes_max, .. }) = (kept.sum::<u64>(), &self.options);
+        if kept < file_bytes_max.saturating_mul(*files_max as u64) {
+            return Ok(());
+        }
+        Err(io::Error::new(
+            io::ErrorKind::StorageFull,
+            format!(
+                "its files have {kept} bytes, --usage-log-files ({files_max}) times --usage-log-bytes ({file_bytes_max}): take the oldest \
+                 away, or raise a limit"
+            ),
+        ))
+    }
+
+    /// Removes the oldest files beyond the limit, unless they are kept.
     fn remove_oldest(&mut self) {
+        if self.options.excess == UsageLogExcess::Keep {
+            return;
+        }
         while self.paths.len() > self.options.files_max {
             let Some(oldest) = self.paths.pop_front() else { break };
             match std::fs::remove_file(&oldest) {
@@ -162,7 +187,11 @@ impl UsageFiles {
     fn try_append(&mut self, lines: &[u8]) -> io::Result<()> {
         if self.current.as_ref().is_some_and(|current| current.length >= self.options.file_bytes_max) {
             self.try_sync()?;
+            self.check_room()?;
             self.start_file()?;
+        }
+        if self.current.as_ref().is_none_or(|current| current.length == 0) {
+            self.check_room()?;
         }
         if self.current.is_none() {
             self.start_file()?;
@@ -212,6 +241,38 @@ mod tests {
         let names = names.map(file_name);
         assert_eq!(names[1], "usage-19700101T000001.000001Z.jsonl");
         assert!(names.is_sorted(), "{names:?}");
+    }
+
+    #[test]
+    fn files_that_are_kept_fill_the_log_until_one_is_taken_away() {
+        let directory = std::env::temp_dir().join(format!("inflight-usage-{:016x}", rand::random::<u64>()));
+        let options = UsageLogOptions {
+            file_bytes_max: 10,
+            files_max: 3,
+            excess: UsageLogExcess::Keep,
+            ..UsageLogOptions::new(directory.clone())
+        };
+        let mut log = UsageFiles::open(&options).unwrap();
+        for _ in 0..3 {
+            log.append(b"ten bytes\n").unwrap();
+            log.sync().unwrap();
+        }
+        let full = log.append(b"ten bytes\n").unwrap_err().to_string();
+        assert!(full.contains("its files have 30 bytes, --usage-log-files (3)"), "{full}");
+        // A restart gains nothing.
+        drop(log);
+        let mut log = UsageFiles::open(&options).unwrap();
+        assert!(log.append(b"ten bytes\n").is_err());
+        let files = list(&directory).unwrap();
+        assert_eq!(files.len(), 4);
+        std::fs::remove_file(&files[0]).unwrap();
+        log.append(b"ten bytes\n").unwrap();
+        log.sync().unwrap();
+        assert!(log.append(b"ten bytes\n").is_err());
+        let kept: u64 = list(&directory).unwrap().iter().map(|path| path.metadata().unwrap().len()).sum();
+        assert_eq!(kept, 30);
+        drop(log);
+        std::fs::remove_dir_all(&directory).unwrap();
     }
 
     #[test]

@@ -230,7 +230,7 @@ async fn open_stream_calls_are_bounded_and_a_tenant_leaves_some_to_others() {
         };
         let mut calls = Vec::new();
         for (key, accepted) in
-            [("a", true), ("a", true), ("a", true), ("a", true), ("a", false), ("b", true), ("b", false)]
+            [("a", true), ("a", true), ("a", true), ("a", false), ("b", true), ("b", false)]
         {
             match open(key).await {
                 Ok(call) if accepted => calls.push(call),

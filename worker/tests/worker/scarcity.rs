@@ -557,7 +557,7 @@ fn scarcity_never_changes_the_answer() {
             None => skipped("scarcity", &format!("this machine has no {name}")),
         }
     }
-    let all = if is_thorough() { CASES } else { CASES / 2 };
+    let all = if is_thorough() { CASES } else { CASES / 3 };
     let coverages = FORMATS.map(|_| RefCell::new(Coverage::default()));
     for seed in seeds() {
         for (d, (format, coverage)) in FORMATS.into_iter().zip(&coverages).enumerate() {

@@ -39,6 +39,7 @@
 - --usage-log=/var/lib/inflight/usage/$(POD_NAME)
 - --usage-log-bytes={{ int $router.usageLog.fileMiB }}MiB
 - --usage-log-files={{ int $router.usageLog.files }}
+- --usage-log-excess={{ $router.usageLog.excess }}
 - --usage-log-on-error={{ $router.usageLog.onError }}
 {{- end }}
 - --worker-secret-file=/etc/inflight/worker-secret/{{ .Values.workerSecret.key }}

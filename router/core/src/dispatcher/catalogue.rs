@@ -130,9 +130,10 @@ impl Dispatcher {
         self.serving(lane).map(|session| &*session.fingerprint)
     }
 
-    /// Returns the number of lanes whose serving workers have different fingerprints.
-    pub fn mixed_lanes(&self) -> usize {
-        self.lanes.keys().filter(|lane| self.distinct_fingerprints(**lane).len() > 1).count()
+    /// Returns the names of the lanes whose serving workers have different fingerprints.
+    pub fn mixed_lanes(&self) -> impl Iterator<Item = &str> + '_ {
+        let mixed = self.lanes.iter().filter(|(lane, _)| self.distinct_fingerprints(**lane).len() > 1);
+        mixed.map(|(_, lane)| lane.name.as_str())
     }
 
     pub(super) fn sessions_of(&self, lane: LaneId) -> impl Iterator<Item = &WorkerSession> {

@@ -204,6 +204,13 @@ pub enum Notice {
         /// Fingerprints of the other workers.
         others: Vec<String>,
     },
+    /// The workers report another number of routers, by which tenants' limits are divided.
+    Routers {
+        /// Number before.
+        before: u32,
+        /// Number now.
+        now: u32,
+    },
     /// A gap in a worker's prefix-cache events; a snapshot is requested.
     PrefixIndexLost {
         /// The worker.

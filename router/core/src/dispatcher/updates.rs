@@ -59,6 +59,7 @@ impl Dispatcher {
         let Some(opened) = self.sessions.get_mut(&worker).filter(|opened| opened.id == session) else {
             return;
         };
+        let routers = self.queue.routers();
         let checked = opened.check(&update, self.now);
         let checked = checked.and_then(|()| self.queue.apply_service_counters(worker, &update, self.now));
         if let Err(violation) = checked {
@@ -66,6 +67,10 @@ impl Dispatcher {
             return;
         }
         opened.last_update = self.now;
+        let now = self.queue.routers();
+        if now != routers {
+            self.commands.push(Command::Notice(Notice::Routers { before: routers, now }));
+        }
         if self.placement.apply_update(worker, &update, &mut self.commands) {
             opened.send(WorkerCommand::ResyncPrefixCache, &mut self.commands);
         }
@@ -189,7 +194,13 @@ impl Dispatcher {
         if let Some(lane) = self.lanes.get_mut(&lost.lane) {
             lane.workers.remove(&worker);
         }
-        if let Some(table) = self.queue.close(worker) {
+        let before = self.queue.routers();
+        let table = self.queue.close(worker);
+        let now = self.queue.routers();
+        if now != before {
+            self.commands.push(Command::Notice(Notice::Routers { before, now }));
+        }
+        if let Some(table) = table {
             let workers = self.lanes.get(&lost.lane).map(|lane| lane.workers.iter());
             let others = workers.into_iter().flatten().filter_map(|worker| self.sessions.get(worker));
             others.for_each(|session| session.send_service_table(table.clone(), &mut self.commands));

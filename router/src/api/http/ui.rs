@@ -10,6 +10,7 @@ use axum::routing::{get, on};
 use futures::stream;
 use http_body::Frame;
 use http_body_util::{Full, StreamBody};
+use inflight_net::Peer;
 use tokio::time::Instant;
 use tonic::body::Body;
 use tonic::codegen::Bytes;
@@ -112,7 +113,8 @@ async fn events(State(api): State<Arc<HttpApi>>, request: Request<axum::body::Bo
     let (parts, _) = request.into_parts();
     let answer = authorize(&api, &parts).and_then(|ui| {
         let caller = parts.extensions.get::<Caller>();
-        let watching = ui.operations.watch(caller, rate(&parts.uri)?, true, "http")?;
+        let peer = parts.extensions.get::<Peer>();
+        let watching = ui.operations.watch(caller, peer, rate(&parts.uri)?, true, "http")?;
         Ok(event_stream(watching))
     });
     finish("/ui/events", answer)

@@ -47,9 +47,9 @@ mod tests {
             std::iter::from_fn(|| calls.enter(Arc::from(tenant))).collect()
         };
         let (first, second) = (fill("a"), fill("b"));
-        assert_eq!([first.len(), second.len()], [80, 16]);
+        assert_eq!([first.len(), second.len()], [75, 18]);
         drop((first, second));
-        assert_eq!(fill("b").len(), 80);
+        assert_eq!(fill("b").len(), 75);
         assert_eq!(calls.0.held(), 0);
     }
 }

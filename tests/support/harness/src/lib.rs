@@ -24,7 +24,7 @@ pub use gpu::SimulatedGpu;
 pub use process::{ProcessTag, is_alive, kill};
 pub use pseudo_terminal::PseudoTerminal;
 pub use raw_call::send_raw;
-pub use role_process::RoleProcess;
+pub use role_process::{Confine, RoleProcess};
 pub use scrape::{Samples, scrape};
 pub use token_server::{Answered, Fault, Script, TOKEN_SERVER_MODEL, TokenServer};
 pub use wait::{DEADLINE, eventually};

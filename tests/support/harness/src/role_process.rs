@@ -15,12 +15,16 @@ use tonic::transport::{Channel, Endpoint};
 use crate::DEADLINE;
 use crate::process::{HOST_CACHE_BYTES, ProcessTag, kill};
 
+/// Function that runs in the new process before its program does; only async-signal-safe calls are allowed in it.
+pub type Confine = fn() -> std::io::Result<()>;
+
 /// Router or worker process that a test starts, signals and restarts. The drop kills it.
 #[derive(Debug)]
 pub struct RoleProcess {
     program: PathBuf,
     arguments: Vec<String>,
     variables: Vec<(String, String)>,
+    confine: Option<Confine>,
     /// gRPC address; the same after a restart.
     pub address: SocketAddr,
     /// Address of the metrics endpoint; the same after a restart.
@@ -50,10 +54,22 @@ impl RoleProcess {
         flags: &[String],
         variables: &[(String, String)],
     ) -> Result<Self> {
-        let mut arguments = vec![role.to_owned()];
-        arguments.extend_from_slice(flags);
         let any = SocketAddr::from(([127, 0, 0, 1], 0));
-        Self::spawn(program, arguments, variables.to_vec(), any, any).await
+        Self::spawn(program, with_role(role, flags), variables.to_vec(), None, any, any).await
+    }
+
+    /// [`RoleProcess::start`] in a process that `confine` has changed.
+    ///
+    /// # Errors
+    /// `confine` fails, or the process does not get ready; the error contains its standard error.
+    pub async fn start_confined(
+        program: PathBuf,
+        role: &str,
+        flags: &[String],
+        confine: Confine,
+    ) -> Result<Self> {
+        let any = SocketAddr::from(([127, 0, 0, 1], 0));
+        Self::spawn(program, with_role(role, flags), Vec::new(), Some(confine), any, any).await
     }
 
     /// Starts the process again on its previous addresses; it must have exited.
@@ -63,7 +79,9 @@ impl RoleProcess {
     pub async fn restart(&mut self) -> Result<()> {
         let (program, arguments) = (self.program.clone(), self.arguments.clone());
         let log = self.log();
-        let next = Self::spawn(program, arguments, self.variables.clone(), self.address, self.metrics).await;
+        let next =
+            Self::spawn(program, arguments, self.variables.clone(), self.confine, self.address, self.metrics)
+                .await;
         *self = next.with_context(|| format!("before, it wrote:\n{log}"))?;
         Ok(())
     }
@@ -89,12 +107,18 @@ impl RoleProcess {
         program: PathBuf,
         arguments: Vec<String>,
         variables: Vec<(String, String)>,
+        confine: Option<Confine>,
         listen: SocketAddr,
         metrics: SocketAddr,
     ) -> Result<Self> {
         let tag = ProcessTag::new();
         let (name, value) = tag.variable();
-        let mut child = Command::new(&program)
+        let mut command = Command::new(&program);
+        if let Some(confine) = confine {
+            // SAFETY: the caller promises that `confine` makes only async-signal-safe calls.
+            unsafe { command.pre_exec(confine) };
+        }
+        let mut child = command
             .args(&arguments)
             .arg(format!("--listen={listen}"))
             .arg(format!("--metrics-listen={metrics}"))
@@ -141,7 +165,7 @@ impl RoleProcess {
         };
         // Drains the pipe: the process would block once it is full.
         tokio::spawn(async move { while let Ok(Some(_)) = events.next_line().await {} });
-        Ok(Self { program, arguments, variables, address, metrics, pid, child, log })
+        Ok(Self { program, arguments, variables, confine, address, metrics, pid, child, log })
     }
 
     /// Sends a signal to the process.
@@ -173,4 +197,10 @@ impl RoleProcess {
     pub fn client(&self) -> Result<InferenceClient<Channel>> {
         Ok(InferenceClient::new(Endpoint::from_shared(format!("http://{}", self.address))?.connect_lazy()))
     }
+}
+
+fn with_role(role: &str, flags: &[String]) -> Vec<String> {
+    let mut arguments = vec![role.to_owned()];
+    arguments.extend_from_slice(flags);
+    arguments
 }

@@ -36,7 +36,8 @@ impl Samples {
 /// The connection fails, or the response is no valid scrape.
 pub async fn scrape(address: SocketAddr) -> Result<Samples> {
     let mut stream = TcpStream::connect(address).await.context("metrics endpoint")?;
-    stream.write_all(b"GET /metrics HTTP/1.1\r\nhost: inflight\r\nconnection: close\r\n\r\n").await?;
+    let request = format!("GET /metrics HTTP/1.1\r\nhost: {address}\r\nconnection: close\r\n\r\n");
+    stream.write_all(request.as_bytes()).await?;
     let mut response = String::new();
     stream.read_to_string(&mut response).await?;
     let Some((head, body)) = response.split_once("\r\n\r\n") else { bail!("no HTTP response") };

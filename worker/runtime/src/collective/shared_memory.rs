@@ -165,12 +165,14 @@ impl SharedMemory {
         post.whole.store(whole, Ordering::Relaxed);
         post.whole_len.store(whole_len, Ordering::Relaxed);
         self.wait()?;
+        let between_barriers = AbortOnUnwind;
         let same =
             |post: &RankPost| post.call.load(Ordering::Relaxed) == posts[0].call.load(Ordering::Relaxed);
         let worked = match posts.iter().position(|post| !same(post)) {
             Some(rank) => Err(format!("rank {rank} makes another call than rank 0")),
             None => work(posts),
         };
+        std::mem::forget(between_barriers);
         self.wait()?;
         worked.map_err(|reason| {
             self.fail(&reason);
@@ -183,6 +185,17 @@ impl SharedMemory {
         let (lines, world) = (len.div_ceil(LINE), self.posts().len());
         let at = |rank: usize| (lines * rank / world * LINE).min(len);
         at(self.rank)..at(self.rank + 1)
+    }
+}
+
+/// Ends the process if a rank panics between two barriers: its unwinding would end its call, and with it the borrow of a buffer that
+/// other ranks still read or write.
+struct AbortOnUnwind;
+
+impl Drop for AbortOnUnwind {
+    fn drop(&mut self) {
+        // Dropped by unwinding only; the panic hook has logged the message.
+        std::process::abort();
     }
 }
 
@@ -301,5 +314,34 @@ impl Collective for SharedMemory {
 
     fn failure(&self) -> Option<GroupFailed> {
         self.group.failure.get().cloned()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::process::ExitStatusExt as _;
+
+    use super::*;
+
+    /// Set in the process that is to abort.
+    const CHILD: &str = "INFLIGHT_TEST_COLLECTIVE_PANICS";
+    const SIGABRT: i32 = 6;
+
+    #[test]
+    fn a_panic_between_two_barriers_ends_the_process() {
+        if std::env::var_os(CHILD).is_some() {
+            let nothing = (std::ptr::null_mut(), 0);
+            let group = SharedMemory::group(1);
+            let unwound = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
+                group[0].call(Operation::Barrier, nothing, nothing, |_| panic!("a rank panics"))
+            }));
+            panic!("unwound: {}", unwound.is_err());
+        }
+        let name = "collective::shared_memory::tests::a_panic_between_two_barriers_ends_the_process";
+        let mut child = std::process::Command::new(std::env::current_exe().unwrap());
+        let output = child.args(["--exact", name, "--nocapture"]).env(CHILD, "1").output().unwrap();
+        let log = String::from_utf8_lossy(&output.stderr).into_owned();
+        assert_eq!(output.status.signal(), Some(SIGABRT), "{log}");
+        assert!(log.contains("a rank panics"), "{log}");
     }
 }
