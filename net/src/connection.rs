@@ -4,7 +4,7 @@ use std::io::{self, IoSlice};
 use std::net::SocketAddr;
 use std::pin::Pin;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::task::{Context, Poll};
 use std::time::Duration;
 
@@ -38,10 +38,18 @@ struct PeerState {
     authenticated: AtomicBool,
     /// Handle to the registry entry; absent where no limits apply.
     authentication: Option<Authentication>,
-    /// Time at which the number of open calls last fell to zero.
-    idle_since: Mutex<Option<Instant>>,
+    idle: Mutex<IdleTimes>,
     /// Named resources dropped when the connection ends.
     held: Mutex<Vec<(String, Box<dyn Send>)>>,
+}
+
+/// Times at which the number of open calls last fell to zero.
+#[derive(Debug, Default)]
+struct IdleTimes {
+    /// Of all calls.
+    all: Option<Instant>,
+    /// Of all but those on paths that need no authentication.
+    but_probes: Option<Instant>,
 }
 
 impl std::fmt::Debug for Peer {
@@ -63,18 +71,34 @@ impl Drop for OpenCall {
         if self.is_probe {
             peer.probes.fetch_sub(1, Ordering::AcqRel);
         }
-        let mut idle_since = peer.idle_since.lock().unwrap_or_else(PoisonError::into_inner);
-        if peer.calls.fetch_sub(1, Ordering::AcqRel) == 1 {
-            *idle_since = Some(Instant::now());
+        let mut idle = peer.idle();
+        let left = peer.calls.fetch_sub(1, Ordering::AcqRel) - 1;
+        if left == 0 {
+            idle.all = Some(Instant::now());
+        }
+        if !self.is_probe && left == peer.probes.load(Ordering::Acquire) {
+            idle.but_probes = Some(Instant::now());
         }
     }
 }
 
 impl PeerState {
+    fn idle(&self) -> MutexGuard<'_, IdleTimes> {
+        // Consistent at every call that could panic.
+        self.idle.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
     /// Returns since when no call is open; `None` while one is, and before the first call.
     fn idle_since(&self) -> Option<Instant> {
-        let idle_since = *self.idle_since.lock().unwrap_or_else(PoisonError::into_inner);
-        idle_since.filter(|_| self.calls.load(Ordering::Acquire) == 0)
+        let since = self.idle().all;
+        since.filter(|_| self.calls.load(Ordering::Acquire) == 0)
+    }
+
+    /// Returns since when no call is open but on paths that need no authentication, as a watch of the health, which would otherwise keep a
+    /// connection that is of no use from giving way at a limit; `None` while one is, and before the first call.
+    fn spare_since(&self) -> Option<Instant> {
+        let since = self.idle().but_probes;
+        since.filter(|_| self.calls.load(Ordering::Acquire) == self.probes.load(Ordering::Acquire))
     }
 }
 
@@ -92,7 +116,7 @@ impl Peer {
             used: AtomicBool::new(false),
             authenticated: AtomicBool::new(false),
             authentication,
-            idle_since: Mutex::default(),
+            idle: Mutex::default(),
             held: Mutex::default(),
         }))
     }
@@ -222,7 +246,7 @@ impl Connection {
     ) -> Self {
         let opened = Instant::now();
         let state = Arc::downgrade(&peer.0);
-        registration.watch_idle(move || state.upgrade().and_then(|state| state.idle_since()));
+        registration.watch_idle(move || state.upgrade().and_then(|state| state.spare_since()));
         ::metrics::gauge!(metrics::CONNECTIONS, "listener" => listener).increment(1.0);
         Self {
             listener,
@@ -395,6 +419,14 @@ mod tests {
         drop(second);
         let later = peer.0.idle_since().unwrap();
         assert!(later >= since);
+
+        // Others may take its place beside a probe, but not beside a call.
+        let (probe, call) = (peer.probe(), peer.call());
+        assert_eq!((peer.0.spare_since(), peer.0.idle_since()), (None, None));
+        drop(call);
+        assert!(peer.0.spare_since().unwrap() >= later && peer.0.idle_since().is_none());
+        drop(probe);
+        assert!(peer.0.spare_since().is_some() && peer.0.idle_since().is_some());
 
         // A call ends shortly before each check.
         let mut check = start + IDLE;

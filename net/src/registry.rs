@@ -31,7 +31,7 @@ impl AddressKey {
     }
 }
 
-/// Function that returns since when no call is open on a connection; `None` while one is.
+/// Function that returns since when no call but probes is open on a connection; `None` while one is.
 type IdleSince = Box<dyn Fn() -> Option<Instant> + Send>;
 
 struct ConnectionEntry {
@@ -73,7 +73,7 @@ impl Rejection {
 
 /// Open connections of one listener.
 ///
-/// **Invariant**: an authenticated connection with an open call is never evicted.
+/// **Invariant**: an authenticated connection with an open call that is no probe is never evicted.
 #[derive(Clone)]
 pub(crate) struct Registry {
     table: Arc<Mutex<ConnectionTable>>,
@@ -197,7 +197,7 @@ impl Registration {
         &self.evicted
     }
 
-    /// Sets the function that reports since when the connection is idle.
+    /// Sets the function that reports since when no call but probes is open on the connection.
     pub fn watch_idle(&self, idle_since: impl Fn() -> Option<Instant> + Send + 'static) {
         if let Some(entry) = self.registry.lock().entries.get_mut(&self.id) {
             entry.idle_since = Some(Box::new(idle_since));

@@ -82,7 +82,7 @@ impl ColdStart {
     pub(crate) async fn served(
         &self,
         request: &GenerationRequest,
-        tenant: &Holder,
+        tenant: Option<&Holder>,
         message_bytes: u64,
         arrival: CallArrival,
         mut served: watch::Receiver<BTreeSet<String>>,
@@ -126,7 +126,7 @@ impl ColdStart {
     }
 
     /// Adds a request to the held ones, unless a limit is reached.
-    fn hold(&self, model: &str, tenant: &Holder, bytes: u64) -> Result<Held, Outcome> {
+    fn hold(&self, model: &str, tenant: Option<&Holder>, bytes: u64) -> Result<Held, Outcome> {
         let requests = self.requests.held();
         let refused = |full, what: &str, limit: &str| {
             let whose = match full {
@@ -139,8 +139,8 @@ impl ColdStart {
             Outcome::Full(Box::new(Overload::of_router(what, "cold_start", self.retry_delay)))
         };
         let count = "--queue-requests-max, or half of --streams-max or --connection-streams-max";
-        let request = self.requests.take(Some(tenant), 1).map_err(|full| refused(full, "requests", count))?;
-        let bytes = self.bytes.take(Some(tenant), bytes);
+        let request = self.requests.take(tenant, 1).map_err(|full| refused(full, "requests", count))?;
+        let bytes = self.bytes.take(tenant, bytes);
         let bytes =
             bytes.map_err(|full| refused(full, "bytes of requests", "a quarter of --receive-bytes-max"))?;
         let gauge = metrics::gauge!(names::COLD_START_REQUESTS, "model" => model.to_owned());
@@ -163,7 +163,7 @@ mod tests {
         };
         let cold_start = ColdStart::new(&options, CancellationToken::new());
         let tenant = |name: &str| Holder { name: name.into(), weight: 1.0 };
-        let hold = |name: &str, bytes| cold_start.hold("m", &tenant(name), bytes);
+        let hold = |name: &str, bytes| cold_start.hold("m", Some(&tenant(name)), bytes);
         let refused = |name: &str, bytes| match hold(name, bytes) {
             Err(outcome) => outcome.into_status().message().to_owned(),
             Ok(_) => panic!("held"),

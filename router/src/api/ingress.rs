@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use inflight_contract::{Priority, Weight};
-use inflight_net::{Holder, PoolFull, PoolShare, ReservedBytes, SharedPool};
+use inflight_net::{PoolFull, PoolShare, ReservedBytes, SharedPool};
 use inflight_router_core::TokenizePiece;
 use tokio::sync::OwnedSemaphorePermit;
 use tokio_util::sync::CancellationToken;
@@ -207,8 +207,8 @@ impl Ingress {
         let terms = request::terms(&mut request, &self.options, &caller)?;
         let bytes = received.as_ref().filter(|_| !shares_message).map_or(0, |received| received.bytes());
         let served = self.dispatch.served();
-        let holder = Holder { name: terms.tenant.as_str().into(), weight: terms.weight.get() };
-        let held = self.cold_start.served(&request, &holder, bytes, arrival, served).await?;
+        let holder = caller.holder();
+        let held = self.cold_start.served(&request, holder.as_ref(), bytes, arrival, served).await?;
         let required = Some(request.require_fingerprint.as_str()).filter(|required| !required.is_empty());
         let served = self.dispatch.resolve(&request.model, required, arrival.at)?;
         let span = info_span!(

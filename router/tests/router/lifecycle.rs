@@ -283,7 +283,7 @@ async fn requests_for_an_expected_model_are_held_until_a_worker_serves_it() {
             expected_models: vec!["expected".to_owned()],
             cold_start_timeout,
             no_worker_timeout: Duration::ZERO,
-            queue_requests_max: 4,
+            queue_requests_max: 2,
             ..Options::default()
         };
         let named = |model: &str| v1::GenerateRequest { model: model.to_owned(), ..text("a") };
@@ -302,7 +302,7 @@ async fn requests_for_an_expected_model_are_held_until_a_worker_serves_it() {
         }
         let full = cluster.generate(named("expected")).await.err().unwrap();
         assert_eq!(full.code(), Code::ResourceExhausted);
-        assert!(full.message().contains("of this tenant"), "{full:?}");
+        assert!(full.message().contains("would exceed --queue-requests-max"), "{full:?}");
         let unknown = cluster.generate(named("other")).await.err().unwrap();
         assert_eq!(
             unknown.code(),

@@ -17,6 +17,9 @@ use crate::engine::{ChoiceEvent, Failure, Finish};
 const PENDING_MAX: usize = 1 << 20;
 /// Maximum service counters of other incarnations in one update, beyond the first table.
 const COUNTERS_PER_UPDATE: usize = 10_000;
+/// Log probabilities of prompt tokens in one update, in positions, each with up to 21 tokens; the rest follows in the next ones, so
+/// that tokens of other sequences do not wait until all of a long prompt's are read.
+const PROMPT_POSITIONS_PER_UPDATE: usize = 1024;
 /// Maximum tenants whose charges are pending; routers accept no more in one update.
 const CHARGES_MAX: usize = 1 << 16;
 
@@ -243,12 +246,12 @@ impl Outbox {
             }
             service_tables.extend(state.service_tables.pop_front());
         }
-        state.changed = !state.cache.is_empty() || !state.service_tables.is_empty();
-        state.pending = 0;
-        state.open.clear();
+        let sequences = state.take_sequences();
+        state.changed =
+            !state.cache.is_empty() || !state.service_tables.is_empty() || !state.sequences.is_empty();
         Some(v1::Update {
             iteration: state.iteration,
-            sequences: std::mem::take(&mut state.sequences),
+            sequences,
             load: Some(state.load),
             grant: Some(state.grant),
             draining: state.draining,
@@ -288,6 +291,37 @@ impl OutboxState {
     fn overflow(&mut self) {
         tracing::warn!("closing session: the router does not read its updates");
         *self = Self { closed: true, ..Self::default() };
+    }
+
+    /// Takes the pending events, but of log probabilities of prompt tokens no more than fit into an update, in equal parts; what such a
+    /// sequence has beyond them stays, its tokens and its end included.
+    fn take_sequences(&mut self) -> Vec<v1::SequenceUpdate> {
+        let mut taken = std::mem::take(&mut self.sequences);
+        self.open.clear();
+        self.pending = 0;
+        let scored = || taken.iter().map(|update| update.prompt_logprobs.len()).filter(|scored| *scored > 0);
+        if scored().sum::<usize>() <= PROMPT_POSITIONS_PER_UPDATE {
+            return taken;
+        }
+        let part = (PROMPT_POSITIONS_PER_UPDATE / scored().count()).max(1);
+        for update in &mut taken {
+            if update.prompt_logprobs.len() <= part {
+                continue;
+            }
+            let rest = update.prompt_logprobs.split_off(part);
+            let first = v1::SequenceUpdate {
+                submission_id: update.submission_id,
+                attempt: update.attempt,
+                choice: update.choice,
+                prompt_logprobs: std::mem::replace(&mut update.prompt_logprobs, rest),
+                ..v1::SequenceUpdate::default()
+            };
+            let kept = std::mem::replace(update, first);
+            self.pending += 1 + kept.token_ids.len() + kept.prompt_logprobs.len();
+            self.open.insert((kept.submission_id, kept.attempt, kept.choice), self.sequences.len());
+            self.sequences.push(kept);
+        }
+        taken
     }
 
     fn push(&mut self, event: ChoiceEvent) {
@@ -346,6 +380,8 @@ fn code(failure: &Failure) -> tonic::Code {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use inflight_runtime::{PromptLogprobs, TokenLogprob};
+
     use crate::engine::{RequestKey, SessionId};
 
     fn event(request: u64, token: u32) -> ChoiceEvent {
@@ -377,6 +413,42 @@ mod tests {
         assert_eq!(update.sequences[1].token_ids.len(), 100);
         outbox.push(event(8, 1));
         assert_eq!(outbox.take().unwrap().sequences.len(), 1, "taken events are not sent again");
+    }
+
+    #[test]
+    fn log_probabilities_of_long_prompts_come_in_parts_before_their_tokens_and_delay_no_others() {
+        let outbox = Outbox::new();
+        let scored = |count: usize| {
+            let token = TokenLogprob { token: 1, logprob: -1.0 };
+            (0..count).map(|_| PromptLogprobs { token, rank: 1, top: Vec::new() }).collect::<Vec<_>>()
+        };
+        let finish = Some(Finish::Ended(FinishReason::Length));
+        for request in [1, 2] {
+            let prompt_logprobs = scored(5000);
+            outbox.push(ChoiceEvent { token: None, prompt_logprobs, ..event(request, 0) });
+            outbox.push(ChoiceEvent { finish: finish.clone(), ..event(request, 9) });
+        }
+        outbox.push(ChoiceEvent { prompt_logprobs: scored(100), finish: finish.clone(), ..event(3, 9) });
+        outbox.push(ChoiceEvent { finish, ..event(4, 9) });
+        let (mut updates, mut received, mut ended) = (0, BTreeMap::<u64, usize>::new(), BTreeMap::new());
+        while outbox.state().changed {
+            updates += 1;
+            let update = outbox.take().unwrap();
+            let positions: usize = update.sequences.iter().map(|one| one.prompt_logprobs.len()).sum();
+            assert!(positions <= PROMPT_POSITIONS_PER_UPDATE, "{positions}");
+            for one in update.sequences {
+                assert!(!ended.contains_key(&one.submission_id));
+                *received.entry(one.submission_id).or_default() += one.prompt_logprobs.len();
+                if one.finish_reason() == v1::FinishReason::Length {
+                    assert_eq!(one.token_ids, [9]);
+                    ended.insert(one.submission_id, updates);
+                }
+            }
+        }
+        assert_eq!(received, [(1, 5000), (2, 5000), (3, 100), (4, 0)].into());
+        assert_eq!((ended[&3], ended[&4]), (1, 1));
+        assert_eq!((ended[&1], ended[&2]), (updates, updates));
+        assert_eq!(outbox.state().pending, 0);
     }
 
     #[tokio::test]
