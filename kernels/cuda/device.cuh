@@ -192,9 +192,8 @@ template <> __device__ __forceinline__ uint32_t pack<Bf16>(float low, float high
     asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(high), "f"(low));
     return word;
 }
-// Values beyond the range of f16 are held at its end: an infinite key would make every score NaN. What is NaN stays so, which
-// the least and the greatest of two do not keep.
-DEVICE float held(float x) { return x == x ? fminf(fmaxf(x, -65504.0f), 65504.0f) : x; }
+// Finite values beyond the range of f16 are held at its end. What is infinite or NaN stays so.
+DEVICE float held(float x) { return x - x == 0.0f ? fminf(fmaxf(x, -65504.0f), 65504.0f) : x; }
 template <> __device__ __forceinline__ uint32_t pack<F16>(float low, float high) {
     uint32_t word;
     asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(held(high)), "f"(held(low)));
@@ -242,6 +241,7 @@ DEVICE uint32_t load_shared_by_device(const uint32_t *from) { return __ldcg(from
 #endif
 
 constexpr float INFINITE = __builtin_huge_valf();
+constexpr float NOT_A_NUMBER = __builtin_nanf("");
 
 // e4m3: a sign, four bits of exponent (bias 7), three of mantissa; the largest is 448. From sm_89 on there are
 // instructions for it; elsewhere, and on the host, the same comes of operations on bits. The byte of NaN is never stored.
@@ -278,6 +278,9 @@ DEVICE float one_from_e4m3(uint32_t byte) {
 }
 DEVICE Float2 from_e4m3(uint32_t bytes) { return Float2{one_from_e4m3(bytes), one_from_e4m3(bytes >> 8)}; }
 #endif
+
+// The factor of an RMS norm by the mean of squares; NaN where squares have overflowed, since 0 would hide it.
+DEVICE float norm_scale(float mean) { return mean < INFINITE ? root_inverse(mean) : mean - mean; }
 
 template <typename T> DEVICE T narrow(float x) { return T{(uint16_t)pack<T>(x, 0.0f)}; }
 

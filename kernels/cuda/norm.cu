@@ -82,7 +82,7 @@ template <typename T> DEVICE void norm(const NormParams &p) {
     for (uint32_t i = 0; i < NORM_THREADS / WARP; i++) {
         total += sums[i];
     }
-    float scale = root_inverse(total / (float)p.width + p.eps);
+    float scale = norm_scale(total / (float)p.width + p.eps);
     Vec8 *out = (Vec8 *)((uint16_t *)p.out + (uint64_t)at * p.width);
     if (in_registers) {
         UNROLL

@@ -135,7 +135,8 @@ struct SamplingResult {
     uint32_t token;
     float logprob;
     uint32_t top;  // entries of the two lists
-    uint32_t rank; // the token's place among all, from 1; only of `score`
+    uint32_t rank;       // the token's place among all, from 1; only of `score`
+    uint32_t non_finite; // 1: logits of the row are not all finite, before masks, and the rest has no meaning; else 0
     uint32_t tokens[TOP_MAX];
     float logprobs[TOP_MAX];
 };

@@ -54,11 +54,12 @@ template <typename T, bool FP8> DEVICE void finish_qkv(const QkvParams &p) {
     uint32_t first = block_index() * each, end = smaller(first + each, all);
     bool inside = i < half;
     // What no kernel writes is loaded while the GEMM before this kernel ends: where the row's token goes, and the angles of its
-    // position. Weights, which all rows share, are brought nearer.
-    uint32_t place = row < p.rows && first < end ? p.places[row] : ~0u;
+    // position. Weights, which all rows share, are brought nearer. Places and positions are written by a copy between two steps, so they
+    // are read past the first-level cache, which may still have those of the step before.
+    uint32_t place = row < p.rows && first < end ? load_shared_by_device(p.places + row) : ~0u;
     float turns[2][EIGHT] = {};
     if (place != ~0u && inside) {
-        const float *angles = p.angles + (uint64_t)p.positions[row] * p.head_dim + 2 * i;
+        const float *angles = p.angles + (uint64_t)load_shared_by_device(p.positions + row) * p.head_dim + 2 * i;
         load_eight(angles, turns[0]);
         load_eight(angles + EIGHT, turns[1]);
         if (p.q_norm && own < 2) {
@@ -101,7 +102,7 @@ template <typename T, bool FP8> DEVICE void finish_qkv(const QkvParams &p) {
             sum += shuffle_xor(sum, mask);
         }
         if (!value && weight && inside) {
-            float scale = root_inverse(sum / (float)p.head_dim + p.eps);
+            float scale = norm_scale(sum / (float)p.head_dim + p.eps);
             float w[EIGHT];
             load_eight(weight + i, w);
             UNROLL
@@ -123,22 +124,27 @@ template <typename T, bool FP8> DEVICE void finish_qkv(const QkvParams &p) {
                 low[j] = turned;
             }
         }
+        // A head with an element that is not finite becomes NaN as a whole: a score of minus infinity would leave its position out, and
+        // e4m3 has no infinities. Compared as bits, since the greater of two numbers drops NaN.
+        uint32_t magnitude = 0;
+        UNROLL
+        for (uint32_t j = 0; j < EIGHT; j++) {
+            magnitude = larger(magnitude, larger(float_to_bits(fabsf(low[j])), float_to_bits(fabsf(high[j]))));
+        }
+        for (uint32_t mask = lanes / 2; mask > 0; mask /= 2) {
+            magnitude = larger(magnitude, shuffle_xor(magnitude, mask));
+        }
+        float largest = bits_to_float(magnitude);
+        bool finite = MUTANT(InfiniteKeys, true, largest < INFINITE);
         bool stored = inside && head < end;
         // Where in the layer's part of the block; of no meaning for queries.
         uint64_t at = (uint64_t)(head - p.heads) * p.block_tokens + offset;
         if (FP8) {
-            float largest = 0.0f;
-            UNROLL
-            for (uint32_t j = 0; j < EIGHT; j++) {
-                largest = fmaxf(largest, fmaxf(fabsf(low[j]), fabsf(high[j])));
-            }
-            for (uint32_t mask = lanes / 2; mask > 0; mask /= 2) {
-                largest = fmaxf(largest, shuffle_xor(largest, mask));
-            }
             if (stored && !query) {
                 // Within the range of T, so that what is made of it again needs no bounds.
                 largest = fminf(largest, T::LARGEST);
                 float unit = largest > 0.0f ? divide_exact(largest, E4M3_MAX) : 1.0f;
+                unit = finite ? unit : NOT_A_NUMBER;
                 uint8_t *bytes = (uint8_t *)p.kv + layer;
                 if (i == 0) {
                     float *scales = (float *)(bytes + 2ull * p.kv_heads * p.block_tokens * p.head_dim);
@@ -150,6 +156,11 @@ template <typename T, bool FP8> DEVICE void finish_qkv(const QkvParams &p) {
             }
         }
         if (stored && (query || !FP8)) {
+            UNROLL
+            for (uint32_t j = 0; j < EIGHT; j++) {
+                low[j] = finite ? low[j] : NOT_A_NUMBER;
+                high[j] = finite ? high[j] : NOT_A_NUMBER;
+            }
             T *to = query ? line + (uint64_t)head * p.head_dim : (T *)p.kv + layer + at * p.head_dim;
             *(Vec16 *)(to + i) = narrow_all<T>(low);
             *(Vec16 *)(to + i + half) = narrow_all<T>(high);

@@ -180,6 +180,15 @@ DEVICE uint64_t total_of(SamplingShared &shared, const float *logits, const Part
     return block_sum(shared, sum);
 }
 
+// The result of a row of logits that are not all finite.
+DEVICE void mark_non_finite(SamplingResult &result, uint32_t token) {
+    result.non_finite = 1;
+    result.token = token;
+    result.logprob = 0.0f;
+    result.top = 0;
+    result.rank = 0;
+}
+
 // SUM is the mass of all tokens at temperature 1.
 DEVICE void report(SamplingShared &shared, uint32_t alternatives, const float *logits, uint32_t vocabulary, float best,
                    uint64_t sum, uint32_t token, SamplingResult &result) {
@@ -260,10 +269,11 @@ KERNEL(sample_best, SamplingParams, SAMPLING_THREADS, 2) {
     }
     Part part = part_of(p, block_row());
     float *logits = p.logits + (uint64_t)block_index() * p.stride;
-    if (adjusts(row)) {
+    bool adjusted = adjusts(row);
+    if (adjusted) {
         adjust(row, p.tokens + row.draft, logits, part);
     }
-    uint64_t top = best_of(shared, logits, part);
+    uint64_t top = best_of(shared, logits, part, adjusted);
     SamplingSplit &split = p.split[block_index()];
     if (thread_index() == 0) {
         split.tops[block_row()] = top;
@@ -286,7 +296,11 @@ KERNEL(sample_measure, SamplingParams, SAMPLING_THREADS, 2) {
     const float *logits = p.logits + (uint64_t)block_index() * p.stride;
     SamplingSplit &split = p.split[block_index()];
     Part part = part_of(p, block_row());
-    float best = clean(logits[~(uint32_t)split_best_of(split, p.parts)]);
+    uint64_t top = split_best_of(split, p.parts);
+    if (is_non_finite(top)) {
+        return;
+    }
+    float best = logits[~(uint32_t)top];
     if (row.logprobs) {
         uint64_t sum = total_of(shared, logits, part, best);
         if (thread_index() == 0) {
@@ -323,7 +337,11 @@ KERNEL(sample_collect, SamplingParams, SAMPLING_THREADS, 2) {
     }
     const float *logits = p.logits + (uint64_t)block_index() * p.stride;
     SamplingSplit &split = p.split[block_index()];
-    float best = clean(logits[~(uint32_t)split_best_of(split, p.parts)]);
+    uint64_t top = split_best_of(split, p.parts);
+    if (is_non_finite(top)) {
+        return;
+    }
+    float best = logits[~(uint32_t)top];
     Truncation truncation = split_truncation(shared, split, row, p.vocabulary);
     uint32_t count = collect(shared, logits, part_of(p, block_row()), best, truncation.crossing.bin);
     if (thread_index() == 0) {
@@ -350,11 +368,29 @@ KERNEL(sample, SamplingParams, SAMPLING_THREADS, 1) {
     float *logits = p.logits + (uint64_t)block_index() * p.stride;
     const SamplingSplit *split = p.parts > 0 ? p.split + block_index() : nullptr;
     Part whole = {0, vocabulary};
-    if (!split && adjusts(row)) {
-        adjust(row, p.tokens + row.draft, logits, whole);
+    uint64_t top;
+    if (split) {
+        top = split_best_of(*split, p.parts);
+    } else {
+        bool adjusted = adjusts(row);
+        if (adjusted) {
+            adjust(row, p.tokens + row.draft, logits, whole);
+        }
+        top = best_of(shared, logits, whole, adjusted);
     }
-    uint32_t token = ~(uint32_t)(split ? split_best_of(*split, p.parts) : best_of(shared, logits, whole));
-    float best = clean(logits[token]);
+    uint32_t token = ~(uint32_t)top;
+    if (thread_index() == 0) {
+        p.results[block_index()].non_finite = 0;
+    }
+    if (is_non_finite(top)) {
+        // A token all the same: the next step, which may be launched, reads it before the host knows of this.
+        if (thread_index() == 0) {
+            mark_non_finite(p.results[block_index()], token);
+            p.sampled[block_index()] = token;
+        }
+        return;
+    }
+    float best = logits[token];
     if (best == -INFINITE && row.fallback < vocabulary) {
         token = row.fallback;
     } else if (row.temperature > 0.0f) {
@@ -414,7 +450,15 @@ KERNEL(score, ScoreParams, SAMPLING_THREADS, 1) {
     SamplingShared &shared = *(SamplingShared *)shared_memory();
     const ScoreRow row = p.rows[block_index()];
     const float *logits = p.logits + (uint64_t)block_index() * p.stride;
-    float best = clean(logits[~(uint32_t)best_of(shared, logits, Part{0, p.vocabulary})]);
+    SamplingResult &result = p.results[block_index()];
+    uint64_t top = best_of(shared, logits, Part{0, p.vocabulary}, false);
+    if (is_non_finite(top)) {
+        if (thread_index() == 0) {
+            mark_non_finite(result, row.token);
+        }
+        return;
+    }
+    float best = logits[~(uint32_t)top];
     uint32_t order = order_of(clean(logits[row.token]));
     uint64_t before = 0;
     each_logit(logits, p.vocabulary, [&](uint32_t i, float logit) {
@@ -422,10 +466,10 @@ KERNEL(score, ScoreParams, SAMPLING_THREADS, 1) {
         before += other > order || (other == order && i < row.token);
     });
     before = block_sum(shared, before);
-    SamplingResult &result = p.results[block_index()];
     uint64_t sum = total_of(shared, logits, Part{0, p.vocabulary}, best);
     report(shared, row.top, logits, p.vocabulary, best, sum, row.token, result);
     if (thread_index() == 0) {
+        result.non_finite = 0;
         result.token = row.token;
         result.rank = (uint32_t)before + 1;
     }

@@ -9,9 +9,9 @@ DEVICE bool adjusts(const SamplingRow &row) {
     return row.history || row.biases || row.masked || row.allowed || row.word_count;
 }
 
-// The logit of a token that is in the prompt or was generated; SEEN as in a history.
+// The logit of a token that is in the prompt or was generated; SEEN as in a history. NaN stays NaN: best_of has to see it.
 DEVICE float penalized(const SamplingRow &row, float logit, uint32_t seen) {
-    float x = clean(logit);
+    float x = logit;
     x = x > 0.0f ? divide_exact(x, row.repetition) : multiply_exact(x, row.repetition);
     uint32_t times = seen & 0x7fffffff;
     if (times > 0) {
@@ -66,7 +66,7 @@ DEVICE void adjust(const SamplingRow &row, const uint32_t *drafts, float *logits
     for (uint32_t i = thread_index(); i < row.biases; i += SAMPLING_THREADS) {
         uint32_t token = row.adjustments[2 * i];
         if (holds(part, token)) {
-            logits[token] = clean(logits[token]) + bits_to_float(row.adjustments[2 * i + 1]);
+            logits[token] = logits[token] + bits_to_float(row.adjustments[2 * i + 1]);
         }
     }
     barrier();

@@ -35,10 +35,10 @@ struct Part {
 };
 DEVICE bool holds(const Part &part, uint32_t id) { return part.first <= id && id < part.end; }
 
-// Calls EACH(id, logit) for every token of a part, NaN cleaned away, in the order of ids within a thread: AHEAD times four in
+// Calls EACH(id, logit) for every token of a part in the order of ids within a thread: AHEAD times four in
 // flight, so that loads overlap.
 template <uint32_t AHEAD = 2, typename Each>
-DEVICE void each_logit(const float *logits, const Part &part, Each each) {
+DEVICE void each_raw_logit(const float *logits, const Part &part, Each each) {
     uint32_t fours = (part.end + 3) / 4;
     for (uint32_t first = part.first / 4 + thread_index(); first < fours; first += SAMPLING_THREADS * AHEAD) {
         Float4 four[AHEAD];
@@ -54,11 +54,17 @@ DEVICE void each_logit(const float *logits, const Part &part, Each each) {
             for (uint32_t i = 0; i < 4; i++) {
                 uint32_t id = (first + j * SAMPLING_THREADS) * 4 + i;
                 if (id < part.end) {
-                    each(id, clean(x[i]));
+                    each(id, x[i]);
                 }
             }
         }
     }
+}
+
+// The same with NaN cleaned away.
+template <uint32_t AHEAD = 2, typename Each>
+DEVICE void each_logit(const float *logits, const Part &part, Each each) {
+    each_raw_logit<AHEAD>(logits, part, [&](uint32_t id, float logit) { each(id, clean(logit)); });
 }
 
 template <uint32_t AHEAD = 2, typename Each>
@@ -135,17 +141,24 @@ DEVICE uint64_t block_max(SamplingShared &shared, uint64_t value) {
     return best;
 }
 
-// The best token of a part: its order above, the complement of its id below.
-DEVICE uint64_t best_of(SamplingShared &shared, const float *logits, const Part &part) {
+// Order of a part that has logits that are not finite, above that of any logit.
+constexpr uint32_t NON_FINITE = ~0u;
+DEVICE bool is_non_finite(uint64_t best) { return best >> 32 == NON_FINITE; }
+
+// The best token of a part: its order above, the complement of its id below. ADJUSTED: minus infinity may be a mask. NON_FINITE above some
+// token's id where the part has a logit of NaN or plus infinity, or of minus infinity that is no mask.
+DEVICE uint64_t best_of(SamplingShared &shared, const float *logits, const Part &part, bool adjusted) {
     // A thread goes by ascending ids, so the first of equals stays. It has its first token if none is above minus infinity.
     float best = -INFINITE;
     uint32_t id = part.first + 4 * thread_index();
-    bool some = id < part.end;
-    each_logit<4>(logits, part, [&](uint32_t i, float logit) {
+    bool some = id < part.end, sound = true;
+    each_raw_logit<4>(logits, part, [&](uint32_t i, float logit) {
+        sound = sound && logit < INFINITE && (adjusted || logit > -INFINITE);
         id = logit > best ? i : id;
         best = fmaxf(logit, best);
     });
-    return block_max(shared, some ? (uint64_t)order_of(best) << 32 | (uint32_t)~id : 0);
+    uint32_t order = MUTANT(NonFiniteLogits, true, sound) ? order_of(best) : NON_FINITE;
+    return block_max(shared, some ? (uint64_t)order << 32 | (uint32_t)~id : 0);
 }
 
 // Where in the bins, from the first on, their running sum reaches TARGET.

@@ -32,6 +32,7 @@ impl HalfDtype {
     pub fn narrow(self, x: f32) -> u16 {
         match self {
             Self::Bf16 => half::bf16::from_f32(x).to_bits(),
+            Self::F16 if x.is_infinite() => half::f16::from_f32(x).to_bits(),
             Self::F16 => half::f16::from_f32(x.clamp(-65504.0, 65504.0)).to_bits(),
         }
     }

@@ -87,7 +87,7 @@ blocks! {
     SlotOutput { generated: u32, recent: [u32; RECENT_TOKENS] }
     /// Sampled token of one row, with its logprobs.
     SamplingResult {
-        token: u32, logprob: f32, top: u32, rank: u32, tokens: [u32; TOP_MAX], logprobs: [f32; TOP_MAX],
+        token: u32, logprob: f32, top: u32, rank: u32, non_finite: u32, tokens: [u32; TOP_MAX], logprobs: [f32; TOP_MAX],
     }
     /// Parameters of `sample`, of the kernels before it where rows are split, and of `accept_drafts`.
     SamplingParams {

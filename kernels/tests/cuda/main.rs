@@ -11,6 +11,7 @@ mod drafts;
 mod e4m3;
 mod faults;
 mod mutants;
+mod non_finite;
 mod overlap;
 mod product;
 mod rows;

@@ -5,7 +5,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use inflight_kernel_harness::{Harness, Mutant};
 
 use crate::device::TestDevice;
-use crate::{attention, drafts, product, sampling, sampling_split};
+use crate::{attention, drafts, non_finite, product, sampling, sampling_split};
 
 /// Returns whether the property, a test function, panics with the mutant active.
 fn detects(property: fn(), mutant: Mutant) -> bool {
@@ -29,6 +29,12 @@ fn every_mutant_of_a_kernel_fails_the_property_it_breaks() {
             }
             Mutant::SplitParts | Mutant::SplitBins | Mutant::SplitMasses => {
                 &[("split rows", sampling_split::split_rows_yield_what_one_block_does)]
+            }
+            Mutant::InfiniteKeys => {
+                &[("stored heads", non_finite::heads_with_an_element_that_is_not_finite_are_nan)]
+            }
+            Mutant::NonFiniteLogits => {
+                &[("logits", non_finite::rows_of_logits_that_are_not_finite_are_marked_and_change_no_other)]
             }
             Mutant::DrawPosition => &[("sampling", sampling::tokens_and_logprobs_equal_those_of_the_cpu)],
             Mutant::NoKernelWait => &[

@@ -219,7 +219,7 @@ impl Pool {
 
 #[test]
 #[ignore = "measures a GPU; run by the GPU suite"]
-fn decode_attention_as_a_share_of_copy_bandwidth() {
+fn decode_attention_as_a_share_of_bandwidth() {
     let Some(bench) = Bench::new() else { return };
     for (model, gigabytes) in [(MODELS[0], 20), (MODELS[0], 110), (MODELS[1], 20)] {
         let pool = Pool::new(&bench, model, KvStore::Half, gigabytes * 1_000_000_000);

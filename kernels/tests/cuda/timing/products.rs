@@ -27,7 +27,7 @@ const SHAPES: [(u32, u32); 15] = [
 
 #[test]
 #[ignore = "measures a GPU; run by the GPU suite"]
-fn skinny_gemm_as_a_share_of_copy_bandwidth() {
+fn skinny_gemm_as_a_share_of_bandwidth() {
     let Some(bench) = Bench::new() else { return };
     let weights = bench.random(WEIGHT_BYTES, 0.05);
     let (x, out) = (bench.random(8 * 12_288 * 2, 1.0), bench.device.alloc(8 * 151_936 * 4));

@@ -49,7 +49,7 @@ fn print(bench: &Bench, kernel: &str, model: Widths, rows: u32, bytes: usize, ti
 
 #[test]
 #[ignore = "measures a GPU; run by the GPU suite"]
-fn norm_as_a_share_of_copy_bandwidth() {
+fn norm_as_a_share_of_bandwidth() {
     let Some(bench) = Bench::new() else { return };
     for model in MODELS {
         for rows in ROWS {
@@ -85,7 +85,7 @@ fn norm_as_a_share_of_copy_bandwidth() {
 
 #[test]
 #[ignore = "measures a GPU; run by the GPU suite"]
-fn finish_qkv_as_a_share_of_copy_bandwidth() {
+fn finish_qkv_as_a_share_of_bandwidth() {
     let Some(bench) = Bench::new() else { return };
     for (model, store) in
         MODELS.into_iter().flat_map(|model| [KvStore::Half, KvStore::Fp8].map(|store| (model, store)))
@@ -140,7 +140,7 @@ fn finish_qkv_as_a_share_of_copy_bandwidth() {
 
 #[test]
 #[ignore = "measures a GPU; run by the GPU suite"]
-fn swiglu_as_a_share_of_copy_bandwidth() {
+fn swiglu_as_a_share_of_bandwidth() {
     let Some(bench) = Bench::new() else { return };
     for model in MODELS {
         for rows in ROWS {

@@ -75,6 +75,8 @@ enum class Mutant : uint32_t {
     SplitParts,
     SplitBins,
     SplitMasses,
+    InfiniteKeys,
+    NonFiniteLogits,
 };
 extern __thread Mutant mutant;
 
@@ -241,7 +243,7 @@ template <typename T> DEVICE uint32_t pack(float low, float high);
 template <> inline uint32_t pack<Bf16>(float low, float high) {
     return (uint32_t)bf16_bits(high) << 16 | bf16_bits(low);
 }
-DEVICE float held(float x) { return x == x ? fminf(fmaxf(x, -65504.0f), 65504.0f) : x; }
+DEVICE float held(float x) { return x - x == 0.0f ? fminf(fmaxf(x, -65504.0f), 65504.0f) : x; }
 template <> inline uint32_t pack<F16>(float low, float high) {
     return (uint32_t)f16_bits(held(high)) << 16 | f16_bits(held(low));
 }

@@ -129,11 +129,15 @@ pub enum Mutant {
     SplitBins,
     /// Split sampling without top-k and top-p halves the softmax mass of each part.
     SplitMasses,
+    /// A key or value that is not finite leaves the rest of its head as it is.
+    InfiniteKeys,
+    /// Logits that are not finite are sampled from.
+    NonFiniteLogits,
 }
 
 impl Mutant {
     /// Every mutant.
-    pub const ALL: [Self; 20] = [
+    pub const ALL: [Self; 22] = [
         Self::MissingWait,
         Self::BlockEdge,
         Self::WindowEdge,
@@ -154,6 +158,8 @@ impl Mutant {
         Self::SplitParts,
         Self::SplitBins,
         Self::SplitMasses,
+        Self::InfiniteKeys,
+        Self::NonFiniteLogits,
     ];
 
     /// Runs `work` with the fault active in all kernels that this thread launches on a [`Harness`].

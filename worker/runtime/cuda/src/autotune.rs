@@ -11,7 +11,7 @@ use inflight_kernels::cuda::{DeviceError, HalfDtype};
 
 use super::algorithm_search::{GemmTimer, Selection, launches_per_timing, tune_all};
 use super::cublaslt::{CublasLt, CublasLtAlgorithm, plan_rows};
-use super::device_memory::DeviceMemory;
+use super::device_memory::{DeviceMemory, PinnedMemory};
 use super::driver::{CudaDevice, CudaGraph};
 use super::gemm::{GemmAlgorithm, GemmKernel};
 use super::gemm_cache::{CachedAlgorithm, CachedChoice, GemmCache, TunedShape};
@@ -24,6 +24,10 @@ const ALGORITHMS_MAX: usize = 8;
 /// Time limit of autotuning per start, without a cache directory and with one, where it is spent once.
 const BUDGET: Duration = Duration::from_secs(4);
 const CACHED_BUDGET: Duration = Duration::from_secs(20);
+/// Rows at either end of a GEMM's output that a chosen algorithm is checked by, and the largest difference from the built-in kernel's as a
+/// part of the largest element: the rounding of 16-bit outputs and other orders of sums are below it.
+const CHECKED_ROWS: u32 = 32;
+const DIFFERENCE_MAX: f32 = 0.02;
 /// Elements of the random pattern that inputs are filled with.
 const PATTERN: usize = 4 << 20;
 
@@ -166,6 +170,60 @@ impl<'a> GemmBench<'a> {
         Ok(tuned)
     }
 
+    /// Returns an algorithm if the first and the last rows of its GEMM are about what the built-in kernel computes, else that kernel.
+    fn checked(&self, algorithm: GemmAlgorithm, matmul: &Matmul) -> Result<GemmAlgorithm, DeviceError> {
+        let built_in = GemmAlgorithm::BuiltIn(GemmKernel::Tiled);
+        let run = |algorithm, matmul: &Matmul, first: u32, count: u32| -> Result<Vec<f32>, DeviceError> {
+            // SAFETY: the buffers have room for the maximum rows, and the weights are on the device.
+            match unsafe { self.device.matmul_with(algorithm, self.half, matmul) }? {
+                true => self.output_rows(matmul, first, count),
+                false => Ok(Vec::new()),
+            }
+        };
+        let count = CHECKED_ROWS.min(matmul.m);
+        for first in [0, matmul.m - count] {
+            let part =
+                Matmul { x: matmul.x + u64::from(first) * u64::from(matmul.k) * 2, m: count, ..*matmul };
+            let (found, expected) = (run(algorithm, matmul, first, count)?, run(built_in, &part, 0, count)?);
+            if !agree(&found, &expected) {
+                let Matmul { m, n, k, .. } = *matmul;
+                let algorithm = algorithm.name();
+                tracing::error!(
+                    m,
+                    n,
+                    k,
+                    algorithm,
+                    "a GEMM algorithm computes something else than the built-in kernel, which is used in its place"
+                );
+                return Ok(built_in);
+            }
+        }
+        Ok(algorithm)
+    }
+
+    /// Returns `count` rows of the output from the `first` on.
+    fn output_rows(&self, matmul: &Matmul, first: u32, count: u32) -> Result<Vec<f32>, DeviceError> {
+        let size = if matmul.f32_out { 4 } else { 2 };
+        let stride = matmul.stride as usize;
+        // The last row may end with the buffer.
+        let elements = (count as usize - 1) * stride + matmul.n as usize;
+        let pinned = PinnedMemory::new(&self.device.context, elements * size)?;
+        let from = matmul.y + (first as usize * stride * size) as u64;
+        let stream = &self.device.stream;
+        // SAFETY: the rows are within the output buffer, and `pinned` is read once the stream was synchronized.
+        unsafe { stream.copy_to_host(pinned.as_ptr(), from, elements * size) }?;
+        stream.synchronize()?;
+        // SAFETY: no copy is in flight.
+        let bytes = unsafe { pinned.as_slice() };
+        let element = |bytes: &[u8]| match *bytes {
+            [a, b, c, d] => f32::from_ne_bytes([a, b, c, d]),
+            [a, b] => self.half.widen(u16::from_ne_bytes([a, b])),
+            _ => f32::NAN,
+        };
+        let all: Vec<f32> = bytes[..elements * size].chunks_exact(size).map(element).collect();
+        Ok(all.chunks(stride).flat_map(|row| &row[..matmul.n as usize]).copied().collect())
+    }
+
     fn tuned_shape(&self, gemm: &ModelGemm, m: u32) -> TunedShape {
         let ModelGemm { n, k, stride, f32_out, .. } = *gemm;
         TunedShape { m, n, k, stride, f32_out, bias: gemm.operands[0].bias.is_some() }
@@ -196,6 +254,7 @@ impl<'a> GemmBench<'a> {
             // An error here means that the device itself has failed.
             return self.device.stream.synchronize().map(|()| None);
         }
+        let algorithm = self.checked(algorithm, &matmul)?;
         let first = self.cublaslt.candidates(self.half, &matmul, 1)?.into_iter().next();
         let fallback = first.filter(|_| choice.way > 0 && choice.first_seconds.is_some());
         self.cublaslt.set_algorithm(self.half, &matmul, algorithm, fallback)?;
@@ -232,6 +291,16 @@ impl<'a> GemmBench<'a> {
         tracing::info!(plans, seconds, "GEMM plans ready");
         Ok(())
     }
+}
+
+/// Whether two outputs are equal but for rounding; not if one is not finite.
+fn agree(found: &[f32], expected: &[f32]) -> bool {
+    let scale = expected.iter().fold(0.0f32, |most, value| most.max(value.abs()));
+    found.len() == expected.len()
+        && found
+            .iter()
+            .zip(expected)
+            .all(|(found, expected)| (found - expected).abs() <= DIFFERENCE_MAX * scale)
 }
 
 /// Returns the maximum rows of a GEMM.
@@ -339,7 +408,8 @@ impl GemmTimer for GpuTimer<'_> {
     fn apply(&mut self, selection: Selection) -> Result<(), DeviceError> {
         let (gemm, m) = self.shapes[self.shape];
         let GemmBench { cublaslt, half, .. } = self.bench;
-        let chosen = self.candidates[selection.algorithm];
+        let chosen =
+            self.bench.checked(self.candidates[selection.algorithm], &self.bench.matmul(gemm, 0, m))?;
         // An algorithm that failed here is no fallback.
         let fallback = selection.first.filter(|_| selection.algorithm > 0).map(|_| self.candidates[0]);
         cublaslt.set_algorithm(*half, &self.bench.matmul(gemm, 0, m), chosen, fallback)?;
@@ -371,5 +441,20 @@ impl GemmTimer for GpuTimer<'_> {
 
     fn elapsed(&self) -> Duration {
         self.begun.elapsed()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn outputs_agree_within_rounding_and_not_with_nan_or_other_lengths() {
+        let expected = [1.0, -100.0, 0.0];
+        assert!(agree(&[1.5, -99.0, -1.0], &expected));
+        assert!(!agree(&[1.0, -100.0, 2.5], &expected));
+        assert!(!agree(&[1.0, f32::NAN, 0.0], &expected));
+        assert!(!agree(&[f32::NAN; 3], &[f32::NAN; 3]));
+        assert!(!agree(&[], &expected));
     }
 }

@@ -3,6 +3,7 @@
 use std::collections::BTreeMap;
 use std::rc::Rc;
 use std::sync::Arc;
+use std::sync::atomic::Ordering::Relaxed;
 
 use inflight_kernels::cuda::{DeviceError, HalfDtype, KvStore};
 use inflight_runtime::{self as runtime, Batch, TokenMasks};
@@ -13,14 +14,14 @@ use super::device_thread::{LoadEvent, LoadEventSender, LoadedRank};
 use super::driver::{CudaDevice, CudaGraph};
 use super::gemm_cache::{GemmCache, TuningContext};
 use super::gpu::{Gpu, GpuMemory};
-use super::gpu_paths::{self, PathConditions};
+use super::gpu_paths::{self, GpuPaths, PathConditions};
 use super::load_job::LoadJob;
 use super::load_plan::LoadPlan;
-use super::memory_plan::DEPTH;
 use super::metadata::StepShape;
 use super::model_gemms::{ModelGemm, model_gemms};
 use super::model_runner::{ModelRunner, RunnerModes};
 use super::nccl::NcclRank;
+use super::shapes::DEPTH;
 use super::slots::device_error;
 use super::step_graph::{StepGraph, StepGraphs};
 use super::step_slot::{CopyStreams, StepSlot};
@@ -80,13 +81,20 @@ impl DeviceState {
             deterministic: options.deterministic,
             graphs: options.graphs,
         };
-        let runner =
-            ModelRunner::new(&device, config, shard_plan.clone(), half, weights, capabilities.clone(), modes)
-                .map_err(load_error)?;
+        let runner = ModelRunner::new(
+            &device,
+            config,
+            shard_plan.clone(),
+            half,
+            weights,
+            capabilities.clone(),
+            &plan.limits,
+            modes,
+        )
+        .map_err(load_error)?;
         let copies = CopyStreams::new(&device, options.copy_streams).map_err(load_error)?;
-        let step_slots = (0..DEPTH)
-            .map(|_| StepSlot::new(&device, plan.metadata_bytes, plan.samples))
-            .collect::<Result<_, _>>();
+        let step_slots =
+            (0..DEPTH).map(|_| StepSlot::new(&device, &plan.shapes, &plan.limits)).collect::<Result<_, _>>();
         let step_slots = Arc::new(step_slots.map_err(load_error)?);
         let mut state = Self {
             runner,
@@ -103,7 +111,8 @@ impl DeviceState {
         state.capture().map_err(load_error)?;
         let (left, _) = state.device.memory().map_err(load_error)?;
         plan.log_allocated(rank, taken, blocks, left);
-        gpu_paths::report(rank, &state.path_conditions(job)?.paths());
+        let paths = state.path_conditions(job)?.paths();
+        gpu_paths::report(rank, &paths);
         let loaded = LoadedRank {
             capabilities,
             step_slots: Arc::clone(&state.step_slots),
@@ -112,6 +121,7 @@ impl DeviceState {
             gemm_backend: state.device.gemm_backend(),
             weight_bytes: tensors.bytes(shard),
             graphs: state.graphs.values().map(Vec::len).sum(),
+            paths: GpuPaths::new(paths, Arc::clone(state.device.overlap())),
             tuned,
         };
         Ok((state, loaded))
@@ -128,7 +138,7 @@ impl DeviceState {
             cublaslt: self.device.cublaslt().is_some(),
             autotune: options.autotune,
             overlap_wanted: options.overlap,
-            overlap: self.device.overlaps(),
+            overlap: self.device.overlap().load(Relaxed),
             graphs: options.graphs,
             fp8_kv: options.kv_store == KvStore::Fp8,
         })
@@ -215,6 +225,15 @@ impl DeviceState {
             runner.upload_masks(device, batch, &*masks()?)?;
         }
         runner.forward.sample(device, step, at).map_err(device_error)
+    }
+
+    /// Fills what a step writes before it reads it, the results of both step slots included, with NaN and impossible tokens.
+    pub(super) fn poison(&self) -> Result<(), runtime::Error> {
+        self.runner.poison(&self.device).map_err(device_error)?;
+        for slot in self.step_slots.iter() {
+            slot.buffers.poison(&self.device).map_err(device_error)?;
+        }
+        self.device.stream.synchronize().map_err(device_error)
     }
 
     pub(super) fn logits(&self) -> Result<Vec<f32>, runtime::Error> {

@@ -14,8 +14,9 @@ use inflight_runtime::{
 use super::Error as LoadError;
 use super::autotune::GemmTuning;
 use super::device_state::DeviceState;
+use super::gpu_paths::GpuPaths;
 use super::load_job::LoadJob;
-use super::memory_plan::DEPTH;
+use super::shapes::DEPTH;
 use super::step_slot::StepSlot;
 
 /// Bound of the command queue: two steps, each attaching and detaching every slot at most.
@@ -27,6 +28,8 @@ pub(super) enum DeviceCommand {
     Attach(Slot, OwnedSlotSetup),
     Detach(Slot),
     Step(Arc<Batch>),
+    /// Fills the buffers that steps write before they read them with NaN and impossible tokens.
+    Poison(SyncSender<Result<(), runtime::Error>>),
     /// Requests the logits of the last step.
     Logits(SyncSender<Result<Vec<f32>, runtime::Error>>),
 }
@@ -54,6 +57,7 @@ pub(super) struct LoadedRank {
     pub(super) gemm_backend: &'static str,
     pub(super) weight_bytes: u64,
     pub(super) graphs: usize,
+    pub(super) paths: GpuPaths,
     pub(super) tuned: Vec<GemmTuning>,
 }
 
@@ -177,6 +181,9 @@ fn serve(
                     return; // the runtime is gone
                 }
                 step_slot = (step_slot + 1) % state.step_slots.len();
+            }
+            DeviceCommand::Poison(reply) => {
+                let _ = reply.send(state.poison());
             }
             DeviceCommand::Logits(reply) => {
                 let _ = reply.send(state.logits());

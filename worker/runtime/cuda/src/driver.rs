@@ -8,6 +8,7 @@ use std::ffi::CString;
 use std::marker::PhantomData;
 use std::rc::Rc;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 
 use cudarc::driver::{CudaContext, DriverError, result, sys};
 use inflight_kernels::cuda::{
@@ -21,6 +22,7 @@ use super::driver_error::{error_message, failed};
 use super::gemm::{GemmAlgorithm, GemmKernel};
 use super::gpu::{ColumnCopy, DeviceCollective, Gpu, GpuMemory, Matmul};
 use super::gpu_info::GpuInfo;
+use super::gpu_paths;
 use super::kernel_function::KernelFunction;
 use super::nccl::NcclRank;
 use super::staging::StagingRing;
@@ -55,7 +57,7 @@ pub(super) struct CudaDevice {
     /// Allocator of the staging buffer.
     staging_ring: RefCell<StagingRing<CudaEvent>>,
     /// Whether kernels are launched with programmatic dependent launch.
-    overlap: Cell<bool>,
+    overlap: Arc<AtomicBool>,
     /// Whether the last work on the stream is a kernel that supports programmatic dependent launch.
     after_kernel: Cell<bool>,
     /// Whether a kernel was launched with overlap since the capture began.
@@ -148,7 +150,7 @@ impl CudaDevice {
             cublaslt,
             staging,
             staging_ring: RefCell::new(StagingRing::new(STAGING_BYTES)),
-            overlap: Cell::new(false),
+            overlap: Arc::default(),
             after_kernel: Cell::new(false),
             overlapped: Cell::new(false),
             collective,
@@ -167,9 +169,9 @@ impl CudaDevice {
         &self.sources
     }
 
-    /// Whether kernels overlap by programmatic dependent launch.
-    pub(super) fn overlaps(&self) -> bool {
-        self.overlap.get()
+    /// Whether kernels overlap by programmatic dependent launch. It becomes false where the driver refuses such a launch.
+    pub(super) fn overlap(&self) -> &Arc<AtomicBool> {
+        &self.overlap
     }
 
     /// Enqueues a GEMM with one algorithm of [`CublasLt::candidates`]. Returns false, having enqueued
@@ -223,7 +225,7 @@ impl CudaDevice {
 
     /// Enables programmatic dependent launch if `wanted` and all kernels support it.
     pub(super) fn set_overlap(&self, wanted: bool) {
-        self.overlap.set(wanted && self.kernels.values().all(KernelFunction::supports_overlap));
+        self.overlap.store(wanted && self.kernels.values().all(KernelFunction::supports_overlap), Relaxed);
     }
 
     /// Records that the next work on the stream is no built-in kernel: the kernel after it must wait for its
@@ -234,7 +236,8 @@ impl CudaDevice {
 
     /// Disables programmatic dependent launch. Returns whether it was enabled.
     fn disable_overlap(&self, why: &str) -> bool {
-        if self.overlap.replace(false) {
+        if self.overlap.swap(false, Relaxed) {
+            gpu_paths::overlap_lost();
             tracing::warn!(why, "programmatic dependent launch is off; kernels run one after another");
             return true;
         }
@@ -336,8 +339,10 @@ impl Device for CudaDevice {
         };
         // Each kernel of the chain waits for its predecessor, so waiting for the last one covers all before
         // it.
-        let overlap =
-            self.overlap.get() && launch.overlaps && kernel.supports_overlap() && self.after_kernel.get();
+        let overlap = self.overlap.load(Relaxed)
+            && launch.overlaps
+            && kernel.supports_overlap()
+            && self.after_kernel.get();
         self.after_kernel.set(kernel.supports_overlap());
         self.overlapped.set(self.overlapped.get() || overlap);
         let stream = self.stream.stream;
@@ -364,11 +369,11 @@ impl Gpu for CudaDevice {
         DeviceMemory::new(&self.context, bytes)
     }
 
-    fn zero(&self, memory: &DeviceMemory) -> Result<(), DeviceError> {
+    fn fill(&self, memory: &DeviceMemory, byte: u8) -> Result<(), DeviceError> {
         self.end_kernel_chain();
         // SAFETY: the range is all of a live allocation of this device.
-        unsafe { result::memset_d8_async(memory.address(), 0, memory.bytes(), self.stream.stream) }
-            .map_err(failed("clearing memory"))
+        unsafe { result::memset_d8_async(memory.address(), byte, memory.bytes(), self.stream.stream) }
+            .map_err(failed("filling memory"))
     }
 
     fn upload(&self, to: &DeviceMemory, byte: usize, from: &[u8]) -> Result<(), DeviceError> {

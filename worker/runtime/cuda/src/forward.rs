@@ -1,17 +1,19 @@
 //! Forward pass of a decoder on the GPU: device buffers and the sequence of kernels.
 
+use std::ops::Range;
+
 use inflight_kernels::cpu::inverse_frequencies;
 use inflight_kernels::cuda::{
     AttentionParams, CopyParams, DeviceError, EmbeddingParams, HalfDtype, KvStore, NormParams, QkvParams,
-    SAMPLING_SPLIT_BYTES, SAMPLING_SPLIT_ROWS, SamplingParams, SamplingResult, ScoreParams, ScoreRow,
-    accept_drafts, attention, attention_blocks, copy_blocks, embedding, finish_qkv, norm, sample,
-    sampling_parts, score,
+    SamplingParams, SamplingResult, ScoreParams, ScoreRow, accept_drafts, attention, attention_blocks,
+    copy_blocks, embedding, finish_qkv, norm, sample, sampling_parts, score,
 };
 use inflight_models::ModelConfig;
 
+use super::buffers::ForwardBuffers;
 use super::gpu::{ColumnCopy, Gpu, GpuMemory, Matmul, bytes_of};
-use super::memory_plan::{ModelShapes, PARTIALS};
 use super::metadata::StepShape;
+use super::shapes::{BufferLimits, ModelShapes};
 use super::shard_plan::ShardPlan;
 use super::step_graph::StepGraph;
 use super::step_slot::StepAddresses;
@@ -31,34 +33,14 @@ pub(super) struct CudaForward<G: Gpu> {
     plan_of_layer: Vec<usize>,
     weights: DeviceWeights<G::Memory>,
     kv: G::Memory,
-    pub(super) angles: G::Memory,
-    hidden: G::Memory,
-    normed: G::Memory,
-    qkv: G::Memory,
-    attended: G::Memory,
-    delta: G::Memory,
-    gate_up: G::Memory,
-    gated: G::Memory,
-    sampled_hidden: G::Memory,
-    logits: G::Memory,
-    /// Each rank's logits, [ranks, samples, stride], before they are merged.
-    gathered: Option<G::Memory>,
+    pub(super) buffers: ForwardBuffers<G::Memory>,
     /// Rows of logits that are held at once.
     logits_rows: u32,
-    sampled: G::Memory,
-    /// What the parts of rows hand on while they are sampled, for at most [`SAMPLING_SPLIT_ROWS`] rows.
-    split: G::Memory,
-    partial_sums: G::Memory,
-    partial_tops: G::Memory,
-    counters: G::Memory,
 }
 
-/// Capacity of the buffers of a [`CudaForward`].
+/// Capacity of the KV pool of a [`CudaForward`].
 #[derive(Debug, Clone, Copy)]
-pub(super) struct ForwardCapacity {
-    pub(super) rows: u32,
-    pub(super) samples: u32,
-    pub(super) context: u32,
+pub(super) struct PoolCapacity {
     pub(super) block_tokens: u32,
     pub(super) blocks: u32,
     pub(super) store: KvStore,
@@ -103,51 +85,26 @@ impl<G: Gpu> CudaForward<G> {
         shard_plan: ShardPlan,
         half: HalfDtype,
         weights: DeviceWeights<G::Memory>,
-        capacity: &ForwardCapacity,
+        limits: &BufferLimits,
+        capacity: PoolCapacity,
     ) -> Result<Self, DeviceError> {
         let (config, shapes) = (shard_plan.shard().config(unsharded), shard_plan.shapes(unsharded));
-        let (rows, samples) = (capacity.rows as usize, capacity.samples as usize);
-        let zeroed = |bytes: u64| {
-            let memory = gpu.alloc(bytes as usize)?;
-            gpu.zero(&memory)?;
-            Ok(memory)
-        };
-        let halves = |count: usize, width: u64| zeroed(count as u64 * width * 2);
-        let partial = shapes.partial_bytes();
-        let table = rope_table(&config, capacity.context);
-        let angles = gpu.alloc(table.len() * 4)?;
-        gpu.upload(&angles, 0, bytes_of(&table))?;
+        let PoolCapacity { block_tokens, blocks, store } = capacity;
+        let buffers = ForwardBuffers::alloc(gpu, &shapes, limits)?;
+        upload_rope_table(gpu, &buffers.angles, &config, limits.context as u32)?;
+        let kv = gpu.alloc((u64::from(blocks) * shapes.block_bytes(block_tokens, store)) as usize)?;
+        // Zeros, so that stale NaNs in unused blocks cannot reach a sum.
+        gpu.zero(&kv)?;
         Ok(Self {
             shapes,
             half,
-            store: capacity.store,
-            block_tokens: capacity.block_tokens,
+            store,
+            block_tokens,
             plan_of_layer: windows(&config).1,
             weights,
-            // Zeros, so that stale NaNs in unused blocks cannot reach a sum.
-            kv: zeroed(
-                u64::from(capacity.blocks) * shapes.block_bytes(capacity.block_tokens, capacity.store),
-            )?,
-            angles,
-            hidden: zeroed(rows as u64 * shapes.hidden * 4)?,
-            normed: halves(rows, shapes.hidden)?,
-            qkv: halves(rows, shapes.qkv())?,
-            attended: halves(rows, shapes.heads * shapes.head_dim)?,
-            delta: halves(rows, shapes.hidden)?,
-            gate_up: halves(rows, 2 * shapes.inner)?,
-            gated: halves(rows, shapes.inner)?,
-            sampled_hidden: halves(samples, shapes.hidden)?,
-            logits: zeroed(samples as u64 * shapes.logits * 4)?,
-            gathered: match shapes.gathered {
-                0 => None,
-                stride => Some(zeroed(samples as u64 * stride * 4)?),
-            },
-            logits_rows: capacity.samples,
-            sampled: zeroed(samples as u64 * 4)?,
-            split: gpu.alloc(samples.min(SAMPLING_SPLIT_ROWS as usize) * SAMPLING_SPLIT_BYTES)?,
-            partial_sums: gpu.alloc(partial.0 as usize)?,
-            partial_tops: gpu.alloc(partial.1 as usize)?,
-            counters: zeroed(u64::from(PARTIALS) * shapes.kv_heads * 4)?,
+            kv,
+            buffers,
+            logits_rows: limits.samples as u32,
             config,
             shard_plan,
         })
@@ -160,7 +117,7 @@ impl<G: Gpu> CudaForward<G> {
 
     /// Logits of the last step, [samples, stride], and the stride in elements.
     pub(super) fn logits(&self) -> (&G::Memory, usize) {
-        (&self.logits, self.shapes.logits as usize)
+        (&self.buffers.logits, self.shapes.logits as usize)
     }
 
     fn linear(
@@ -183,14 +140,14 @@ impl<G: Gpu> CudaForward<G> {
         let Some(collective) = gpu.collective() else { return Ok(()) };
         let elements = rows as usize * self.config.hidden_size;
         // SAFETY: `delta` has room for the largest batch.
-        unsafe { collective.all_reduce(self.half, self.delta.address(), elements) }
+        unsafe { collective.all_reduce(self.half, self.buffers.delta.address(), elements) }
     }
 
     /// Computes the logits of `samples` rows; afterwards every rank has the full vocabulary.
     fn head(&self, gpu: &G, samples: u32) -> Result<(), DeviceError> {
         let shapes = &self.shapes;
         let head = |y: u64, n: usize, stride: usize| Matmul {
-            x: self.sampled_hidden.address(),
+            x: self.buffers.sampled_hidden.address(),
             weight: self.weights.head(),
             bias: None,
             y,
@@ -200,8 +157,9 @@ impl<G: Gpu> CudaForward<G> {
             stride: stride as u32,
             f32_out: true,
         };
-        let (Some(gathered), Some(shards)) = (&self.gathered, self.shard_plan.collective_shards()) else {
-            let matmul = head(self.logits.address(), self.config.vocab_size, shapes.logits as usize);
+        let gathered = &self.buffers.gathered;
+        let Some(shards) = self.shard_plan.collective_shards() else {
+            let matmul = head(self.buffers.logits.address(), self.config.vocab_size, shapes.logits as usize);
             // SAFETY: the logits have room for as many samples as a step may have.
             return unsafe { gpu.matmul(self.half, &matmul) };
         };
@@ -224,7 +182,7 @@ impl<G: Gpu> CudaForward<G> {
             let columns = ColumnCopy {
                 from: part_of(shard.rank),
                 from_stride: stride * 4,
-                to: self.logits.address() + shard.vocabulary.start as u64 * 4,
+                to: self.buffers.logits.address() + shard.vocabulary.start as u64 * 4,
                 to_stride: shapes.logits as usize * 4,
                 width: shard.vocabulary.len() * 4,
                 rows: samples as usize,
@@ -244,10 +202,14 @@ impl<G: Gpu> CudaForward<G> {
         pick: Option<u64>,
     ) -> Result<(), DeviceError> {
         let p = NormParams {
-            residual: self.hidden.address(),
-            delta: if delta { self.delta.address() } else { 0 },
+            residual: self.buffers.hidden.address(),
+            delta: if delta { self.buffers.delta.address() } else { 0 },
             weight: weight.address(),
-            out: if pick.is_some() { self.sampled_hidden.address() } else { self.normed.address() },
+            out: if pick.is_some() {
+                self.buffers.sampled_hidden.address()
+            } else {
+                self.buffers.normed.address()
+            },
             pick: pick.unwrap_or(0),
             rows,
             width: self.config.hidden_size as u32,
@@ -337,8 +299,8 @@ impl<G: Gpu> CudaForward<G> {
         let p = EmbeddingParams {
             table: self.weights.embedding.address(),
             tokens: metadata + step.layout.tokens as u64,
-            sampled: self.sampled.address(),
-            hidden: self.hidden.address(),
+            sampled: self.buffers.sampled.address(),
+            hidden: self.buffers.hidden.address(),
             rows: step.rows,
             width: self.shapes.hidden as u32,
         };
@@ -363,13 +325,21 @@ impl<G: Gpu> CudaForward<G> {
         let layer_bytes = store.layer_bytes(shapes.kv_heads, u64::from(self.block_tokens), shapes.head_dim);
         let layer_elements = layer_bytes / store.unit();
         let (layer_offset, block_numbers) = (index as u64 * layer_elements, shapes.layers * layer_elements);
-        self.linear(gpu, &layer.qkv, &self.normed, &self.qkv, rows, shapes.qkv(), shapes.hidden)?;
+        self.linear(
+            gpu,
+            &layer.qkv,
+            &self.buffers.normed,
+            &self.buffers.qkv,
+            rows,
+            shapes.qkv(),
+            shapes.hidden,
+        )?;
         let norms = layer.qk_norm.as_ref();
         let p = QkvParams {
-            qkv: self.qkv.address(),
+            qkv: self.buffers.qkv.address(),
             q_norm: norms.map_or(0, |(q, _)| q.address()),
             k_norm: norms.map_or(0, |(_, k)| k.address()),
-            angles: self.angles.address(),
+            angles: self.buffers.angles.address(),
             positions: at(layout.positions),
             places: at(layout.kv_indices),
             kv: self.kv.address(),
@@ -386,15 +356,15 @@ impl<G: Gpu> CudaForward<G> {
         unsafe { finish_qkv(gpu, half, store, &p) }?;
         let plan = self.plan_of_layer[index];
         let p = AttentionParams {
-            qkv: self.qkv.address(),
-            out: self.attended.address(),
+            qkv: self.buffers.qkv.address(),
+            out: self.buffers.attended.address(),
             kv: self.kv.address(),
             items: at(layout.items(plan)),
             item_count: at(layout.item_count(plan)),
             tables: at(layout.tables),
-            partial_sums: self.partial_sums.address(),
-            partial_tops: self.partial_tops.address(),
-            counters: self.counters.address(),
+            partial_sums: self.buffers.partial_sums.address(),
+            partial_tops: self.buffers.partial_tops.address(),
+            counters: self.buffers.counters.address(),
             block_numbers,
             layer_offset,
             heads: heads as u32,
@@ -407,17 +377,40 @@ impl<G: Gpu> CudaForward<G> {
         // SAFETY: the plan was built from this batch, whose block tables cover all positions.
         unsafe { attention(gpu, half, store, head_dim as u32, step.mixed, blocks, &p) }?;
         let queries = shapes.heads * shapes.head_dim;
-        self.linear(gpu, &layer.output, &self.attended, &self.delta, rows, shapes.hidden, queries)
+        self.linear(
+            gpu,
+            &layer.output,
+            &self.buffers.attended,
+            &self.buffers.delta,
+            rows,
+            shapes.hidden,
+            queries,
+        )
     }
 
     /// Runs a layer's MLP from its normalized input (`normed`) to its down projection (`delta`).
     fn mlp(&self, gpu: &G, layer: &WeightLayer<G::Memory>, rows: u32) -> Result<(), DeviceError> {
         let shapes = &self.shapes;
         let width = 2 * shapes.inner;
-        let matmul = linear_matmul(&layer.gate_up, &self.normed, &self.gate_up, rows, width, shapes.hidden);
+        let matmul = linear_matmul(
+            &layer.gate_up,
+            &self.buffers.normed,
+            &self.buffers.gate_up,
+            rows,
+            width,
+            shapes.hidden,
+        );
         // SAFETY: buffers have room for the largest batch, and the weight is [n, k].
-        unsafe { gpu.matmul_swiglu(self.half, &matmul, self.gated.address()) }?;
-        self.linear(gpu, &layer.down, &self.gated, &self.delta, rows, shapes.hidden, shapes.inner)
+        unsafe { gpu.matmul_swiglu(self.half, &matmul, self.buffers.gated.address()) }?;
+        self.linear(
+            gpu,
+            &layer.down,
+            &self.buffers.gated,
+            &self.buffers.delta,
+            rows,
+            shapes.hidden,
+            shapes.inner,
+        )
     }
 
     /// Scores `count` rows from the `first` scored one on.
@@ -434,7 +427,7 @@ impl<G: Gpu> CudaForward<G> {
         self.norm(gpu, &self.weights.norm, count, true, Some(at(step.layout.scored_rows, size_of::<u32>())))?;
         self.head(gpu, count)?;
         let p = ScoreParams {
-            logits: self.logits.address(),
+            logits: self.buffers.logits.address(),
             rows: at(step.layout.scores, size_of::<ScoreRow>()),
             results: scores + u64::from(first) * size_of::<SamplingResult>() as u64,
             vocabulary: self.config.vocab_size as u32,
@@ -454,12 +447,12 @@ impl<G: Gpu> CudaForward<G> {
         let (rows, vocabulary) = (step.samples, self.config.vocab_size as u32);
         let (parts, part_tokens) = sampling_parts(&gpu.profile(), rows, vocabulary);
         let p = SamplingParams {
-            logits: self.logits.address(),
+            logits: self.buffers.logits.address(),
             rows: at.metadata + step.layout.sampling as u64,
             results: at.results,
-            sampled: self.sampled.address(),
+            sampled: self.buffers.sampled.address(),
             tokens: at.metadata + step.layout.tokens as u64,
-            split: self.split.address(),
+            split: self.buffers.split.address(),
             vocabulary,
             stride: self.shapes.logits as u32,
             parts,
@@ -474,12 +467,30 @@ impl<G: Gpu> CudaForward<G> {
     }
 }
 
-/// Returns the RoPE table of all positions, [context, head_dim / 2, (cos, sin)]. The angle is rounded to f32
+/// Positions of the RoPE table that are computed and uploaded at once.
+const ROPE_POSITIONS: u32 = 1 << 14;
+
+/// Uploads the RoPE table of all positions, [context, head_dim / 2, (cos, sin)], in parts, so that the host never holds all of it (512
+/// MiB at a context of a million).
+fn upload_rope_table<G: Gpu>(
+    gpu: &G,
+    table: &G::Memory,
+    config: &ModelConfig,
+    context: u32,
+) -> Result<(), DeviceError> {
+    for first in (0..context).step_by(ROPE_POSITIONS as usize) {
+        let part = rope_table(config, first..context.min(first + ROPE_POSITIONS));
+        gpu.upload(table, first as usize * config.head_dim * 4, bytes_of(&part))?;
+    }
+    Ok(())
+}
+
+/// Returns the RoPE table of some positions, [positions, head_dim / 2, (cos, sin)]. The angle is rounded to f32
 /// as in training; its sine and cosine are computed in f64.
-fn rope_table(config: &ModelConfig, context: u32) -> Vec<f32> {
+fn rope_table(config: &ModelConfig, positions: Range<u32>) -> Vec<f32> {
     let frequencies = inverse_frequencies(config.head_dim, config.rope_theta, &config.rope_scaling);
-    let mut angles = Vec::with_capacity(context as usize * config.head_dim);
-    for position in 0..context {
+    let mut angles = Vec::with_capacity(positions.len() * config.head_dim);
+    for position in positions {
         for frequency in &frequencies {
             let angle = f64::from(position as f32 * frequency);
             angles.extend([libm::cos(angle) as f32, libm::sin(angle) as f32]);

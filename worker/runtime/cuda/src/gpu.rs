@@ -66,8 +66,13 @@ pub(super) trait Gpu: Device + Sized {
     /// Allocates memory of undefined content.
     fn alloc(&self, bytes: usize) -> Result<Self::Memory, DeviceError>;
 
+    /// Fills memory with a byte.
+    fn fill(&self, memory: &Self::Memory, byte: u8) -> Result<(), DeviceError>;
+
     /// Fills memory with zero bytes.
-    fn zero(&self, memory: &Self::Memory) -> Result<(), DeviceError>;
+    fn zero(&self, memory: &Self::Memory) -> Result<(), DeviceError> {
+        self.fill(memory, 0)
+    }
 
     /// Copies `from` to byte offset `byte` of `to`. `from` may be reused when the call returns.
     fn upload(&self, to: &Self::Memory, byte: usize, from: &[u8]) -> Result<(), DeviceError>;

@@ -1,6 +1,12 @@
 //! Fast paths of the runtime on a GPU: which are in use, and why one is not.
 
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
+
 use inflight_kernels::cuda::Target;
+
+const OVERLAPPED_KERNELS: &str = "overlapped_kernels";
+const REFUSED: PathOff = PathOff { why: "the driver refuses programmatic dependent launches", costs: true };
 
 /// What decides which paths are in use.
 #[derive(Debug, Clone, Copy)]
@@ -20,14 +26,15 @@ pub(super) struct PathConditions {
 
 /// A fast path that is not in use.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct PathOff {
-    pub(super) why: &'static str,
+pub struct PathOff {
+    /// The reason.
+    pub why: &'static str,
     /// Whether the path is missing rather than turned off by an option: then its absence costs speed and is warned of.
-    pub(super) costs: bool,
+    pub costs: bool,
 }
 
 /// A fast path by name; `Ok` if it is in use.
-pub(super) type GpuPath = (&'static str, Result<(), PathOff>);
+pub type GpuPath = (&'static str, Result<(), PathOff>);
 
 impl PathConditions {
     /// Lists the paths.
@@ -44,7 +51,7 @@ impl PathConditions {
             (true, _) => Ok(()),
             (false, false) => off("turned off by an option", false),
             (false, true) if self.compute.0 < 9 => off("needs compute capability 9.0", false),
-            (false, true) => off("the driver refuses programmatic dependent launches", true),
+            (false, true) => Err(REFUSED),
         };
         let cublaslt = match (self.cublaslt, self.deterministic) {
             (true, _) => Ok(()),
@@ -65,13 +72,41 @@ impl PathConditions {
         };
         [
             ("machine_code", machine_code),
-            ("overlapped_kernels", overlap),
+            (OVERLAPPED_KERNELS, overlap),
             ("cublaslt", cublaslt),
             ("autotuned_gemms", autotune),
             ("cuda_graphs", graphs),
             ("hardware_fp8", e4m3),
         ]
     }
+}
+
+/// Fast paths of a rank: as they were when its model was loaded, but for launch overlap, which the driver may refuse later.
+#[derive(Debug, Clone)]
+pub struct GpuPaths {
+    at_load: [GpuPath; 6],
+    overlap: Arc<AtomicBool>,
+}
+
+impl GpuPaths {
+    /// Paths at load, and whether kernels overlap now.
+    pub(super) fn new(at_load: [GpuPath; 6], overlap: Arc<AtomicBool>) -> Self {
+        Self { at_load, overlap }
+    }
+
+    /// Lists the paths as they are now.
+    pub fn list(&self) -> [GpuPath; 6] {
+        let now = |(path, state): GpuPath| {
+            let lost = path == OVERLAPPED_KERNELS && state.is_ok() && !self.overlap.load(Relaxed);
+            (path, if lost { Err(REFUSED) } else { state })
+        };
+        self.at_load.map(now)
+    }
+}
+
+/// Exports that kernels overlap no more.
+pub(super) fn overlap_lost() {
+    metrics::gauge!(inflight_runtime::GPU_PATH, "path" => OVERLAPPED_KERNELS).set(0.0);
 }
 
 /// Logs the paths in one line, each that costs speed in a warning of its own, and exports them.

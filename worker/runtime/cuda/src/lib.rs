@@ -18,6 +18,7 @@
 
 mod algorithm_search;
 mod autotune;
+mod buffers;
 mod copy_engine;
 mod cublaslt;
 mod device_memory;
@@ -43,6 +44,7 @@ mod model_runner;
 mod nccl;
 mod options;
 mod ranks;
+mod shapes;
 mod shard_plan;
 mod slots;
 mod staging;
@@ -61,8 +63,8 @@ use inflight_kernels::cuda::{Replacement, SamplingResult};
 use inflight_models::{self as models, ModelDir};
 use inflight_runtime::sharding::{self, RANKS_MAX};
 use inflight_runtime::{
-    self as runtime, Batch, Capabilities, PromptLogprobs, Runtime, Sampled, Slot, SlotSetup, TokenMasks,
-    TransferDone,
+    self as runtime, Batch, Capabilities, NonFiniteRows, PromptLogprobs, Runtime, Sampled, Slot, SlotSetup,
+    TokenMasks, TransferDone,
 };
 use inflight_worker_core::Transfer;
 
@@ -71,12 +73,13 @@ use copy_engine::GpuCopyEngine;
 use device_thread::{DeviceCommand, LoadedRank, thread_ended};
 pub use error::Error;
 pub use gpu_info::Unavailable;
+pub use gpu_paths::{GpuPath, GpuPaths, PathOff};
 use group_swap::GroupSwap;
 use load_job::LoadJob;
-use memory_plan::DEPTH;
 use model_runner::check_model;
 pub use options::CudaOptions;
 use ranks::{CompletedStep, Ranks};
+use shapes::DEPTH;
 use shard_plan::ShardPlan;
 
 /// Returns the number of GPUs that the driver reports; 0 without a driver.
@@ -129,7 +132,10 @@ pub struct CudaRuntime {
     in_flight: u32,
     /// Scores of the step completed last.
     scores: Vec<PromptLogprobs>,
+    /// Rows of the step completed last whose logits are not all finite.
+    non_finite: NonFiniteRows,
     tuned: Vec<GemmTuning>,
+    paths: GpuPaths,
 }
 
 impl CudaRuntime {
@@ -219,12 +225,38 @@ impl CudaRuntime {
             "model loaded on the GPU"
         );
         let tuned = std::mem::take(&mut loaded[0].tuned);
-        Ok(Self { capabilities, swap, ranks, in_flight: 0, scores: Vec::new(), tuned })
+        let paths = loaded[0].paths.clone();
+        Ok(Self {
+            capabilities,
+            swap,
+            ranks,
+            in_flight: 0,
+            scores: Vec::new(),
+            non_finite: NonFiniteRows::default(),
+            tuned,
+            paths,
+        })
     }
 
     /// Autotuning results of rank 0; empty if nothing was timed.
     pub fn tuned(&self) -> &[GemmTuning] {
         &self.tuned
+    }
+
+    /// Fast paths of rank 0: which are in use, and why one is not.
+    pub fn paths(&self) -> &GpuPaths {
+        &self.paths
+    }
+
+    /// Fills the buffers that a step writes before it reads them, of rank 0, with NaN and impossible token ids, so that whatever a step
+    /// leaves out is found in its results. Blocks until the GPU is done; for tests, with no step in flight.
+    ///
+    /// # Errors
+    /// [`runtime::Error::Device`].
+    pub fn poison(&mut self) -> Result<(), runtime::Error> {
+        let (reply, receiver) = std::sync::mpsc::sync_channel(1);
+        self.ranks.send_to_first(DeviceCommand::Poison(reply))?;
+        receiver.recv().map_err(|_| thread_ended())?
     }
 
     /// Returns the logits of the last step's sampled rows, [samples, vocab_size]. Blocks until the GPU is
@@ -343,16 +375,28 @@ impl Runtime for CudaRuntime {
         let (samples, scored) = unsafe { (step_slot.results.as_slice(), step_slot.scores.as_slice()) };
         // SAFETY: `SamplingResult` is plain data valid for any bytes, and the chunk has its size.
         let read = |chunk: &[u8]| unsafe { chunk.as_ptr().cast::<SamplingResult>().read_unaligned() };
-        let samples = samples.chunks_exact(size).zip(logprobs);
-        sampled.extend(samples.map(|(chunk, logprobs)| model_runner::sampled(&read(chunk), logprobs)));
-        let scored = scored.chunks_exact(size).take(scores).map(|chunk| model_runner::scored(&read(chunk)));
         self.scores.clear();
-        self.scores.extend(scored);
+        self.non_finite.clear();
+        for (row, (chunk, logprobs)) in (0..).zip(samples.chunks_exact(size).zip(logprobs)) {
+            let result = read(chunk);
+            sampled.push(model_runner::sampled(&result, logprobs));
+            self.non_finite.samples.extend((result.non_finite != 0).then_some(row));
+        }
+        for (row, chunk) in (0..).zip(scored.chunks_exact(size).take(scores)) {
+            let result = read(chunk);
+            self.scores.push(model_runner::scored(&result));
+            self.non_finite.scores.extend((result.non_finite != 0).then_some(row));
+        }
         Ok(Duration::from_secs_f64(f64::from(step_slot.milliseconds().max(0.0)) / 1e3))
     }
 
     fn take_scores(&mut self, scores: &mut Vec<PromptLogprobs>) {
         scores.append(&mut self.scores);
+    }
+
+    fn take_non_finite(&mut self, rows: &mut NonFiniteRows) {
+        rows.clear();
+        std::mem::swap(rows, &mut self.non_finite);
     }
 
     fn start_transfer(&mut self, transfer: &Transfer) -> Result<(), runtime::Error> {

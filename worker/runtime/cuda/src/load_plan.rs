@@ -7,10 +7,11 @@ use super::error::Error as LoadError;
 use super::forward::windows;
 use super::load_job::LoadJob;
 use super::memory_plan::{
-    BufferLimits, DEPTH, MemoryBudget, MemoryComponent, ModelShapes, PARTIALS, PoolSize, RESERVE_BYTES,
-    WORKSPACE_BYTES, allocated_bytes, component_table, mebibytes, options_to_lower, pool_blocks, total_bytes,
+    MemoryBudget, MemoryComponent, PoolSize, RESERVE_BYTES, WORKSPACE_BYTES, allocated_bytes,
+    component_table, mebibytes, options_to_lower, pool_blocks, total_bytes,
 };
 use super::metadata::{MetadataCapacity, MetadataLayout};
+use super::shapes::{BufferLimits, DEPTH, ModelShapes, PARTIALS};
 use super::step_graph::StepGraphs;
 
 /// Sizes of what a rank allocates.
@@ -20,7 +21,8 @@ pub(super) struct LoadPlan {
     pub(super) rows: u32,
     /// Maximum sampled rows of a step.
     pub(super) samples: u32,
-    pub(super) metadata_bytes: usize,
+    /// Sizes of the buffers.
+    pub(super) limits: BufferLimits,
     /// Bytes of a KV block of this rank's shard.
     pub(super) block_bytes: u64,
     /// Allocations beside weights and KV pool.
@@ -50,20 +52,14 @@ impl LoadPlan {
             plans: windows(config).0.len(),
             table_entries: table_entries.min(1 << 24),
         };
-        let metadata_bytes = MetadataLayout::new(&capacity).bytes;
-        let limits = BufferLimits {
-            rows: rows.into(),
-            samples: samples.into(),
-            slots: options.slots.into(),
-            context: (*context_tokens).into(),
-            metadata: metadata_bytes as u64,
-        };
+        let metadata = MetadataLayout::new(&capacity).bytes;
+        let limits = BufferLimits::new(graphs, options.slots, *context_tokens, metadata);
         let (free, total) = memory;
         Self {
             shapes,
             rows,
             samples,
-            metadata_bytes,
+            limits,
             block_bytes: shapes.block_bytes(options.block_tokens, options.kv_store),
             components: shapes.components(&limits),
             free,

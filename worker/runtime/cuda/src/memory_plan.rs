@@ -1,20 +1,8 @@
 //! GPU memory plan: bytes per component and blocks of the KV pool. Pure arithmetic, tested without a device.
 
-use inflight_kernels::cuda::{KvStore, SAMPLING_SPLIT_BYTES, SAMPLING_SPLIT_ROWS, SamplingResult};
-use inflight_models::ModelConfig;
-use inflight_runtime::SCORES_MAX;
-use inflight_runtime::sharding::Shard;
+use super::buffers;
+use super::shapes::{BufferLimits, ModelShapes};
 
-use super::slots::{adjustment_bytes, allowed_bytes, history_bytes, output_bytes, words_bytes};
-
-/// Maximum number of steps launched and not completed, each with metadata and results of its own.
-pub(super) const DEPTH: u32 = 2;
-/// Maximum number of split-attention partial results.
-pub(super) const PARTIALS: u32 = 1024;
-/// Bytes of the maximum and the sum of a partial result row, beside its elements.
-const PARTIAL_TOPS_BYTES: u64 = 8;
-/// Rows of a partial result.
-const SPLIT_ROWS: u64 = 16;
 /// Bytes of cuBLASLt workspace, as recommended for Hopper.
 pub(super) const WORKSPACE_BYTES: u64 = 32 << 20;
 /// Bytes left to the driver for its context, kernels, graphs and collectives' later allocations.
@@ -24,119 +12,22 @@ const MAPPING_BYTES: u64 = 2 << 20;
 /// Alignment of smaller allocations in bytes.
 const SMALL_ALIGN: u64 = 512;
 
-/// Model shapes of a rank's shard, as far as memory depends on them.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct ModelShapes {
-    pub(super) hidden: u64,
-    pub(super) inner: u64,
-    pub(super) layers: u64,
-    pub(super) heads: u64,
-    pub(super) kv_heads: u64,
-    pub(super) head_dim: u64,
-    /// Elements between the starts of two rows of logits.
-    pub(super) logits: u64,
-    /// Elements of a row of all ranks' gathered logits; 0 without collectives.
-    pub(super) gathered: u64,
-}
-
-/// Returns the elements between the starts of two rows of logits.
-fn logits_stride(vocabulary: usize) -> usize {
-    vocabulary.next_multiple_of(8)
-}
-
-/// Returns the elements of a row of all ranks' logits, each rank's part padded to the largest.
-fn gathered_stride(shards: &[Shard]) -> usize {
-    let widest = shards.iter().map(|shard| shard.vocabulary.len()).max().unwrap_or(0);
-    match shards.len() {
-        // In a group of one, the head's GEMM has the same shape as without a group, so the same algorithm.
-        1 => logits_stride(widest),
-        // Every part is aligned for GEMM outputs.
-        ranks => ranks * widest.next_multiple_of(64),
-    }
-}
-
 impl ModelShapes {
-    /// Returns the shapes of a shard's `config`; `shards`: those of all ranks, if they run collectives.
-    pub(super) fn new(config: &ModelConfig, shards: Option<&[Shard]>) -> Self {
-        Self {
-            gathered: shards.map_or(0, |shards| gathered_stride(shards) as u64),
-            hidden: config.hidden_size as u64,
-            inner: config.intermediate_size as u64,
-            layers: config.layers as u64,
-            heads: config.heads as u64,
-            kv_heads: config.kv_heads as u64,
-            head_dim: config.head_dim as u64,
-            logits: logits_stride(config.vocab_size) as u64,
-        }
-    }
-
-    /// Returns the output columns of the QKV GEMM.
-    pub(super) fn qkv(&self) -> u64 {
-        (self.heads + 2 * self.kv_heads) * self.head_dim
-    }
-
-    /// Returns the bytes of a KV block.
-    pub(super) fn block_bytes(&self, block_tokens: u32, store: KvStore) -> u64 {
-        self.layers * store.layer_bytes(self.kv_heads, u64::from(block_tokens), self.head_dim)
-    }
-
-    /// Returns the bytes of attention's partial results: of elements, and of maxima and sums.
-    pub(super) fn partial_bytes(&self) -> (u64, u64) {
-        let rows = u64::from(PARTIALS) * self.kv_heads * SPLIT_ROWS;
-        (rows * self.head_dim * 4, rows * PARTIAL_TOPS_BYTES)
-    }
-
-    /// Lists all allocations beside weights and KV pool; all are made at load.
+    /// Sums all allocations beside weights and KV pool by component; all are made at load.
     pub(super) fn components(&self, limits: &BufferLimits) -> Vec<MemoryComponent> {
-        let BufferLimits { rows, samples, slots, context, metadata } = *limits;
-        let half = |width: u64| rows * width * 2;
-        let partial = self.partial_bytes();
-        let activations = [
-            half(2 * self.hidden), // the residual, in f32
-            half(self.hidden),
-            half(self.qkv()),
-            half(self.heads * self.head_dim),
-            half(self.hidden),
-            half(2 * self.inner),
-            half(self.inner),
-        ];
-        let logits = [
-            samples * self.logits * 4,
-            samples * self.gathered * 4,
-            samples * self.hidden * 2,
-            samples * 4,
-            samples.min(SAMPLING_SPLIT_ROWS.into()) * SAMPLING_SPLIT_BYTES as u64,
-        ];
-        let results =
-            [samples, u64::from(SCORES_MAX)].map(|count| count * size_of::<SamplingResult>() as u64);
-        // Of the padded vocabulary, slightly more than needed.
-        let sampling = [
-            adjustment_bytes(slots),
-            allowed_bytes(slots, self.logits),
-            allowed_bytes(samples, self.logits),
-            words_bytes(slots),
-            output_bytes(slots),
-            context * 4,
-        ];
-        let attention = [partial.0, partial.1, u64::from(PARTIALS) * self.kv_heads * 4];
-        let component = |name, option, allocations: &[u64]| MemoryComponent {
-            name,
-            option,
-            bytes: allocations.iter().copied().map(allocated_bytes).sum(),
-        };
-        vec![
-            component("activations", "--max-batch-tokens", &activations),
-            component("logits", "--max-sequences", &logits),
-            component("results", "--max-sequences", &results.repeat(DEPTH as usize)),
-            component("biases", "--max-sequences", &sampling),
-            // Computed for the padded vocabulary, slightly more than needed.
-            component("penalties", "--max-sequences", &[history_bytes(slots, self.logits)]),
-            component("metadata", "--max-sequences", &[metadata; DEPTH as usize]),
-            component("angles", "--max-context-tokens", &[context * self.head_dim * 4]),
-            component("attention", "", &attention),
-            component("workspace", "", &[WORKSPACE_BYTES]),
-            component("driver", "", &[RESERVE_BYTES]),
-        ]
+        let mut components: Vec<MemoryComponent> = Vec::new();
+        for spec in buffers::specs() {
+            let bytes = allocated_bytes(spec.bytes(self, limits)) * u64::from(spec.copies);
+            let (name, option) = spec.component;
+            match components.iter_mut().find(|known| known.name == name) {
+                Some(known) => known.bytes += bytes,
+                None => components.push(MemoryComponent { name, option, bytes }),
+            }
+        }
+        let workspace = allocated_bytes(WORKSPACE_BYTES);
+        components.push(MemoryComponent { name: "workspace", option: "", bytes: workspace });
+        components.push(MemoryComponent { name: "driver", option: "", bytes: RESERVE_BYTES });
+        components
     }
 }
 
@@ -149,21 +40,6 @@ pub(super) fn allocated_bytes(bytes: u64) -> u64 {
 }
 
 const MAPPING_HALF: u64 = MAPPING_BYTES / 2;
-
-/// Batch limits that buffer sizes depend on.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct BufferLimits {
-    /// Rows of the largest batch.
-    pub(super) rows: u64,
-    /// Rows of logits: those of the slots, and those of drafts.
-    pub(super) samples: u64,
-    /// Attached sequences.
-    pub(super) slots: u64,
-    /// Maximum tokens of a sequence.
-    pub(super) context: u64,
-    /// Bytes of a step's metadata.
-    pub(super) metadata: u64,
-}
 
 /// Component of the memory plan.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -268,6 +144,8 @@ pub(super) fn pool_blocks(
 
 #[cfg(test)]
 mod tests {
+    use inflight_kernels::cuda::KvStore;
+
     use super::super::step_graph::StepGraphs;
     use super::*;
     use proptest::prelude::*;
@@ -343,8 +221,7 @@ mod tests {
         ) {
             let (rows, slots, context, metadata) = sizes;
             let graphs = StepGraphs { sample_rows: slots as u32, batch_tokens: rows as u32 };
-            let samples = u64::from(graphs.logits_rows_max());
-            let limits = BufferLimits { rows: rows.max(samples), samples, slots, context, metadata };
+            let limits = BufferLimits::new(graphs, slots as u32, context as u32, metadata as usize);
             let components = shapes.components(&limits);
             let store = if fp8 { KvStore::Fp8 } else { KvStore::Half };
             let block = shapes.block_bytes(1 << block_tokens, store);

@@ -359,7 +359,7 @@ mod tests {
     use inflight_runtime::{BlockCopy, Feedback, ScoreRow};
     use proptest::prelude::*;
 
-    use super::super::memory_plan::PARTIALS;
+    use super::super::shapes::PARTIALS;
     use super::super::step_graph::StepGraphs;
     use super::*;
 

@@ -1,7 +1,7 @@
 //! GEMM shapes and weight addresses of a model, for planning and autotuning before the first step.
 
 use super::gpu::{BiasAddresses, GpuMemory, Matmul};
-use super::memory_plan::ModelShapes;
+use super::shapes::ModelShapes;
 use super::shard_plan::ShardPlan;
 use super::weights::DeviceWeights;
 

@@ -9,10 +9,10 @@ use inflight_runtime::{
     TokenMasks,
 };
 
-use super::forward::{CudaForward, ForwardCapacity, windows};
+use super::forward::{CudaForward, PoolCapacity, windows};
 use super::gpu::Gpu;
-use super::memory_plan::PARTIALS;
 use super::metadata::{MetadataPacker, PackerConfig, StepShape};
+use super::shapes::{BufferLimits, PARTIALS};
 use super::shard_plan::ShardPlan;
 use super::slots::GpuSlots;
 use super::step_graph::{StepGraph, StepGraphs};
@@ -93,28 +93,17 @@ impl<G: Gpu> ModelRunner<G> {
         half: HalfDtype,
         weights: DeviceWeights<G::Memory>,
         capabilities: Capabilities,
+        limits: &BufferLimits,
         modes: RunnerModes,
     ) -> Result<Self, DeviceError> {
         let RunnerModes { store, deterministic, graphs } = modes;
         let (sample_rows, batch_tokens) = (capabilities.sample_rows, capabilities.batch_tokens);
         let step_graphs = StepGraphs { sample_rows, batch_tokens };
-        let capacity = ForwardCapacity {
-            rows: step_graphs.rows_max(),
-            samples: step_graphs.logits_rows_max(),
-            context: capabilities.context_tokens,
-            block_tokens: capabilities.block_tokens,
-            blocks: capabilities.blocks,
-            store,
-        };
+        let capacity =
+            PoolCapacity { block_tokens: capabilities.block_tokens, blocks: capabilities.blocks, store };
         let config = shard_plan.shard().config(unsharded);
-        let forward = CudaForward::new(gpu, unsharded, shard_plan, half, weights, &capacity)?;
-        let slots = GpuSlots::new(
-            gpu,
-            capabilities.slots,
-            capacity.samples,
-            capabilities.vocab_size,
-            capabilities.context_tokens,
-        )?;
+        let slots = GpuSlots::new(gpu, &shard_plan.shapes(unsharded), limits, capabilities.vocab_size)?;
+        let forward = CudaForward::new(gpu, unsharded, shard_plan, half, weights, limits, capacity)?;
         let packer_config = PackerConfig {
             vocabulary: capabilities.vocab_size,
             block_tokens: capabilities.block_tokens,
@@ -148,6 +137,12 @@ impl<G: Gpu> ModelRunner<G> {
 
     pub(super) fn detach(&mut self, slot: Slot) {
         self.slots.detach(slot);
+    }
+
+    /// Fills the buffers that a step writes before it reads them with NaN and impossible tokens, so that what a step leaves out shows.
+    pub(super) fn poison(&self, gpu: &G) -> Result<(), DeviceError> {
+        self.forward.buffers.poison(gpu)?;
+        self.slots.poison(gpu)
     }
 
     /// Uploads the token masks of the batch just prepared, one for each of its masked sample rows.

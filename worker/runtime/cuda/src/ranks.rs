@@ -13,8 +13,8 @@ use super::device_thread::{
     self, DeviceCommand, DeviceThread, LaunchedStep, LoadEvent, LoadedRank, MaskSender, thread_ended,
 };
 use super::load_job::LoadJob;
-use super::memory_plan::DEPTH;
 use super::nccl::NcclGroup;
+use super::shapes::DEPTH;
 use super::slots::device_error;
 use super::step_slot::StepSlot;
 

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use inflight_models::ModelConfig;
 use inflight_runtime::sharding::Shard;
 
-use super::memory_plan::ModelShapes;
+use super::shapes::ModelShapes;
 
 /// Shards of all ranks, from the view of one of them.
 #[derive(Debug, Clone)]

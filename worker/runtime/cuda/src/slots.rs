@@ -9,7 +9,9 @@ use inflight_kernels::cuda::{
 };
 use inflight_runtime::{Batch, Error, RecentTokens, SampleRow, Slot, SlotSetup, TokenMasks};
 
+use super::buffers::SlotBuffers;
 use super::gpu::{Gpu, GpuMemory, bytes_of};
+use super::shapes::{BufferLimits, ModelShapes};
 
 /// Maximum number of masked tokens: stop ids of the request and of the model.
 const MASKED_MAX: usize = SamplingSpec::STOP_TOKEN_IDS_MAX + 64;
@@ -51,24 +53,10 @@ pub(super) fn history_bytes(slots: u64, vocabulary: u64) -> u64 {
 pub(super) struct GpuSlots<G: Gpu> {
     slots: Vec<Option<GpuSlot>>,
     vocabulary: u32,
-    /// Logit biases and masks by slot, [slots, ADJUSTMENTS_MAX, 2].
-    adjustments: G::Memory,
-    /// Bits of the allowed tokens by slot, [slots, vocabulary / 32].
-    allowed: G::Memory,
-    /// Bad words by slot, [slots, WORDS_ENTRIES].
-    words: G::Memory,
-    /// Outputs by slot, [slots]. They stay on the device, as the next step may be launched before the host knows
-    /// the tokens of this one.
-    outputs: G::Memory,
-    /// Staging for the tokens of a history while they are counted.
-    tokens: G::Memory,
+    buffers: SlotBuffers<G::Memory>,
     context: usize,
-    /// Occurrences of each token in a slot's sequence, for penalties, [slots, vocabulary].
-    histories: G::Memory,
     sampled_slots: Vec<Slot>,
-    /// Token masks of the step's masked rows, [sample rows, vocabulary / 32].
-    step_masks: G::Memory,
-    /// The same on the host, while they are uploaded.
+    /// Token masks of the step's masked rows, while they are uploaded.
     mask_bits: Vec<u32>,
 }
 
@@ -91,26 +79,19 @@ struct GpuSlot {
 }
 
 impl<G: Gpu> GpuSlots<G> {
-    /// Allocates the state of `slots` slots, and masks for `samples` sample rows.
+    /// Allocates the state of the slots, and masks for the sample rows.
     pub(super) fn new(
         gpu: &G,
-        slots: u32,
-        samples: u32,
+        shapes: &ModelShapes,
+        limits: &BufferLimits,
         vocabulary: u32,
-        context: u32,
     ) -> Result<Self, DeviceError> {
         Ok(Self {
-            slots: (0..slots).map(|_| None).collect(),
+            slots: (0..limits.slots).map(|_| None).collect(),
             vocabulary,
-            adjustments: gpu.alloc(adjustment_bytes(slots.into()) as usize)?,
-            allowed: gpu.alloc(allowed_bytes(slots.into(), vocabulary.into()) as usize)?,
-            words: gpu.alloc(words_bytes(slots.into()) as usize)?,
-            outputs: gpu.alloc(output_bytes(slots.into()) as usize)?,
-            tokens: gpu.alloc(context as usize * 4)?,
-            context: context as usize,
-            histories: gpu.alloc(history_bytes(slots.into(), vocabulary.into()) as usize)?,
+            buffers: SlotBuffers::alloc(gpu, shapes, limits)?,
+            context: limits.context as usize,
             sampled_slots: Vec::new(),
-            step_masks: gpu.alloc(allowed_bytes(samples.into(), vocabulary.into()) as usize)?,
             mask_bits: Vec::new(),
         })
     }
@@ -134,21 +115,21 @@ impl<G: Gpu> GpuSlots<G> {
         let masked = list.len() as u32 / 2 - biases;
         if !list.is_empty() {
             let at = adjustment_bytes(slot.into()) as usize;
-            gpu.upload(&self.adjustments, at, bytes_of(&list)).map_err(device_error)?;
+            gpu.upload(&self.buffers.adjustments, at, bytes_of(&list)).map_err(device_error)?;
         }
         let mut history = 0;
         if sampling.needs_history() {
             // A step in flight may still use it for the previous sequence, but was enqueued before the work
             // below.
-            history = self.histories.address() + history_bytes(slot.into(), self.vocabulary.into());
+            history = self.buffers.histories.address() + history_bytes(slot.into(), self.vocabulary.into());
             // A sequence longer than the context cannot run, so the rest of it does not matter.
             let prompt = &setup.prompt[..setup.prompt.len().min(self.context)];
             let generated = &setup.generated[..setup.generated.len().min(self.context - prompt.len())];
-            gpu.upload(&self.tokens, 0, bytes_of(prompt)).map_err(device_error)?;
-            gpu.upload(&self.tokens, prompt.len() * 4, bytes_of(generated)).map_err(device_error)?;
+            gpu.upload(&self.buffers.tokens, 0, bytes_of(prompt)).map_err(device_error)?;
+            gpu.upload(&self.buffers.tokens, prompt.len() * 4, bytes_of(generated)).map_err(device_error)?;
             let p = HistoryParams {
                 history,
-                tokens: self.tokens.address(),
+                tokens: self.buffers.tokens.address(),
                 vocabulary: self.vocabulary,
                 prompt: prompt.len() as u32,
                 generated: generated.len() as u32,
@@ -172,16 +153,21 @@ impl<G: Gpu> GpuSlots<G> {
             let (generated, at) = (setup.generated, output_bytes(slot.into()));
             let recent = *RecentTokens::new(generated).ring();
             let output = SlotOutput { generated: generated.len() as u32, recent };
-            gpu.upload(&self.outputs, at as usize, as_bytes(&output)).map_err(device_error)?;
-            state.output = self.outputs.address() + at;
+            gpu.upload(&self.buffers.outputs, at as usize, as_bytes(&output)).map_err(device_error)?;
+            state.output = self.buffers.outputs.address() + at;
         }
         if state.sampling.masks_tokens() {
             state.fallback = state.sampling.fallback_token(self.vocabulary).unwrap_or(NO_FALLBACK);
-            let masks = SlotMasks { allowed: &self.allowed, words: &self.words };
+            let masks = SlotMasks { allowed: &self.buffers.allowed, words: &self.buffers.words };
             state.allowed = masks.upload(gpu, slot, self.vocabulary, setup).map_err(device_error)?;
         }
         *entry = Some(state);
         Ok(())
+    }
+
+    /// See [`SlotBuffers::poison`].
+    pub(super) fn poison(&self, gpu: &G) -> Result<(), DeviceError> {
+        self.buffers.poison(gpu)
     }
 
     pub(super) fn detach(&mut self, slot: Slot) {
@@ -216,7 +202,7 @@ impl<G: Gpu> GpuSlots<G> {
     /// Fills the sampling parameters of each sample row. The batch was checked.
     pub(super) fn sampling_rows(&self, batch: &Batch, rows: &mut Vec<SamplingRow>) {
         rows.clear();
-        let mut next_mask = self.step_masks.address();
+        let mut next_mask = self.buffers.step_masks.address();
         for samples in slot_rows(batch) {
             for (nth, sample) in samples.iter().enumerate() {
                 let mut row = self.row(sample);
@@ -248,7 +234,7 @@ impl<G: Gpu> GpuSlots<G> {
                 self.mask_bits[start..].iter_mut().zip(own).for_each(|(word, own)| *word &= own);
             }
         }
-        gpu.upload(&self.step_masks, 0, bytes_of(&self.mask_bits)).map_err(device_error)
+        gpu.upload(&self.buffers.step_masks, 0, bytes_of(&self.mask_bits)).map_err(device_error)
     }
 
     /// Returns the sampling parameters of a row without its place among the rows of its slot.
@@ -260,7 +246,7 @@ impl<G: Gpu> GpuSlots<G> {
         let sampling = &*state.sampling;
         SamplingRow {
             history: state.history,
-            adjustments: self.adjustments.address() + at,
+            adjustments: self.buffers.adjustments.address() + at,
             seed: sampling.seed,
             biases: state.biases,
             masked: state.masked,
@@ -275,7 +261,11 @@ impl<G: Gpu> GpuSlots<G> {
             presence: sampling.presence_penalty,
             logprobs: sampling.logprobs.map_or(0, |count| count.min(TOP_MAX as u32) + 1),
             allowed: state.allowed,
-            words: if state.words > 0 { self.words.address() + words_bytes(sample.slot.into()) } else { 0 },
+            words: if state.words > 0 {
+                self.buffers.words.address() + words_bytes(sample.slot.into())
+            } else {
+                0
+            },
             output: state.output,
             word_count: state.words,
             min_tokens: sampling.min_tokens,

@@ -2,22 +2,13 @@
 //! next step is uploaded, and the results of the last one are downloaded, while a step computes.
 
 use inflight_kernels::cuda::{DeviceError, SamplingResult};
-use inflight_runtime::SCORES_MAX;
 
+use super::buffers::StepBuffers;
 use super::device_memory::{DeviceMemory, PinnedMemory};
 use super::driver::CudaDevice;
-use super::gpu::{Gpu, GpuMemory};
+use super::gpu::GpuMemory;
+use super::shapes::{BufferLimits, ModelShapes};
 use super::stream::{CudaEvent, CudaStream};
-
-/// Device buffers of a step in flight.
-pub(super) struct StepBuffers<M> {
-    /// Packed metadata.
-    pub(super) metadata: M,
-    /// Results of the sampled rows.
-    pub(super) results: M,
-    /// Results of the scored rows, [SCORES_MAX].
-    pub(super) scores: M,
-}
 
 /// Device addresses of a [`StepBuffers`].
 #[derive(Debug, Clone, Copy)]
@@ -28,19 +19,6 @@ pub(super) struct StepAddresses {
 }
 
 impl<M: GpuMemory> StepBuffers<M> {
-    /// Allocates buffers for this many bytes of metadata and this many rows of logits.
-    pub(super) fn new<G: Gpu<Memory = M>>(
-        gpu: &G,
-        metadata_bytes: usize,
-        samples: u32,
-    ) -> Result<Self, DeviceError> {
-        Ok(Self {
-            metadata: gpu.alloc(metadata_bytes)?,
-            results: gpu.alloc(samples as usize * size_of::<SamplingResult>())?,
-            scores: gpu.alloc(SCORES_MAX as usize * size_of::<SamplingResult>())?,
-        })
-    }
-
     pub(super) fn addresses(&self) -> StepAddresses {
         StepAddresses {
             metadata: self.metadata.address(),
@@ -67,14 +45,20 @@ pub(super) struct StepSlot {
 }
 
 impl StepSlot {
-    /// Allocates a slot for steps of at most this many bytes of metadata and rows of logits.
-    pub(super) fn new(device: &CudaDevice, metadata_bytes: usize, samples: u32) -> Result<Self, DeviceError> {
+    /// Allocates a slot.
+    pub(super) fn new(
+        device: &CudaDevice,
+        shapes: &ModelShapes,
+        limits: &BufferLimits,
+    ) -> Result<Self, DeviceError> {
         let context = &device.context;
+        let buffers = StepBuffers::alloc(device, shapes, limits)?;
+        let pinned = |buffer: &DeviceMemory| PinnedMemory::new(context, buffer.bytes());
         Ok(Self {
-            buffers: StepBuffers::new(device, metadata_bytes, samples)?,
-            metadata: PinnedMemory::new(context, metadata_bytes)?,
-            results: PinnedMemory::new(context, samples as usize * size_of::<SamplingResult>())?,
-            scores: PinnedMemory::new(context, SCORES_MAX as usize * size_of::<SamplingResult>())?,
+            metadata: pinned(&buffers.metadata)?,
+            results: pinned(&buffers.results)?,
+            scores: pinned(&buffers.scores)?,
+            buffers,
             uploaded: CudaEvent::untimed(context)?,
             begin: CudaEvent::new(context)?,
             computed: CudaEvent::new(context)?,

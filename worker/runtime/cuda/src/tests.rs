@@ -14,18 +14,21 @@ use inflight_runtime_cpu::{CpuOptions, CpuRuntime};
 use proptest::prelude::*;
 use serde_json::json;
 
+use super::buffers::StepBuffers;
 use super::gemm::GemmKernel;
 use super::gpu::{ColumnCopy, DeviceCollective, Gpu, GpuMemory, Matmul, bytes_of};
 use super::model_runner::{ModelRunner, RunnerModes, check_model, sampled};
+use super::shapes::BufferLimits;
 use super::shard_model;
 use super::shard_plan::ShardPlan;
-use super::step_slot::StepBuffers;
+use super::step_graph::StepGraphs;
 use super::weights::find;
 
 mod drafts;
 mod gemm;
 mod masks;
 mod memory;
+mod non_finite;
 mod prompts;
 mod ranks;
 mod recording_device;
@@ -43,9 +46,9 @@ impl Gpu for Harness {
         Ok(Harness::alloc(self, bytes))
     }
 
-    fn zero(&self, memory: &HostMemory) -> Result<(), DeviceError> {
+    fn fill(&self, memory: &HostMemory, byte: u8) -> Result<(), DeviceError> {
         // SAFETY: the range is all of a live allocation, to which no reference exists.
-        unsafe { std::ptr::write_bytes(memory.address() as *mut u8, 0, memory.bytes()) };
+        unsafe { std::ptr::write_bytes(memory.address() as *mut u8, byte, memory.bytes()) };
         Ok(())
     }
 
@@ -252,10 +255,14 @@ impl<G: Gpu<Memory = HostMemory>> HarnessRunner<G> {
             fingerprint: String::new(),
         };
         let half = tensors.half();
+        let graphs = StepGraphs { sample_rows: capabilities.sample_rows, batch_tokens: 256 };
+        let limits = BufferLimits::new(graphs, SLOTS, CONTEXT, 1 << 20);
+        let shapes = shard_plan.shapes(model.config());
+        let config = model.config();
         let runner =
-            ModelRunner::new(&harness, model.config(), shard_plan, half, weights, capabilities, modes)
+            ModelRunner::new(&harness, config, shard_plan, half, weights, capabilities, &limits, modes)
                 .unwrap();
-        let buffers = StepBuffers::new(&harness, 1 << 20, 256).unwrap();
+        let buffers = StepBuffers::alloc(&harness, &shapes, &limits).unwrap();
         Self { harness, runner, buffers, packed: Vec::new() }
     }
 
@@ -285,6 +292,9 @@ impl<G: Gpu<Memory = HostMemory>> HarnessRunner<G> {
         masks: &TokenMasks,
     ) -> Result<(Vec<Sampled>, Vec<f32>), DeviceError> {
         let step = self.runner.prepare(batch, &mut self.packed).unwrap();
+        // A step that reads what it has not written gives NaN or an impossible token.
+        self.runner.poison(&self.harness)?;
+        self.buffers.poison(&self.harness)?;
         self.harness.upload(&self.buffers.metadata, 0, &self.packed)?;
         let (forward, at) = (&self.runner.forward, self.buffers.addresses());
         forward.run(&self.harness, &step, at, |_| forward.captured(&self.harness, &step, at.metadata))?;

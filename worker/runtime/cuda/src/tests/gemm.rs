@@ -43,7 +43,7 @@ fn overlapping_kernels_of_a_step_have_no_data_races() {
         let mut overlapping = load(Harness::overlapping(), |recording| recording.device.freeze());
         // Metadata is uploaded before the first kernel starts, the RoPE table at load.
         overlapping.harness.device.keep(&overlapping.buffers.metadata);
-        overlapping.harness.device.keep(&overlapping.runner.forward.angles);
+        overlapping.harness.device.keep(&overlapping.runner.forward.buffers.angles);
         let mut steps = Vec::new();
         for gpu in [&mut plain, &mut overlapping] {
             let mut sequences = TestSequences::new(&[40, 3], model.config().vocab_size as u32, 16, 4);

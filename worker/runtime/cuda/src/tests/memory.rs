@@ -1,8 +1,8 @@
 //! Actual allocations and GEMMs, compared with the memory plan and the list of model GEMMs.
 
-use super::super::memory_plan::{BufferLimits, DEPTH, allocated_bytes};
+use super::super::memory_plan::allocated_bytes;
 use super::super::model_gemms::{ModelGemm, model_gemms};
-use super::super::step_graph::StepGraphs;
+use super::super::shapes::DEPTH;
 use super::recording_device::RecordingDevice;
 use super::*;
 
@@ -37,32 +37,21 @@ fn every_device_allocation_is_in_the_memory_plan() {
         let store = if fp8 { KvStore::Fp8 } else { KvStore::Half };
         let modes = RunnerModes { store, deterministic: false, graphs: true };
         let half = tensors.half();
-        let runner =
-            ModelRunner::new(&gpu, config, shard_plan.clone(), half, weights, capabilities, modes).unwrap();
         let shapes = shard_plan.shapes(config);
         let graphs = StepGraphs { sample_rows: slots + draft_rows, batch_tokens };
-        let samples = graphs.logits_rows_max();
-        let limits = BufferLimits {
-            rows: graphs.rows_max().into(),
-            samples: samples.into(),
-            slots: slots.into(),
-            context: context.into(),
-            metadata: 5000,
-        };
+        let limits = BufferLimits::new(graphs, slots, context, 5000);
+        let plan = shard_plan.clone();
+        let runner =
+            ModelRunner::new(&gpu, config, plan, half, weights, capabilities, &limits, modes).unwrap();
         let buffers: Vec<_> =
-            (0..DEPTH).map(|_| StepBuffers::new(&gpu, limits.metadata as usize, samples).unwrap()).collect();
+            (0..DEPTH).map(|_| StepBuffers::alloc(&gpu, &shapes, &limits).unwrap()).collect();
         let excluded = ["workspace", "driver"];
         let components = shapes.components(&limits).into_iter();
         let components = components.filter(|component| !excluded.contains(&component.name));
         let planned: u64 = components.map(|component| component.bytes).sum();
         let pool = allocated_bytes(u64::from(blocks) * shapes.block_bytes(4 << block_bits, store));
         let allocated: u64 = gpu.allocated.borrow().iter().map(|bytes| allocated_bytes(*bytes)).sum();
-        prop_assert!(
-            allocated <= planned + pool,
-            "{allocated} bytes are allocated, {planned} and {pool} planned"
-        );
-        // The plan exceeds the allocations by the rounded padding of the vocabulary only.
-        prop_assert!(allocated + (4 << 20) > planned + pool, "{allocated} of {} bytes", planned + pool);
+        prop_assert_eq!(allocated, planned + pool);
         drop((runner, buffers));
         Ok(())
     };

@@ -58,8 +58,8 @@ impl Gpu for RecordingDevice {
         Gpu::alloc(&self.device, bytes)
     }
 
-    fn zero(&self, memory: &HostMemory) -> Result<(), DeviceError> {
-        self.device.zero(memory)
+    fn fill(&self, memory: &HostMemory, byte: u8) -> Result<(), DeviceError> {
+        self.device.fill(memory, byte)
     }
 
     fn upload(&self, to: &HostMemory, byte: usize, from: &[u8]) -> Result<(), DeviceError> {
