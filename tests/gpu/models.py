@@ -28,7 +28,9 @@ def make(name: str, folder: Path, dtype=torch.bfloat16, seed: int = 0) -> Path:
     def tensor(parameter, shape):
         values = torch.empty(shape, dtype=dtype, device=device)
         # Norms are not 1 everywhere, that a forgotten one shows; matrices keep the size of what goes in.
-        if len(shape) == 1:
+        if parameter.endswith("bias"):
+            values.normal_(0.0, 0.5, generator=generator)
+        elif len(shape) == 1:
             values.uniform_(0.7, 1.3, generator=generator)
         elif "embed" in parameter:
             values.normal_(0.0, hidden**-0.5 if tied else 1.0, generator=generator)

@@ -1,8 +1,8 @@
-"""The three ranked scripts: what each does in its 7.5 minutes, so that it ends within 8 on a machine that has nothing yet."""
+"""What the script `slot` does in its minutes: phases with hard ends, so that none takes another's time, and the most useful first."""
 
 from dataclasses import dataclass, field
 
-MINUTES = 7.5
+MINUTES = 9.75
 
 
 @dataclass
@@ -19,25 +19,14 @@ class Plan:
     models: list  # made in the background meanwhile, in this order
 
 
-def first():
-    """Does it work at all, and how fast is each kernel?"""
-    return Plan([Step("machine", 30), Step("kernels", 110), Step("parity", 110), Step("steps", 100, {"names": ["qwen3-0.6b"]}),
-                 Step("microbenchmarks", 100)], ["qwen3-0.6b"])
+def slot(families=None):
+    """Correct, then fast. `families`: of kernel tests that are run, or all."""
+    return Plan([Step("machine", 15), Step("yardstick", 10), Step("kernels", 65, {"families": families}), Step("parity", 60),
+                 Step("batch-parity", 45), Step("determinism", 35), Step("table", 165), Step("torch-kernels", 25), Step("beside", 115),
+                 Step("swap", 25), Step("replays", 20)], ["qwen3-0.6b", "llama-3.1-8b"])
 
 
-def second(families=None):
-    """What failed in the first, and what is changed until it works: `families` of kernel tests, or all."""
-    return Plan([Step("machine", 30), Step("kernels", 90, {"families": families}), Step("determinism", 90),
-                 Step("step-modes", 240, {"name": "llama-3.1-8b"})], ["qwen3-0.6b", "llama-3.1-8b"])
-
-
-def third():
-    """Beside vLLM: the larger model first, since it says more; swapping between."""
-    return Plan([Step("machine", 20), Step("beside", 240, {"name": "llama-3.1-8b"}), Step("swap", 50),
-                 Step("peer", 140)], ["llama-3.1-8b", "qwen3-0.6b"])
-
-
-PLANS = {"first": first, "second": second, "third": third}
+PLANS = {"slot": slot}
 
 
 def deadlines(plan, begun, minutes=MINUTES):

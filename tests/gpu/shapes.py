@@ -23,6 +23,16 @@ SHAPES = {
     "tiny-llama": ("llama", dict(hidden_size=512, intermediate_size=1408, num_hidden_layers=4,
         num_attention_heads=8, num_key_value_heads=2, head_dim=64, vocab_size=4000, tie_word_embeddings=False,
         max_position_embeddings=40960, rope_theta=1e4)),
+    "tiny-qwen2": ("qwen2", dict(hidden_size=512, intermediate_size=1408, num_hidden_layers=4,
+        num_attention_heads=8, num_key_value_heads=2, head_dim=64, vocab_size=4000, tie_word_embeddings=True,
+        max_position_embeddings=40960, rope_theta=1e6, use_sliding_window=False)),
+    "tiny-mistral": ("mistral", dict(hidden_size=512, intermediate_size=1408, num_hidden_layers=4,
+        num_attention_heads=8, num_key_value_heads=2, head_dim=128, vocab_size=4000, tie_word_embeddings=False,
+        max_position_embeddings=40960, rope_theta=1e6, sliding_window=200)),
+    "tiny-llama3": ("llama", dict(hidden_size=512, intermediate_size=1408, num_hidden_layers=4,
+        num_attention_heads=8, num_key_value_heads=2, head_dim=64, vocab_size=4000, tie_word_embeddings=False,
+        max_position_embeddings=40960, rope_theta=5e5, rope_scaling=dict(
+            rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=256))),
     "tiny-qwen3": ("qwen3", dict(hidden_size=640, intermediate_size=1792, num_hidden_layers=4,
         num_attention_heads=10, num_key_value_heads=2, head_dim=128, vocab_size=5000, tie_word_embeddings=True,
         max_position_embeddings=40960, rope_theta=1e6)),
@@ -74,6 +84,9 @@ def parameters(name: str) -> dict:
                    layer + "self_attn.o_proj.weight": (hidden, heads * head_dim),
                    layer + "mlp.gate_proj.weight": (inner, hidden), layer + "mlp.up_proj.weight": (inner, hidden),
                    layer + "mlp.down_proj.weight": (hidden, inner)}
+        if kind == "qwen2":
+            shapes |= {layer + f"self_attn.{part}_proj.bias": (count * head_dim,)
+                       for part, count in [("q", heads), ("k", kv_heads), ("v", kv_heads)]}
         if kind == "qwen3":
             shapes |= {layer + "self_attn.q_norm.weight": (head_dim,), layer + "self_attn.k_norm.weight": (head_dim,)}
     shapes["model.norm.weight"] = (hidden,)
@@ -86,10 +99,12 @@ def config(name: str, dtype: str) -> dict:
     """What is in the checkpoint's config.json."""
     kind, s = SHAPES[name]
     heads = s["num_attention_heads"]
-    return {"architectures": [{"qwen3": "Qwen3ForCausalLM", "llama": "LlamaForCausalLM"}[kind]], "model_type": kind, **s,
+    architecture = {"qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM", "llama": "LlamaForCausalLM",
+                    "mistral": "MistralForCausalLM"}[kind]
+    return {"architectures": [architecture], "model_type": kind, "rope_scaling": None, **s,
             "head_dim": s.get("head_dim") or s["hidden_size"] // heads, "torch_dtype": dtype, "bos_token_id": 0, "eos_token_id": 1,
             "hidden_act": "silu", "rms_norm_eps": 1e-6, "attention_bias": False, "attention_dropout": 0.0, "mlp_bias": False,
-            "initializer_range": 0.02, "use_cache": True, "rope_scaling": None}
+            "initializer_range": 0.02, "use_cache": True}
 
 
 def write_configuration(name: str, path: Path, dtype: str):

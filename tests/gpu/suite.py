@@ -16,8 +16,13 @@ import images
 import shapes
 from phases.all import DEFAULT, PHASES
 from phases.kernels import failed_families
+from phases.parity import PARITY, PARITY_FP8
 from plans import MINUTES, PLANS, Plan, Step, deadlines
 from recorder import Recorder, Skipped, end_on_signals, rehearsal_failures
+
+
+# Options of a job that name another way of computing.
+MODES = ["deterministic", "fp8_kv_cache", "graphs", "copy_streams", "autotune", "overlap", "gpus", "lone_communicator"]
 
 
 class Suite:
@@ -25,13 +30,42 @@ class Suite:
 
     def __init__(self, arguments):
         self.recorder = Recorder(Path(arguments.bundle), Path(arguments.out), arguments.minutes, arguments.name)
-        self.row, self.check, self.job = self.recorder.row, self.recorder.check, self.recorder.job
+        self.row, self.check = self.recorder.row, self.recorder.check
         self.json = self.recorder.json
         self.bundle = self.recorder.bundle
         self.folder = Path(arguments.models)
         self.quick, self.rehearse = arguments.quick, arguments.rehearse
         self.ceilings = None
         self.makers = {}  # processes that make checkpoints, by the checkpoint's folder
+
+    def shape(self, name):
+        """The name of the shape that a model has here: in a rehearsal every one is tiny."""
+        if self.rehearse and not name.startswith("tiny"):
+            return "tiny-qwen3" if name.startswith("qwen3") else "tiny-llama"
+        return name
+
+    def job(self, name, path, task, timeout=600, **options):
+        """Runs the measuring binary on a model; its result, or an exception with its error. Figures are taken only of a runtime that
+        has computed about what the deterministic eager one does; which fast paths it used is kept with the results."""
+        if not {"logits", "determinism"} & set(task) and "gpus" not in options:
+            bound = PARITY_FP8 if options.get("fp8_kv_cache") else PARITY
+            options["canonical"] = {"file": str(self.reference(path)), "bound": bound}
+        result = self.recorder.job(name, path, task, timeout, **options)
+        paths = {path: state for path, state in self.recorder.loaded["paths"].items() if state is not True}
+        used = {key: value for key, value in options.items() if key in MODES}
+        self.json.setdefault("paths off", {})[" ".join([name, path.name, json.dumps(used)])] = paths
+        return result
+
+    def reference(self, path):
+        """File with logits of the deterministic eager runtime, made once."""
+        file = path / "canonical.f32"
+        if not file.exists():
+            partial = path / "canonical.partial"
+            self.recorder.job("reference", path, {"steps": {"cases": [], "repeats": 1}}, 120, slots=8, batch_tokens=1024,
+                              context_tokens=1024, utilization=0.9, deterministic=True, graphs=False, overlap=False, autotune=False,
+                              canonical={"file": str(partial)})
+            partial.replace(file)
+        return file
 
     def package(self, name):
         """A package, or the reason why not; None where a rehearsal does without."""
@@ -60,8 +94,7 @@ class Suite:
 
     def model(self, name, dtype="bfloat16"):
         """A checkpoint of that shape; made once. In a rehearsal every one is tiny."""
-        if self.rehearse and not name.startswith("tiny"):
-            name = "tiny-qwen3" if name.startswith("qwen3") else "tiny-llama"
+        name = self.shape(name)
         folder = self.folder / dtype
         if self.hollow():
             return shapes.make_hollow(name, folder, dtype)
@@ -160,14 +193,14 @@ def available_memory():
 
 
 def earlier_failures(arguments):
-    """The families that failed in `first`, by its results: those that are named, or lie in the output folder; None: all."""
-    file = Path(arguments.results or Path(arguments.out) / "first.json")
+    """The families that failed by the results of an earlier run; None: all."""
+    file = Path(arguments.results) if arguments.results else None
+    if file is None:
+        return None
     try:
         return failed_families(json.loads(file.read_text()))
     except (OSError, ValueError) as error:
-        if arguments.results:
-            sys.exit(f"{file}: {error}")
-        return None
+        sys.exit(f"{file}: {error}")
 
 
 def parse():
@@ -176,8 +209,8 @@ def parse():
     parser.add_argument("--out", default=os.environ.get("OUT", "gpu-suite"), help="folder of the results [default: $OUT, else gpu-suite]")
     parser.add_argument("--models", default=default_models(),
                         help="folder of the random-weight checkpoints: 37 GB, 2 GB with --quick [default: %(default)s]")
-    parser.add_argument("--plan", choices=PLANS, help="one of the ranked scripts, in place of phases")
-    parser.add_argument("--results", metavar="FIRST.json", help="of `--plan second`: results whose failed families are run again")
+    parser.add_argument("--plan", choices=PLANS, help="that of the script, in place of phases")
+    parser.add_argument("--results", metavar="SLOT.json", help="of `--plan`: results of an earlier run, whose failed families of kernel tests alone are run again")
     parser.add_argument("--only", default=",".join(DEFAULT), metavar="PHASE,...", help=f"of {' '.join(PHASES)}")
     parser.add_argument("--quick", action="store_true", help="the smallest model, fewer cases")
     parser.add_argument("--minutes", type=float, help=f"phases that do not fit into them are left out, and said to be [default: 25, of a plan {MINUTES}]")
@@ -199,7 +232,7 @@ def main():
     recorder = suite.recorder
     suite.json["images"] = images.describe(recorder.bundle)
     if arguments.plan:
-        plan = PLANS[arguments.plan](*([earlier_failures(arguments)] if arguments.plan == "second" else []))
+        plan = PLANS[arguments.plan](earlier_failures(arguments))
         ends = deadlines(plan, time.monotonic(), arguments.minutes)
     else:
         plan = Plan([Step(phase, 0) for phase in arguments.only.split(",")], [])

@@ -9,13 +9,24 @@ import time
 import unittest
 from pathlib import Path
 
+try:
+    import numpy
+except ImportError:
+    numpy = None
+
 import images
 import plans
 import shapes
 from phases import beside, kernels
 from phases.all import DEFAULT, PHASES
 from phases.beside import cases, show
+from phases.determinism import determinism
+from phases.parity import Comparison, batch_parity
 from phases.profile import DURATION, READ, WRITTEN, steps_of
+from phases.sanitizer import is_clean
+from phases.steps import step_modes
+from phases.table import cases as cases_of_table
+from phases.table import milliseconds, ratios, replays, table
 from recorder import LOG_OUTPUT_MAX, Conversation, Recorder, Skipped, rehearsal_failures
 
 REPOSITORY = Path(__file__).resolve().parent.parent.parent
@@ -43,6 +54,89 @@ class Plans(unittest.TestCase):
         some = {**passed, "rows": {"passed": False}}
         del some["sampling"]
         self.assertEqual(kernels.failed_families({"phases": {"kernels": some}}), ["rows", "sampling"])
+
+
+class Judged:
+    """A suite whose jobs answer what a test says, and that keeps what phases make of it."""
+
+    rehearse = quick = False
+
+    def __init__(self, answer):
+        self.answer, self.checks, self.rows, self.json = answer, [], [], {"phases": {}}
+
+    def model(self, name, dtype="bfloat16"):
+        return Path(name)
+
+    shape = staticmethod(lambda name: name)
+
+    def job(self, name, path, task, timeout=600, **options):
+        answer = self.answer(task, options)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    def row(self, *row, **_):
+        self.rows.append(row)
+
+    def check(self, phase, what, good, detail=""):
+        self.checks.append((what, good))
+
+    def passed(self):
+        return bool(self.checks) and all(good for _, good in self.checks)
+
+
+class ChecksOfChecks(unittest.TestCase):
+    """A phase fails when its runs are empty, stale, serial or broken. What the measuring program itself refuses (NaN, results that are
+    not written, paths that are off) is tested with it on a simulated GPU: tests/support/gpu/tests/measure.rs."""
+
+    def judge(self, phase, answer):
+        suite = Judged(answer)
+        phase(suite)
+        return suite.passed()
+
+    def test_bits_are_compared_row_by_row(self):
+        good = {"ways": 20, "rows": 200, "different": []}
+        self.assertTrue(self.judge(determinism, lambda *_: good))
+        for wrong in [{"rows": 20}, {"ways": 0, "rows": 0}, {"different": ["in chunks of 7, row 0: 1 of 9 logits"]}]:
+            self.assertFalse(self.judge(determinism, lambda *_: {**good, **wrong}), wrong)
+
+    def test_replays_need_equal_digests(self):
+        for digests, expected in [(["a", "a"], True), (["a", "b"], False)]:
+            answers = iter(digests)
+            self.assertEqual(self.judge(replays, lambda *_: {"digest": next(answers)}), expected)
+
+    def test_figures_of_a_run_that_is_refused_are_failures(self):
+        refused = lambda *_: RuntimeError("the fast path overlapped_kernels is off")
+        for phase in [table, step_modes, batch_parity_of_nothing]:
+            self.assertFalse(self.judge(phase, refused), phase)
+
+    def test_a_checker_has_to_reach_its_end(self):
+        self.assertTrue(is_clean(["ERROR SUMMARY: 0 errors"]))
+        self.assertTrue(is_clean(["RACECHECK SUMMARY: 0 hazards displayed (0 errors, 0 warnings)", "ERROR SUMMARY: 0 errors"]))
+        for summary in [[], ["ERROR SUMMARY: 1 error"], ["ERROR SUMMARY: 10 errors"], ["RACECHECK SUMMARY: 3 hazards displayed"]]:
+            self.assertFalse(is_clean(summary), summary)
+
+    @unittest.skipUnless(numpy, "numpy is not installed")
+    def test_logits_have_to_be_there_finite_close_and_surely_chosen(self):
+        truth = numpy.array([[0.0, 10.0, 1.0], [5.0, 4.9, 0.0]], dtype="f4")
+        compare = lambda ours: Comparison(numpy, truth).compare(numpy.array(ours, dtype="f4"), 0.02)[0]
+        self.assertTrue(compare([[0.1, 10.1, 1.0], [4.9, 5.0, 0.0]]))
+        for wrong in [[[0.0, 10.0, 1.0]], [[0.0, 10.0, 1.0], [5.0, float("nan"), 0.0]], [[0.0, 9.0, 1.0], [5.0, 4.9, 0.0]],
+                      [[10.0, 0.0, 1.0], [5.0, 4.9, 0.0]]]:
+            self.assertFalse(compare(wrong), wrong)
+        flat = numpy.ones((2, 3), dtype="f4")
+        self.assertFalse(Comparison(numpy, flat).compare(flat, 0.02)[0], "no row is sure")
+
+    def test_the_table_sums_the_chunks_of_a_prompt(self):
+        result = [{"case": [case["sequences"], case["context"], case["tokens"]], "device_ms": 2.0} for case in cases_of_table()]
+        figures = milliseconds(result)
+        self.assertEqual(figures["prompts"], {"1k": 2.0, "8k": 2.0, "32k": 8.0, "512 after 16k": 2.0})
+        self.assertEqual(ratios(figures, {"decode": {"8": 3.0}, "prompts": {}}), "8 1.50")
+
+
+def batch_parity_of_nothing(suite):
+    suite.hollow = lambda: True
+    batch_parity(suite, ["tiny-llama"])
 
 
 class Profiles(unittest.TestCase):
@@ -116,13 +210,13 @@ class Figures(unittest.TestCase):
     def test_microbenchmarks_are_read_and_summed_up(self):
         common = {"kernel": "attention_decode", "model": "m", "fp8": False, "pool_gb": 20, "sequences": 64, "context": 1023, "us": 9.0}
         lines = ["running 1 test", 'test timing::attention::decode ... {"copy_gb_s": 4000, "spread": 0.01}',
-                 *(json.dumps({**common, "blocks": order, "share_of_copy": share}) for order, share in
+                 *(json.dumps({**common, "blocks": order, "share_of_reading": share}) for order, share in
                    [("consecutive", 0.9), ("shuffled", 0.7)]), "{not json", '{"kernel": "norm", "skipped": "it does not fit"}']
         rows = list(kernels.rows_of("\n".join(lines)))
         self.assertEqual(len(rows), 4)
         (what, figure, goal, good), = kernels.summary(row for row in rows if "us" in row)
         self.assertEqual((what, goal, good), ("m decode of 64 x 1,024, pool of 20 GB", "80 %", False))
-        self.assertIn("shuffled 9.0 us, 70 % of copy", figure)
+        self.assertIn("shuffled 9.0 us, 70 % of reading", figure)
 
     def test_decoding_beside_another_server_is_told_from_its_prompts(self):
         class Rows:
@@ -133,10 +227,10 @@ class Figures(unittest.TestCase):
                 self.rows.append(row)
 
         suite, took = Rows(), lambda seconds: {"seconds": seconds, "all": [seconds], "output_tokens": 8 * beside.OUTPUT}
-        steps = beside.OUTPUT - 1
-        medians = {"prompts 8": {"ours": took(1.0), "vllm": took(1.0)},
+        steps = beside.OUTPUT - beside.SHORT
+        medians = {"short decode 8": {"ours": took(1.0), "vllm": took(1.0)},
                    "decode 8": {"ours": took(1.0 + steps * 0.01), "vllm": took(1.0 + steps * 0.02)}}
-        show(suite, "m", "prompts 8", medians)
+        show(suite, "m", "short decode 8", medians)
         show(suite, "m", "decode 8", medians)
         (phase, what, figure, goal, good), = suite.rows
         self.assertEqual((phase, what, goal, good), ("beside", "m, decode 8", "1 x", True))

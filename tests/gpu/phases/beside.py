@@ -10,12 +10,14 @@ import tempfile
 from pathlib import Path
 
 import shapes
+from phases.parity import PARITY
 from phases.serving import request_lengths
 from recorder import Conversation
 
 CONTEXT = 1024
-# Output tokens of a decode case; one run with a single token tells what the prompts cost.
-OUTPUT = 65
+# Output tokens of a decode case, and of the run that it is compared with: what more tokens take is decoding alone. Against a run of one
+# token, the time of the prompts would be subtracted, which is several times that of the steps.
+OUTPUT, SHORT = 257, 65
 PREFILLS = (1024, 8192, 32768)
 BATCHES = (1, 8, 64, 256)
 SAMPLING = {"temperature": 0.7, "top_k": 20, "top_p": 0.95}
@@ -35,7 +37,8 @@ def beside(suite, name="llama-3.1-8b", fallback=False):
     servers = {}
     if not has_peer:
         suite.row(phase, f"{name}: vLLM", "vllm is not installed", word="open")
-    command = suite.recorder.measure_command(path, {"rounds": {}}, utilization=share, **options)
+    canonical = {"file": str(suite.reference(path)), "bound": PARITY}
+    command = suite.recorder.measure_command(path, {"rounds": {}}, utilization=share, canonical=canonical, **options)
     with Closing() as closing:
         if has_peer:
             peer = closing.add(Conversation(suite.recorder, "vllm", [
@@ -101,10 +104,12 @@ def cases(tokens_max):
         yield f"prefill {tokens}", 3, [(tokens, 1)], {}, True
     for batch in BATCHES:
         if batch == BATCHES[-1]:  # The longest: what else fits into the time comes before.
-            yield "sampled 64", 3, [(CONTEXT, OUTPUT)] * 64, SAMPLING, fits([(CONTEXT, OUTPUT)] * 64)
+            sampled = [(CONTEXT, OUTPUT)] * 64
+            yield "short sampled 64", 3, [(CONTEXT, SHORT)] * 64, SAMPLING, fits(sampled)
+            yield "sampled 64", 3, sampled, SAMPLING, fits(sampled)
         long = [(CONTEXT, OUTPUT)] * batch
         rounds = 3 if batch < 256 else 2
-        yield f"prompts {batch}", rounds, [(CONTEXT, 1)] * batch, {}, fits(long)
+        yield f"short decode {batch}", rounds, [(CONTEXT, SHORT)] * batch, {}, fits(long)
         yield f"decode {batch}", rounds, long, {}, fits(long)
     yield "mix", 2, request_lengths(128), {}, True
 
@@ -135,7 +140,7 @@ def rounds(suite, name, servers, tokens_max, figures):
 
 
 def show(suite, name, label, medians):
-    """The row of a case; prompts alone only serve to tell decoding from them."""
+    """The row of a case; shorter outputs only serve to tell decoding from prompts."""
     kind, _, count = label.partition(" ")
     figures = {}
     for server, took in medians[label].items():
@@ -145,8 +150,8 @@ def show(suite, name, label, medians):
         elif kind == "mix":
             figures[server] = (seconds, f"{took['output_tokens'] / seconds:.0f} output tok/s")
         elif kind in ("decode", "sampled"):
-            before = medians[f"prompts {count}"][server]["seconds"]
-            step = (seconds - before) / (OUTPUT - 1)
+            before = medians[f"short {label}"][server]["seconds"]
+            step = (seconds - before) / (OUTPUT - SHORT)
             figures[server] = (step, f"{step * 1e3:.2f} ms a step, {int(count) / step:.0f} tok/s" if step > 0 else "shorter than its prompts")
     if not figures:
         return

@@ -2,6 +2,10 @@
 
 import json
 
+from phases.ceilings import measured_ceilings
+
+# Environment variable with GB/s that this card reads, of which the kernels' timings are given as shares.
+BANDWIDTH = "INFLIGHT_TEST_BANDWIDTH_GB_S"
 # What is run of the kernels' tests: those over buffers, not the ones of single functions.
 FAMILIES = ["attention", "drafts", "overlap", "product", "rows", "sampling", "sampling_split"]
 # A property that fails is made small, but not for longer than this; what it then says is enough.
@@ -51,10 +55,10 @@ def limit(suite, seconds):
 def microbenchmarks(suite):
     """How long each kernel takes, as a share of what the card can do."""
     check_filters(suite, "microbenchmarks", TIMINGS.values())
+    environment = TEST_ENVIRONMENT if suite.rehearse else {**TEST_ENVIRONMENT, BANDWIDTH: f"{measured_ceilings(suite)['read_tb_s'] * 1e3:.1f}"}
     for name, tests in TIMINGS.items():
         command = [str(suite.bundle / "kernel-tests"), "--ignored", "--test-threads=1", "--nocapture", tests]
-        code, output, _ = suite.recorder.command(f"timing-{name.replace(' ', '-')}", command, limit(suite, 120),
-                                                 TEST_ENVIRONMENT)
+        code, output, _ = suite.recorder.command(f"timing-{name.replace(' ', '-')}", command, limit(suite, 120), environment)
         rows = list(rows_of(output))
         suite.json["phases"].setdefault("microbenchmarks", {})[name] = rows
         measured = [row for row in rows if "us" in row]
@@ -78,15 +82,15 @@ def summary(rows):
                    row["tflops"] >= 300)
         elif kernel == "skinny_gemm" and row["overlap"]:
             yield (f"{row['m']} x {row['k']} by {row['n']}, overlapping",
-                   f"{row['us']:.1f} us, {row['gb_s']} GB/s, {100 * row['share_of_copy']:.0f} % of copy "
+                   f"{row['us']:.1f} us, {row['gb_s']} GB/s, {100 * row['share_of_reading']:.0f} % of reading "
                    f"(deterministic product: {row['deterministic_us']:.1f} us)", "", None)
         elif kernel == "sample":
-            yield (f"sampling, {row['way']}, {row['rows']} rows{' in parts' if row['parts'] else ''}", f"{row['us']:.1f} us, {100 * row['share_of_copy']:.0f} % of copy", "", None)
+            yield (f"sampling, {row['way']}, {row['rows']} rows{' in parts' if row['parts'] else ''}", f"{row['us']:.1f} us, {100 * row['share_of_reading']:.0f} % of reading", "", None)
         elif kernel in ("norm", "swiglu", "finish_qkv", "finish_qkv_fp8"):
-            yield (f"{row['model']} {kernel}, {row['rows']} rows", f"{row['us']:.2f} us, {100 * row['share_of_copy']:.0f} % of copy", "", None)
+            yield (f"{row['model']} {kernel}, {row['rows']} rows", f"{row['us']:.2f} us, {100 * row['share_of_reading']:.0f} % of reading", "", None)
     for (model, fp8, pool, sequences, context), orders in attention.items():
-        shares = ", ".join(f"{order} {row['us']:.1f} us, {100 * row['share_of_copy']:.0f} % of copy" for order, row in orders.items())
-        least = min(row["share_of_copy"] for row in orders.values())
+        shares = ", ".join(f"{order} {row['us']:.1f} us, {100 * row['share_of_reading']:.0f} % of reading" for order, row in orders.items())
+        least = min(row["share_of_reading"] for row in orders.values())
         yield (f"{model}{' fp8' if fp8 else ''} decode of {sequences} x {context:,}, pool of {pool} GB", shares,
                "80 %" if sequences >= 64 else "", least >= 0.8 if sequences >= 64 else None)
 

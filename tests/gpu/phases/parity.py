@@ -1,4 +1,4 @@
-"""Teacher-forced logits against those of transformers."""
+"""Teacher-forced logits against those of transformers: one sequence in chunks, and many that are computed together."""
 
 import random
 import tempfile
@@ -11,48 +11,88 @@ PARITY, PARITY_FP8 = 2e-2, 1e-1
 TOKENS, PREFILL = 700, 660
 DETERMINISTIC, SERIAL = {"deterministic": True}, {"deterministic": True, "overlap": False}
 MODES = [(TOKENS, {}), (129, {}), (129, DETERMINISTIC), (129, SERIAL), (129, {"fp8_kv_cache": True})]
+# Each shape with an option of its own: biases, a window, scaled positions.
+OPTIONS = {"tiny-llama": "", "tiny-qwen3": "norms of queries and keys", "tiny-qwen2": "biases", "tiny-mistral": "a window",
+           "tiny-llama3": "scaled positions"}
+# Sequences that are computed together, their longest prompt, and the tokens that are decoded of each.
+TOGETHER, LONGEST, DECODED = 64, 600, 8
 
 
 def parity(suite):
     for dtype in ["bfloat16", "float16"]:
-        for name in ["tiny-llama", "tiny-qwen3"]:
+        for name in OPTIONS if dtype == "bfloat16" else ["tiny-llama", "tiny-qwen3"]:
             of_model(suite, name, dtype)
+
+
+def batch_parity(suite, names=("tiny-llama", "qwen3-0.6b")):
+    """Prompts in chunks beside decoding, in the mode that speed is measured in: every row of every sequence."""
+    for name in names:
+        for mode in [{}, DETERMINISTIC]:
+            together(suite, name, mode)
+
+
+def label_of(name, what, mode):
+    return " ".join([name, what, *(key if value else f"no {key}" for key, value in mode.items())])
 
 
 def of_model(suite, name, dtype):
     path = suite.model(name, dtype)
     vocabulary = shapes.SHAPES[name][1]["vocab_size"]
     generator = random.Random(3)
-    tokens = [generator.randrange(vocabulary) for _ in range(TOKENS)]
-    reference = None if suite.hollow() else Reference(suite, path, dtype, tokens)
+    sequences = [[generator.randrange(vocabulary) for _ in range(TOKENS)]]
+    reference = None if suite.hollow() else Reference(suite, path, dtype, sequences, [PREFILL])
     overlapping = None
     for chunk, mode in MODES:
-        label = " ".join([name, dtype, "chunks of", str(chunk), *(key if value else f"no {key}" for key, value in mode.items())])
-        with tempfile.TemporaryDirectory() as scratch:
-            out = Path(scratch) / "logits"
-            task = {"logits": {"tokens": tokens, "prefill": PREFILL, "chunk": chunk, "out": str(out)}}
-            try:
-                suite.job("parity", path, task, 120, slots=4, batch_tokens=1024, utilization=0.3, **mode)
-            except RuntimeError as error:
-                suite.check("parity", label, False, str(error)[:300])
-                continue
-            if reference is None:
-                suite.row("parity", label, "compared with nothing: there is no torch", word="open")
-                continue
-            ours = reference.numpy.fromfile(out, dtype="<f4").reshape(-1, vocabulary)
+        label = label_of(name, f"{dtype} chunks of {chunk}", mode)
+        ours = logits(suite, "parity", label, path, sequences, [PREFILL], chunk, slots=4, batch_tokens=1024, utilization=0.3, **mode)
+        if ours is None:
+            continue
         suite.check("parity", label, *reference.compare(ours, PARITY_FP8 if "fp8_kv_cache" in mode else PARITY))
         if mode is DETERMINISTIC:
             overlapping = ours
         elif mode is SERIAL and overlapping is not None:
-            # All kernels are our own then, so each overlaps with the next.
+            # All kernels are our own then, so each overlaps with the next. That they did, the paths of each job say.
             equal = ours.tobytes() == overlapping.tobytes()
             suite.check("parity", f"{name} {dtype}: kernels that overlap change no bit", equal, "equal" if equal else "DIFFER")
+
+
+def together(suite, name, mode):
+    path = suite.model(name)
+    vocabulary = shapes.SHAPES[suite.shape(name)][1]["vocab_size"]
+    generator = random.Random(4)
+    count = 4 if suite.rehearse else TOGETHER
+    prompts = [generator.randrange(16, LONGEST) for _ in range(count)]
+    sequences = [[generator.randrange(vocabulary) for _ in range(prompt + DECODED)] for prompt in prompts]
+    reference = None if suite.hollow() else Reference(suite, path, "bfloat16", sequences, prompts)
+    label = label_of(name, f"{count} sequences together", mode)
+    ours = logits(suite, "batch-parity", label, path, sequences, prompts, 512, slots=64, batch_tokens=1024, context_tokens=1024,
+                  utilization=0.5, **mode)
+    if ours is not None:
+        suite.check("batch-parity", label, *reference.compare(ours, PARITY))
+
+
+def logits(suite, phase, label, path, sequences, prompts, chunk, **options):
+    """Our logits of all rows; None if there are none, or nothing to compare them with, which is then said."""
+    with tempfile.TemporaryDirectory() as scratch:
+        out = Path(scratch) / "logits"
+        task = {"logits": {"sequences": sequences, "prompts": prompts, "chunk": chunk, "out": str(out)}}
+        try:
+            suite.job(phase, path, task, 120, **options)
+        except RuntimeError as error:
+            suite.check(phase, label, False, str(error)[:300])
+            return None
+        numpy = None if suite.hollow() else suite.package("numpy")
+        if numpy is None:
+            suite.row(phase, label, "compared with nothing: there is no torch", word="open")
+            return None
+        rows = sum(len(tokens) - prompt + 1 for tokens, prompt in zip(sequences, prompts))
+        return numpy.fromfile(out, dtype="<f4").reshape(rows, -1)
 
 
 class Reference:
     """Logits of transformers."""
 
-    def __init__(self, suite, path, dtype, tokens):
+    def __init__(self, suite, path, dtype, sequences, prompts):
         torch = suite.torch()
         import numpy
         from transformers import AutoModelForCausalLM
@@ -61,23 +101,39 @@ class Reference:
         def logits(kind):
             model = AutoModelForCausalLM.from_pretrained(path, dtype=kind).to(device).eval()
             with torch.no_grad():
-                rows = model(torch.tensor([tokens], device=device)).logits[0, PREFILL - 1:]
-            return rows.float().cpu().numpy()
+                rows = [model(torch.tensor([tokens], device=device)).logits[0, prompt - 1:].float().cpu()
+                        for tokens, prompt in zip(sequences, prompts)]
+            return torch.cat(rows).numpy()
 
-        self.numpy, self.dtype = numpy, dtype
         # In single precision: the truth that both roundings are measured against.
-        self.truth, theirs = logits(torch.float32), logits(getattr(torch, dtype))
-        self.scale = numpy.abs(self.truth).max()
-        self.peer = float(numpy.abs(theirs - self.truth).max() / self.scale)
+        truth, theirs = logits(torch.float32), logits(getattr(torch, dtype))
+        self.comparison = Comparison(numpy, truth)
+        self.peer = f"transformers in {dtype}: {self.comparison.apart(theirs):.1e}"
 
     def compare(self, ours, bound):
-        """Whether our logits are within the bound and choose the same tokens wherever it is sure; and in words."""
+        good, words = self.comparison.compare(ours, bound)
+        return good, f"{words} ({self.peer})"
+
+
+class Comparison:
+    """What rows of logits are compared with."""
+
+    def __init__(self, numpy, truth):
+        self.numpy, self.truth = numpy, truth
+        self.scale = numpy.abs(truth).max()
+
+    def apart(self, ours):
+        return float(self.numpy.abs(ours - self.truth).max() / self.scale)
+
+    def compare(self, ours, bound):
+        """Whether logits are within the bound and choose the same tokens wherever the truth is sure, which it has to be once; and in words."""
         if ours.shape != self.truth.shape:
             return False, f"{ours.shape} logits, not {self.truth.shape}"
+        if not (self.numpy.isfinite(ours).all() and self.numpy.isfinite(self.truth).all()):
+            return False, "logits that are not finite"
         best = self.numpy.sort(self.truth, axis=1)
         sure = best[:, -1] - best[:, -2] > bound * self.scale
-        apart = float(self.numpy.abs(ours - self.truth).max() / self.scale)
+        apart = self.apart(ours)
         same = bool((ours.argmax(1) == self.truth.argmax(1))[sure].all())
-        # NaN compares as false.
-        return apart <= bound and same, (f"{apart:.1e} of max|ref| (transformers in {self.dtype}: {self.peer:.1e}); "
-                                         f"{int(sure.sum())} sure argmax {'equal' if same else 'DIFFER'}")
+        words = f"{apart:.1e} of max|ref|, {int(sure.sum())} of {len(sure)} rows sure, their argmax {'equal' if same else 'DIFFER'}"
+        return apart <= bound and same and bool(sure.any()), words

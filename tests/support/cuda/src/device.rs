@@ -1,12 +1,14 @@
 //! Simulated GPU: its memory, its streams and its failure.
 
 use std::collections::BTreeMap;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, Weak};
 
 use cudarc::driver::sys::CUresult;
 use inflight_kernel_harness::{Harness, HostMemory, run_harness_unchecked};
 use inflight_kernels::cuda::{Device as _, DeviceError, Launch};
 
+use crate::lie::{Lie, begins_step, overwrite_embeddings};
 use crate::settings::Settings;
 use crate::stream::SimulatedStream;
 use crate::{DriverResult, lock};
@@ -21,6 +23,8 @@ pub(crate) struct SimulatedDevice {
     failure: OnceLock<CUresult>,
     streams: Mutex<Vec<Weak<SimulatedStream>>>,
     null: OnceLock<Arc<SimulatedStream>>,
+    /// Steps begun.
+    steps: AtomicU64,
     /// Reference count of the primary context.
     pub(crate) retained: Mutex<u32>,
 }
@@ -50,6 +54,7 @@ impl SimulatedDevice {
             failure: OnceLock::new(),
             streams: Mutex::default(),
             null: OnceLock::new(),
+            steps: AtomicU64::new(0),
             retained: Mutex::default(),
         }
     }
@@ -141,11 +146,37 @@ impl SimulatedDevice {
             self.fail(error, "injected fault");
             return Err(error);
         }
+        if begins_step(launch.kernel) {
+            self.steps.fetch_add(1, Ordering::Relaxed);
+        }
+        if !self.computes() {
+            return Ok(());
+        }
         // SAFETY: the harness checks every address; its memory is freed only after all enqueued work has run.
         unsafe { lock(&self.harness).launch(launch) }.map_err(|error: DeviceError| {
             self.fail(CUresult::CUDA_ERROR_ILLEGAL_ADDRESS, &error.to_string());
             CUresult::CUDA_ERROR_ILLEGAL_ADDRESS
-        })
+        })?;
+        if Lie::Nan.told() && begins_step(launch.kernel) {
+            // SAFETY: the kernel was launched with them and has run.
+            unsafe { overwrite_embeddings(launch.params) };
+        }
+        Ok(())
+    }
+
+    /// Whether kernels and GEMMs compute now.
+    pub(crate) fn computes(&self) -> bool {
+        let stale = Lie::Stale.told() && self.steps.load(Ordering::Relaxed).is_multiple_of(2);
+        !Lie::Nothing.told() && !stale
+    }
+
+    /// Whether a copy from the host to this address is made.
+    pub(crate) fn copies_to(&self, address: u64) -> bool {
+        let memory = lock(&self.memory);
+        let largest = memory.iter().max_by_key(|(_, memory)| memory.bytes());
+        let pool =
+            largest.is_some_and(|(from, memory)| (*from..from + memory.bytes() as u64).contains(&address));
+        !(Lie::Copies.told() && pool)
     }
 
     pub(crate) fn stream(self: &Arc<Self>) -> Arc<SimulatedStream> {

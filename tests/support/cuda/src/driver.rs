@@ -307,6 +307,9 @@ calls! {
         let (to, from) = (to as usize, from.expose_provenance());
         let valid_ranges =
             move |device: &SimulatedDevice| pinned::holds(from, bytes) && device.holds(to as u64, bytes);
+        if !self::stream(stream)?.device.copies_to(to as u64) {
+            return Ok(());
+        }
         enqueue_copy(stream, to, from, bytes, valid_ranges)
     }
 

@@ -23,6 +23,7 @@ mod driver;
 mod error_names;
 mod event;
 mod handle_table;
+mod lie;
 mod module;
 mod nccl;
 mod pinned;

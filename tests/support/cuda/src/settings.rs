@@ -4,6 +4,8 @@ use std::path::PathBuf;
 use std::sync::OnceLock;
 use std::time::Duration;
 
+use crate::lie::Lie;
+
 /// Environment variable with the settings: `name=value`, separated by commas; all have defaults.
 pub const VARIABLE: &str = "INFLIGHT_SIMULATED_GPU";
 /// Environment variable with the path of a file that injects faults: while it exists, the next kernel fails
@@ -36,6 +38,8 @@ pub struct Settings {
     pub checks: bool,
     /// `late`: maximum random delay, in microseconds, before streams start work that is not waited for.
     pub late: Duration,
+    /// `lie`: what it does wrong without an error, for checks of checks.
+    pub(crate) lie: Option<Lie>,
     /// File that injects faults.
     pub fault: Option<PathBuf>,
 }
@@ -54,6 +58,7 @@ impl Settings {
             overlap: true,
             checks: true,
             late: Duration::from_micros(500),
+            lie: None,
             fault: None,
         };
         for setting in text.split(',').filter(|setting| !setting.is_empty()) {
@@ -78,6 +83,7 @@ impl Settings {
                 "ptx" => settings.ptx = Some(number()? as i32),
                 "overlap" => settings.overlap = value.parse().map_err(|_| invalid())?,
                 "checks" => settings.checks = value.parse().map_err(|_| invalid())?,
+                "lie" => settings.lie = Some(Lie::of_name(value).ok_or_else(invalid)?),
                 "late" => settings.late = Duration::from_micros(number()?.into()),
                 _ => return Err(invalid()),
             }

@@ -3,7 +3,7 @@
 //! `cargo run --release -p inflight-gpu-suite -- JOB`, where JOB is a JSON object
 //! or the path of a file with one; `tests/gpu/run` creates the jobs. A job has a model directory and a task:
 //! `logits` (teacher-forced, to a file), `steps` (times of decode and prefill), `determinism` (bits over
-//! batch and chunk sizes), `swap` (transfers beside decoding), `serve` (an engine with a list of requests), `rounds`
+//! batch and chunk sizes), `replays` (many decode steps in a row), `swap` (transfers beside decoding), `serve` (an engine with a list of requests), `rounds`
 //! (an engine with lists of requests that come one after the other), `drafts` (streams with drafts and without: bits and times).
 
 #![allow(clippy::print_stdout, reason = "its output is its purpose")]
@@ -11,6 +11,7 @@
 mod bench;
 mod checks;
 mod drafts;
+mod replays;
 mod serve;
 mod swap;
 
@@ -20,7 +21,7 @@ use std::path::PathBuf;
 use inflight_kernels::cuda::Replacement;
 use inflight_models::{ModelDir, ModelSource};
 use inflight_runtime::DRAFT_ROWS;
-use inflight_runtime_cuda::{CudaOptions, CudaRuntime, GemmTuning, KvStore};
+use inflight_runtime_cuda::{CudaOptions, CudaRuntime, GemmTuning, GpuPaths, KvStore};
 use serde::Deserialize;
 use serde_json::{Value, json};
 
@@ -59,6 +60,8 @@ struct Job {
     autotune: bool,
     #[serde(default = "yes")]
     overlap: bool,
+    /// Check before the task.
+    canonical: Option<checks::Canonical>,
     task: Task,
 }
 
@@ -69,6 +72,7 @@ enum Task {
     Determinism(checks::Determinism),
     Steps(bench::Steps),
     Swap(swap::Swap),
+    Replays(replays::Replays),
     Serve(serve::Serve),
     Rounds(serve::Rounds),
     Drafts(drafts::Drafts),
@@ -124,18 +128,50 @@ fn run(argument: &str) -> JobResult<Value> {
     let mut runtime = CudaRuntime::load(&model, &options, &|_, _| {})?;
     let loaded = begun.elapsed().as_secs_f64();
     let gemms: Vec<Value> = runtime.tuned().iter().map(gemm).collect();
+    let fast_paths = runtime.paths().clone();
+    check_paths(&fast_paths)?;
+    let canonical = job.canonical.map(|check| checks::canonical(&mut runtime, &check)).transpose();
+    let canonical = canonical.map_err(|error| format!("the check before the task: {error}"))?;
     let result = match job.task {
         Task::Logits(task) => checks::logits(&mut runtime, &task)?,
         Task::Determinism(task) => checks::determinism(&mut runtime, &task)?,
         Task::Steps(task) => bench::steps(&mut runtime, &task, ordinal)?,
+        Task::Replays(task) => replays::replays(&mut runtime, &task)?,
         Task::Swap(task) => swap::swap(&mut runtime, &task)?,
         Task::Serve(task) => serve::serve(runtime, &task)?,
         Task::Rounds(serve::Rounds {}) => serve::rounds(runtime)?,
         Task::Drafts(task) => drafts::drafts(runtime, &task)?,
     };
+    // A path may have been lost meanwhile.
+    let paths = check_paths(&fast_paths)?;
     let replaced: serde_json::Map<String, Value> =
         replaced.iter().map(|image| (image.family.to_owned(), image.sha256.clone().into())).collect();
-    Ok(json!({ "load_seconds": loaded, "products": gemms, "replaced_images": replaced, "result": result }))
+    Ok(json!({
+        "load_seconds": loaded,
+        "products": gemms,
+        "replaced_images": replaced,
+        "paths": paths,
+        "canonical": canonical,
+        "result": result,
+    }))
+}
+
+/// Describes the fast paths of a runtime as they are now: true, or the reason why one is off.
+///
+/// # Errors
+/// A path is missing, and no option has turned it off: figures would be those of another path.
+fn check_paths(fast: &GpuPaths) -> JobResult<Value> {
+    let mut paths = serde_json::Map::new();
+    for (path, state) in fast.list() {
+        if let Err(off) = state
+            && off.costs
+        {
+            return Err(format!("the fast path {path} is off: {}", off.why).into());
+        }
+        let on = state.as_ref().map_or_else(|off| Value::from(off.why), |()| true.into());
+        paths.insert(path.to_owned(), on);
+    }
+    Ok(paths.into())
 }
 
 /// Describes an autotuned GEMM: the chosen algorithm and the library's first one.

@@ -2,6 +2,7 @@
 
 use std::time::{Duration, Instant};
 
+use inflight_kernels::philox4x32;
 use inflight_runtime::{Batch, Runtime as _, TransferDone};
 use inflight_runtime_cuda::CudaRuntime;
 use inflight_worker_core::{Direction, Transfer, TransferId};
@@ -10,7 +11,7 @@ use serde_json::{Value, json};
 
 use crate::JobResult;
 use crate::bench::fill;
-use crate::checks::attach;
+use crate::checks::{attach, checked_step};
 
 /// Task: measure transfers and decode steps.
 #[derive(Debug, Clone, Deserialize)]
@@ -58,6 +59,58 @@ fn drain(runtime: &mut CudaRuntime, mut left: usize) -> JobResult<Vec<TransferDo
     match all.iter().all(|done| done.succeeded) {
         true => Ok(all),
         false => Err("a transfer failed".into()),
+    }
+}
+
+/// Copies the blocks of a sequence to the host and, once others have overwritten them, back to other places. Returns their number.
+///
+/// # Errors
+/// The next token of the sequence has other logits then.
+fn check_content(runtime: &mut CudaRuntime, source: &mut TransferSource) -> JobResult<u32> {
+    let capabilities = runtime.capabilities().clone();
+    let (block_tokens, vocabulary) = (capabilities.block_tokens, capabilities.vocab_size);
+    let blocks = source.blocks.min(capabilities.context_tokens / block_tokens);
+    let last = blocks * block_tokens - 1;
+    let places = [source.first, source.first + source.blocks];
+    let table = |place: u32| (place..place + blocks).collect::<Vec<u32>>();
+    let word = |i: u32, text: u32| philox4x32([i, text, 0, 0], [14, 0])[0] % vocabulary;
+    let (mut batch, mut sampled) = (Batch::default(), Vec::new());
+    let mut prefill = |runtime: &mut CudaRuntime, text: u32| -> JobResult<()> {
+        let tokens: Vec<u32> = (0..last).map(|i| word(i, text)).collect();
+        let rows = capabilities.batch_tokens as usize;
+        for (part, first) in tokens.chunks(rows).zip((0..).step_by(rows)) {
+            batch.clear();
+            batch.push_sequence(part, first, &table(places[0]));
+            runtime.execute(&mut batch, &mut sampled)?;
+        }
+        Ok(())
+    };
+    let next = |runtime: &mut CudaRuntime, place: u32| {
+        let (mut batch, mut sampled) = (Batch::default(), Vec::new());
+        batch.clear();
+        batch.push_sequence(&[word(last, 0)], last, &table(place));
+        batch.sample_last_row(0);
+        checked_step(runtime, &mut batch, &mut sampled)
+    };
+    let mut transfer = |runtime: &mut CudaRuntime, direction, place: u32| -> JobResult<()> {
+        let id = TransferId(source.next);
+        source.next += 1;
+        let blocks = (0..blocks).map(|i| (place + i, blocks - 1 - i)).collect();
+        runtime.start_transfer(&Transfer { id, direction, blocks })?;
+        drain(runtime, 1).map(drop)
+    };
+    prefill(runtime, 0)?;
+    let before = next(runtime, places[0])?;
+    transfer(runtime, Direction::Out, places[0])?;
+    prefill(runtime, 1)?;
+    let other = next(runtime, places[0])?;
+    transfer(runtime, Direction::In, places[1])?;
+    let after = next(runtime, places[1])?;
+    let bits = |logits: &[f32]| logits.iter().map(|logit| logit.to_bits()).collect::<Vec<u32>>();
+    match (bits(&before) == bits(&after), bits(&before) == bits(&other)) {
+        (true, false) => Ok(blocks),
+        (_, true) => Err("other keys and values change no logit".into()),
+        (false, _) => Err("blocks came back from the host with another content".into()),
     }
 }
 
@@ -122,6 +175,7 @@ pub fn swap(runtime: &mut CudaRuntime, task: &Swap) -> JobResult<Value> {
     }
     let beside = begun.elapsed().as_secs_f64();
     drain(runtime, in_flight)?;
+    let compared = check_content(runtime, &mut source)?;
     let median = |seconds: &mut Vec<f64>| {
         seconds.sort_by(f64::total_cmp);
         seconds[seconds.len() / 2]
@@ -130,6 +184,6 @@ pub fn swap(runtime: &mut CudaRuntime, task: &Swap) -> JobResult<Value> {
     let blocks_beside = moved as f64 * f64::from(task.blocks);
     Ok(json!({
         "blocks_moved": blocks, "blocks_beside": blocks_beside, "beside_seconds": beside, "out_seconds": out, "in_seconds": back, "both_seconds": both,
-        "decode_ms_calm": median(&mut calm) * 1e3, "decode_ms_beside_swaps": median(&mut loaded) * 1e3,
+        "blocks_compared": compared, "decode_ms_calm": median(&mut calm) * 1e3, "decode_ms_beside_swaps": median(&mut loaded) * 1e3,
     }))
 }

@@ -6,7 +6,7 @@ use std::io::Write as _;
 use std::path::Path;
 use std::process::{Command, Output, Stdio};
 
-use inflight_fixtures::{BenchmarkShape, TempDir};
+use inflight_fixtures::{BenchmarkShape, TempDir, set_element};
 use inflight_harness::SimulatedGpu;
 use inflight_kernels::cuda::{IMAGES_VARIABLE, Images, Target};
 use serde_json::{Value, json};
@@ -32,14 +32,26 @@ fn measure(
 
 /// Simulated GPU of compute capability 9.0 and a small model; `None` where kernels can't be built.
 fn simulation() -> Option<(SimulatedGpu, TempDir)> {
+    Some((gpu("")?, model(0)))
+}
+
+/// Simulated GPU with more settings.
+fn gpu(settings: &str) -> Option<SimulatedGpu> {
     if !SimulatedGpu::AVAILABLE {
         let why = "there was no C++ compiler to build the kernels with";
         inflight_fixtures::skipped("the simulated GPU", why);
         return None;
     }
+    Some(SimulatedGpu::new(&format!("memory=768,checks=false,{settings}")).unwrap())
+}
+
+fn model(seed: u32) -> TempDir {
     let folder = TempDir::new("inflight-mini").unwrap();
     BenchmarkShape::Mini.write(folder.path()).unwrap();
-    Some((SimulatedGpu::new("memory=768,checks=false").unwrap(), folder))
+    if seed > 0 {
+        set_element(folder.path(), "model.norm.weight", 0, seed as f32).unwrap();
+    }
+    folder
 }
 
 fn job(model: &Path, task: &Value) -> Value {
@@ -106,4 +118,136 @@ fn rounds_are_answered_one_by_one() {
     assert_eq!(counts("output_tokens"), [Some(5), Some(4)]);
     assert_eq!(counts("requests"), [Some(2), Some(1)]);
     assert_eq!(lines[3]["result"], json!({ "rounds": 2 }));
+}
+
+/// Result of a job, or its error.
+fn outcome(settings: &str, job: &Value) -> Option<Result<Value, String>> {
+    let (output, lines) = measure(Some(&gpu(settings)?), None, job, "");
+    let last = lines.last().unwrap();
+    Some(match last.get("error") {
+        Some(error) => {
+            assert_eq!(output.status.code(), Some(1));
+            Err(error.as_str().unwrap().to_owned())
+        }
+        None => Ok(last.clone()),
+    })
+}
+
+/// Tasks of all kinds that report figures or bits.
+fn tasks(folder: &Path) -> Vec<(&'static str, Value)> {
+    let sequences = [(0..40).collect::<Vec<u32>>(), (7..30).collect()];
+    let replays = json!({ "sequences": 2, "context": 16, "steps": 4 });
+    let swap = json!({ "blocks": 2, "transfers": 2, "sequences": 2, "context": 16, "steps": 2 });
+    let logits =
+        json!({ "sequences": sequences, "prompts": [36, 20], "chunk": 16, "out": folder.join("logits") });
+    vec![
+        ("steps", steps()["steps"].clone()),
+        ("logits", logits),
+        ("determinism", json!({ "length": 40, "companions": [1, 2], "chunks": [32, 7] })),
+        ("replays", replays),
+        ("swap", swap),
+    ]
+}
+
+fn task_job(model: &Path, name: &str, task: &Value) -> Value {
+    let mut job = job(model, &json!({ name: task }));
+    job["deterministic"] = true.into();
+    job["host_bytes"] = (64 << 20).into();
+    job
+}
+
+#[test]
+fn every_task_passes_on_an_honest_gpu() {
+    let folder = model(0);
+    for (name, task) in tasks(folder.path()) {
+        let Some(result) = outcome("", &task_job(folder.path(), name, &task)) else { return };
+        let result = result.unwrap_or_else(|error| panic!("{name}: {error}"));
+        if name == "determinism" {
+            assert_eq!((&result["result"]["different"], &result["result"]["rows"]), (&json!([]), &json!(6)));
+        }
+        assert_eq!(result["paths"]["overlapped_kernels"], true, "{result}");
+    }
+}
+
+#[test]
+fn no_task_reports_anything_of_a_gpu_that_computes_nothing_or_nan_or_keeps_old_results() {
+    let folder = model(0);
+    for lie in ["nothing", "nan", "stale"] {
+        for (name, task) in tasks(folder.path()) {
+            let Some(result) = outcome(&format!("lie={lie}"), &task_job(folder.path(), name, &task)) else {
+                return;
+            };
+            let error = result.expect_err(&format!("{name} of a GPU that computes {lie}"));
+            let expected = [
+                "is NaN: the step computed it wrong, or not at all",
+                "is not its most likely one",
+                "logits are not finite",
+            ];
+            assert!(expected.iter().any(|reason| error.contains(reason)), "{name}, {lie}: {error}");
+        }
+    }
+}
+
+#[test]
+fn copies_that_are_not_made_are_found() {
+    let folder = model(0);
+    let (name, task) = tasks(folder.path()).pop().unwrap();
+    let Some(result) = outcome("lie=copies", &task_job(folder.path(), name, &task)) else { return };
+    let error = result.unwrap_err();
+    assert!(
+        error.contains("came back from the host with another content") || error.contains("is NaN"),
+        "{error}"
+    );
+}
+
+#[test]
+fn a_run_whose_fast_paths_are_off_without_an_option_fails() {
+    let folder = model(0);
+    let mut job = job(folder.path(), &steps());
+    let Some(result) = outcome("overlap=false", &job) else { return };
+    let error = result.unwrap_err();
+    assert!(error.contains("the fast path overlapped_kernels is off: the driver refuses"), "{error}");
+    job["overlap"] = false.into();
+    let paths = outcome("overlap=false", &job).unwrap().unwrap()["paths"].clone();
+    assert_eq!(paths["overlapped_kernels"], "turned off by an option");
+    assert_eq!(paths["cublaslt"], true);
+}
+
+#[test]
+fn figures_of_another_model_than_that_of_the_deterministic_eager_run_are_refused() {
+    let (folder, other) = (model(0), model(9));
+    let file = folder.path().join("canonical");
+    let check = |bound: Option<f32>| json!({ "file": file, "bound": bound });
+    let mut reference = job(folder.path(), &steps());
+    for (key, value) in [("deterministic", true), ("overlap", false)] {
+        reference[key] = value.into();
+    }
+    reference["canonical"] = check(None);
+    let Some(written) = outcome("", &reference) else { return };
+    assert_eq!(written.unwrap()["canonical"]["rows"], 10);
+    let mut fast = job(folder.path(), &steps());
+    fast["graphs"] = true.into();
+    fast["canonical"] = check(Some(2e-2));
+    let result = outcome("", &fast).unwrap().unwrap();
+    assert!(result["canonical"]["apart"].as_f64().unwrap() < 2e-2, "{result}");
+    fast["model"] = other.path().to_str().unwrap().into();
+    let error = outcome("", &fast).unwrap().unwrap_err();
+    assert!(error.contains("what is measured is not this model"), "{error}");
+    // An engine is measured after the same check.
+    let mut serve = job(folder.path(), &json!({ "serve": { "lengths": [[8, 2]] } }));
+    serve["canonical"] = check(Some(2e-2));
+    let error = outcome("lie=nothing", &serve).unwrap().unwrap_err();
+    assert!(error.contains("the check before the task: logit"), "{error}");
+}
+
+#[test]
+fn an_algorithm_that_computes_something_else_is_not_chosen() {
+    let folder = model(0);
+    let mut job = job(folder.path(), &steps());
+    job["autotune"] = true.into();
+    let Some(result) = outcome("lie=algorithm", &job) else { return };
+    let result = result.unwrap();
+    let chosen = result["products"].as_array().unwrap();
+    let lies = |product: &&Value| product["by"] == "cublaslt" && product["way"] != 0;
+    assert!(!chosen.is_empty() && chosen.iter().find(lies).is_none(), "{chosen:?}");
 }
