@@ -64,6 +64,7 @@ async fn open_calls(router: &RoleProcess) -> Result<f64> {
 }
 
 #[tokio::test(flavor = "multi_thread")]
+#[ignore = "takes half a minute alone; the lane artefact of .ci/nightly runs it"]
 async fn bench_completes_every_request_when_its_router_is_killed_only_with_resume() -> Result<()> {
     let folder = TempDir::new("bench-resumes")?;
     let mut cluster = Cluster::start(folder.path()).await?;

@@ -15,7 +15,9 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use inflight_contract::{Constraint, FinishReason, Grammar, SamplingParams, SamplingSpec, Weight};
-use inflight_fixtures::{Arch, BenchmarkShape, Checkpoint, Dtype, TempDir, is_thorough, skipped};
+use inflight_fixtures::{
+    Arch, BenchmarkShape, Checkpoint, Dtype, TempDir, is_left_to_the_night, is_thorough, skipped,
+};
 use inflight_grammar::Vocabulary;
 use inflight_grammar_service::Grammars;
 use inflight_harness::SimulatedGpu;
@@ -557,10 +559,12 @@ fn scarcity_never_changes_the_answer() {
             None => skipped("scarcity", &format!("this machine has no {name}")),
         }
     }
-    let all = if is_thorough() { CASES } else { CASES / 3 };
-    let coverages = FORMATS.map(|_| RefCell::new(Coverage::default()));
+    // Each dtype of weights and of the KV cache otherwise.
+    let (all, every) = if is_thorough() { (CASES, 1) } else { (CASES / 2, 2) };
+    let formats: Vec<StorageFormat> = FORMATS.into_iter().step_by(every).collect();
+    let coverages: Vec<_> = formats.iter().map(|_| RefCell::new(Coverage::default())).collect();
     for seed in seeds() {
-        for (d, (format, coverage)) in FORMATS.into_iter().zip(&coverages).enumerate() {
+        for (d, (format, coverage)) in formats.iter().copied().zip(&coverages).enumerate() {
             for (i, isa) in isas.iter().copied().enumerate() {
                 let arch = archs[(d + i + seed as usize) % archs.len()];
                 let folder = Checkpoint::new(arch, format.dtype).write_temp().unwrap();
@@ -586,7 +590,7 @@ fn scarcity_never_changes_the_answer() {
     }
     // The workloads of each format must have exercised every event; those of all, the one that depends most on the speed of copies.
     let mut host_cached = 0;
-    for (format, coverage) in FORMATS.into_iter().zip(coverages) {
+    for (format, coverage) in formats.into_iter().zip(coverages) {
         let coverage = coverage.into_inner();
         println!("seeds {:?}, {format:?}: {coverage:?}", seeds());
         assert!(coverage.recomputed > 0 && coverage.swapped > 0, "{format:?}: {coverage:?}");
@@ -623,6 +627,9 @@ fn on_gpus(ranks: usize) -> impl Strategy<Value = Workload> {
 #[test]
 fn scarcity_never_changes_the_answer_of_a_gpu() {
     let test = "scarcity::scarcity_never_changes_the_answer_of_a_gpu";
+    if is_left_to_the_night(test) {
+        return;
+    }
     if !SimulatedGpu::within("gpus=2,memory=1024,ptx=90,checks=false", test).unwrap() {
         return;
     }
