@@ -54,8 +54,8 @@ template <typename T, bool FP8> DEVICE void finish_qkv(const QkvParams &p) {
     uint32_t first = block_index() * each, end = smaller(first + each, all);
     bool inside = i < half;
     // What no kernel writes is loaded while the GEMM before this kernel ends: where the row's token goes, and the angles of its
-    // position. Weights, which all rows share, are brought nearer. Places and positions are written by a copy between two steps, so they
-    // are read past the first-level cache, which may still have those of the step before.
+    // position. Weights, which all rows share, are brought nearer. Places and positions are written by a copy between two steps; before
+    // the wait for the kernel before, the first-level cache may still have those of the step before, so they are read past it.
     uint32_t place = row < p.rows && first < end ? load_shared_by_device(p.places + row) : ~0u;
     float turns[2][EIGHT] = {};
     if (place != ~0u && inside) {

@@ -3,7 +3,7 @@
 use std::io::{self, IoSlice};
 use std::net::SocketAddr;
 use std::pin::Pin;
-use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::task::{Context, Poll};
 use std::time::Duration;
@@ -28,28 +28,27 @@ pub struct Peer(Arc<PeerState>);
 struct PeerState {
     address: Option<SocketAddr>,
     identity: Option<Identity>,
-    /// Number of open calls.
-    calls: AtomicU32,
-    /// Number of open calls on paths that need no authentication (health, reflection).
-    probes: AtomicU32,
     /// Whether a call was ever made.
     used: AtomicBool,
     /// Whether a call has authenticated.
     authenticated: AtomicBool,
     /// Handle to the registry entry; absent where no limits apply.
     authentication: Option<Authentication>,
-    idle: Mutex<IdleTimes>,
+    open: Mutex<OpenCalls>,
     /// Named resources dropped when the connection ends.
     held: Mutex<Vec<(String, Box<dyn Send>)>>,
 }
 
-/// Times at which the number of open calls last fell to zero.
+/// Open calls of a connection. Probes are those on paths that need no authentication (health, reflection).
 #[derive(Debug, Default)]
-struct IdleTimes {
-    /// Of all calls.
-    all: Option<Instant>,
-    /// Of all but those on paths that need no authentication.
-    but_probes: Option<Instant>,
+struct OpenCalls {
+    probes: u32,
+    /// All but the probes.
+    others: u32,
+    /// Time at which the last call ended.
+    idle_since: Option<Instant>,
+    /// Time at which the last call ended that was no probe.
+    others_ended: Option<Instant>,
 }
 
 impl std::fmt::Debug for Peer {
@@ -67,38 +66,37 @@ pub struct OpenCall {
 
 impl Drop for OpenCall {
     fn drop(&mut self) {
-        let peer = &self.peer.0;
-        if self.is_probe {
-            peer.probes.fetch_sub(1, Ordering::AcqRel);
+        let mut open = self.peer.0.open();
+        match self.is_probe {
+            true => open.probes -= 1,
+            false => open.others -= 1,
         }
-        let mut idle = peer.idle();
-        let left = peer.calls.fetch_sub(1, Ordering::AcqRel) - 1;
-        if left == 0 {
-            idle.all = Some(Instant::now());
+        if open.probes + open.others == 0 {
+            open.idle_since = Some(Instant::now());
         }
-        if !self.is_probe && left == peer.probes.load(Ordering::Acquire) {
-            idle.but_probes = Some(Instant::now());
+        if !self.is_probe && open.others == 0 {
+            open.others_ended = Some(Instant::now());
         }
     }
 }
 
 impl PeerState {
-    fn idle(&self) -> MutexGuard<'_, IdleTimes> {
+    fn open(&self) -> MutexGuard<'_, OpenCalls> {
         // Consistent at every call that could panic.
-        self.idle.lock().unwrap_or_else(PoisonError::into_inner)
+        self.open.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Returns since when no call is open; `None` while one is, and before the first call.
     fn idle_since(&self) -> Option<Instant> {
-        let since = self.idle().all;
-        since.filter(|_| self.calls.load(Ordering::Acquire) == 0)
+        let open = self.open();
+        open.idle_since.filter(|_| open.probes + open.others == 0)
     }
 
-    /// Returns since when no call is open but on paths that need no authentication, as a watch of the health, which would otherwise keep a
-    /// connection that is of no use from giving way at a limit; `None` while one is, and before the first call.
+    /// Returns since when no call is open but probes, as a watch of the health, which would otherwise keep a connection that is of no use
+    /// from giving way at a limit; `None` while one is, and before the first such call.
     fn spare_since(&self) -> Option<Instant> {
-        let since = self.idle().but_probes;
-        since.filter(|_| self.calls.load(Ordering::Acquire) == self.probes.load(Ordering::Acquire))
+        let open = self.open();
+        open.others_ended.filter(|_| open.others == 0)
     }
 }
 
@@ -111,12 +109,10 @@ impl Peer {
         Self(Arc::new(PeerState {
             address,
             identity,
-            calls: AtomicU32::new(0),
-            probes: AtomicU32::new(0),
             used: AtomicBool::new(false),
             authenticated: AtomicBool::new(false),
             authentication,
-            idle: Mutex::default(),
+            open: Mutex::default(),
             held: Mutex::default(),
         }))
     }
@@ -134,26 +130,26 @@ impl Peer {
     /// Counts a new call as open until the returned guard is dropped.
     pub fn call(&self) -> OpenCall {
         self.0.used.store(true, Ordering::Release);
-        self.0.calls.fetch_add(1, Ordering::AcqRel);
+        self.0.open().others += 1;
         OpenCall { peer: self.clone(), is_probe: false }
     }
 
     /// Counts a new call on a path that needs no authentication, in [`Peer::calls`] and [`Peer::probes`], until the guard is dropped.
     pub fn probe(&self) -> OpenCall {
-        self.0.probes.fetch_add(1, Ordering::AcqRel);
-        let mut call = self.call();
-        call.is_probe = true;
-        call
+        self.0.used.store(true, Ordering::Release);
+        self.0.open().probes += 1;
+        OpenCall { peer: self.clone(), is_probe: true }
     }
 
     /// Returns the number of open calls on paths that need no authentication.
     pub fn probes(&self) -> u32 {
-        self.0.probes.load(Ordering::Acquire)
+        self.0.open().probes
     }
 
     /// Returns the number of open calls.
     pub fn calls(&self) -> u32 {
-        self.0.calls.load(Ordering::Acquire)
+        let open = self.0.open();
+        open.probes + open.others
     }
 
     /// Marks the connection as authenticated: from now on `idle_max` applies, and the connection is not

@@ -17,6 +17,9 @@ const ALLOWANCE_MAX: f64 = 10_000.0;
 const PER_SECOND: f64 = 100.0;
 const PER_CALL: f64 = 2.0;
 const PER_RESPONSE_FRAME: f64 = 4.0;
+/// Frames allowed for a response frame with so little data that no answer has it: a client grants windows of single bytes.
+const PER_SCRAP: f64 = 0.25;
+const SCRAP_BYTES: usize = 8;
 
 /// Counts the control frames (PING, SETTINGS, WINDOW_UPDATE, PRIORITY, RST_STREAM and unknown ones) of an HTTP/2 peer against an
 /// allowance that grows with time, calls and responses. Each costs the peer nothing and this side a wake-up and often an answer.
@@ -64,7 +67,7 @@ impl FrameMeter {
         }
         let Received::Http2(scanner) = &mut self.received else { return true };
         let (mut calls, mut control) = (0u32, 0u32);
-        scanner.scan(bytes, |kind| match kind {
+        scanner.scan(bytes, |kind, _| match kind {
             HEADERS => calls += 1,
             DATA | CONTINUATION => {}
             _ => control += 1,
@@ -83,9 +86,15 @@ impl FrameMeter {
     pub(crate) fn sent(&mut self, bytes: &[u8]) {
         // A server may write before the preface has come.
         if !matches!(self.received, Received::Other) {
-            let mut frames = 0u32;
-            self.sent.scan(bytes, |kind| frames += u32::from(matches!(kind, DATA | HEADERS)));
-            self.add(f64::from(frames) * PER_RESPONSE_FRAME);
+            let mut allowed = 0.0;
+            self.sent.scan(bytes, |kind, payload| {
+                allowed += match kind {
+                    DATA if payload < SCRAP_BYTES => PER_SCRAP,
+                    DATA | HEADERS => PER_RESPONSE_FRAME,
+                    _ => 0.0,
+                };
+            });
+            self.add(allowed);
         }
     }
 
@@ -107,8 +116,8 @@ struct FrameScanner {
 impl FrameScanner {
     const HEADER_BYTES: usize = 9;
 
-    /// Calls `each` with the type of each frame whose header is complete.
-    fn scan(&mut self, mut bytes: &[u8], mut each: impl FnMut(u8)) {
+    /// Calls `each` with the type and the payload's bytes of each frame whose header is complete.
+    fn scan(&mut self, mut bytes: &[u8], mut each: impl FnMut(u8, usize)) {
         while !bytes.is_empty() {
             let skipped = self.payload.min(bytes.len());
             self.payload -= skipped;
@@ -121,7 +130,7 @@ impl FrameScanner {
                 let [a, b, c, kind, ..] = self.header;
                 self.payload = u32::from_be_bytes([0, a, b, c]) as usize;
                 self.filled = 0;
-                each(kind);
+                each(kind, self.payload);
             }
         }
     }
@@ -187,6 +196,16 @@ mod tests {
     }
 
     #[test]
+    fn windows_of_single_bytes_allow_no_flood() {
+        let (mut meter, now) = meter();
+        let granted = (0..50_000).take_while(|_| {
+            meter.sent(&frame(DATA, 1));
+            meter.received(&frame(WINDOW_UPDATE, 4), now)
+        });
+        assert!(granted.count() < 2_000);
+    }
+
+    #[test]
     fn other_protocols_are_not_counted() {
         let mut meter = FrameMeter::new(Instant::now());
         let request = b"GET / HTTP/1.1\r\n\r\n".repeat(10_000);
@@ -204,7 +223,7 @@ mod tests {
             let (mut found, mut rest) = (Vec::new(), &bytes[..]);
             for cut in cuts.iter().cycle() {
                 let (piece, after) = rest.split_at(rest.len().min(*cut));
-                scanner.scan(piece, |kind| found.push(kind));
+                scanner.scan(piece, |kind, _| found.push(kind));
                 rest = after;
                 if rest.is_empty() {
                     break;

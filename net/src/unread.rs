@@ -10,7 +10,7 @@ use tokio::time::MissedTickBehavior;
 use tokio_util::sync::CancellationToken;
 
 use crate::shared_pool::Holder;
-use crate::unread_eviction::{ConnectionLoad, evictions};
+use crate::unread_eviction::{ConnectionLoad, ResponseLoad, evictions};
 
 /// Interval of the checks.
 const CHECK_INTERVAL: Duration = Duration::from_secs(1);
@@ -26,7 +26,7 @@ const FRAME_OVERHEAD_BYTES: u64 = 8 << 10;
 ///
 /// The response to a call that has ended, and so holds no permit, stays in h2's send buffer while the client answers
 /// pings but grants no flow-control window. The server cannot reset that stream, because its body is not polled, so it
-/// closes connections: of the tenant with most buffered data for its weight, the one with most of it.
+/// closes connections: of the tenant with most buffered data for its weight, above its share, the one in which most of it is unread.
 #[derive(Clone)]
 pub struct UnreadBudget(Arc<UnreadBudgetState>);
 
@@ -77,13 +77,12 @@ impl UnreadBudget {
         self.0.gauge.set(total() as f64);
         let (once, twice) = (self.0.bytes_max, self.0.bytes_max.saturating_mul(2));
         for (checks, limit) in [(UNREAD_CHECKS, once), (UNREAD_CHECKS_MIN, twice), (0, twice)] {
-            let total = total();
-            if total <= limit {
+            if total() <= limit {
                 continue;
             }
             let open: Vec<_> = open().collect();
             let loads: Vec<_> = open.iter().map(|connection| connection.load(now, checks)).collect();
-            for index in evictions(&loads, total, limit) {
+            for index in evictions(&loads, limit) {
                 open[index].evicted.cancel();
             }
         }
@@ -169,15 +168,17 @@ impl ConnectionUnread {
         self.bytes.load(Ordering::Relaxed)
     }
 
-    /// Returns what it has, with the responses without progress for more than `checks` checks.
+    /// Returns its responses; those without progress for more than `checks` checks are unread.
     fn load(&self, now: u64, checks: u64) -> ConnectionLoad {
         // Dropped after the lock, which their drops take.
         let streams: Vec<_> = self.lock().entries.values().filter_map(Weak::upgrade).collect();
         let age = |stream: &UnreadStream| now.saturating_sub(stream.progressed.load(Ordering::Relaxed));
-        let unread = streams.iter().filter(|stream| age(stream) > checks);
-        let unread =
-            unread.map(|stream| (stream.holder.get().cloned(), stream.bytes.load(Ordering::Relaxed)));
-        ConnectionLoad { bytes: self.bytes(), unread: unread.collect() }
+        let response = |stream: &Arc<UnreadStream>| ResponseLoad {
+            holder: stream.holder.get().cloned(),
+            bytes: stream.bytes.load(Ordering::Relaxed),
+            is_unread: age(stream) > checks,
+        };
+        ConnectionLoad { responses: streams.iter().map(response).collect() }
     }
 }
 

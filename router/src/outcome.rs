@@ -381,9 +381,9 @@ impl Outcome {
             }
             Self::NonFinite { choice, tokens, attempts } => {
                 format!(
-                    "the model's arithmetic gave infinite or NaN values in place of logits after {tokens} output tokens of choice {choice}, in each of \
-                     {attempts} attempts, on other workers where there are any: the model overflows on this input, so do not retry it; if that happens \
-                     with any input, its weights are damaged"
+                    "the model's arithmetic gave infinite or NaN values in place of logits in {attempts} attempts, on other workers where there are \
+                     any, in the last one after {tokens} output tokens of choice {choice}: the model overflows on this input, so do not retry it; if \
+                     that happens with any input, weights or a device are damaged"
                 )
             }
             Self::ClientStalled { waited } => {

@@ -166,8 +166,22 @@ async fn hostile_grammars_end_nothing_and_delay_nobody_else() -> Result<()> {
     Ok(())
 }
 
+/// Bytes of memory that are less than any helper has.
+const LITTLE_MEMORY: u64 = 16 << 20;
+
+/// Lets every further allocation of a process fail that takes memory from the system.
+fn limit_memory(pid: u32, bytes: u64) -> Result<()> {
+    let limit = libc::rlimit { rlim_cur: bytes, rlim_max: bytes };
+    // SAFETY: `limit` is valid during the call, and the old limits are not asked for.
+    let set =
+        unsafe { libc::prlimit(pid.cast_signed(), libc::RLIMIT_AS, &raw const limit, std::ptr::null_mut()) };
+    ensure!(set == 0, "no limit of process {pid}: {}", std::io::Error::last_os_error());
+    Ok(())
+}
+
 #[tokio::test(flavor = "multi_thread")]
-async fn helpers_that_are_killed_and_stopped_lose_no_stream_and_change_no_verdict() -> Result<()> {
+async fn helpers_that_are_killed_stopped_and_short_of_memory_lose_no_stream_and_change_no_verdict()
+-> Result<()> {
     let seconds = if inflight_fixtures::is_thorough() { 60 } else { 5 };
     let (cluster, _folder) = start("--workers=2").await?;
     let (over, streams) = (Arc::new(AtomicBool::new(false)), Arc::new(AtomicUsize::new(0)));
@@ -203,10 +217,13 @@ async fn helpers_that_are_killed_and_stopped_lose_no_stream_and_change_no_verdic
         for owner in &owners {
             for process in helpers(*owner) {
                 seen.insert(process);
-                // Router and worker detect a stopped helper by its missing pongs.
-                hit += usize::from(
-                    kill(process, if hit % 16 == 15 { libc::SIGSTOP } else { libc::SIGKILL }).is_ok(),
-                );
+                // Router and worker detect a stopped helper by its missing pongs. One without room for more memory fails at its next
+                // allocation.
+                hit += usize::from(match hit % 16 {
+                    15 => kill(process, libc::SIGSTOP).is_ok(),
+                    3 | 11 => limit_memory(process, LITTLE_MEMORY).is_ok(),
+                    _ => kill(process, libc::SIGKILL).is_ok(),
+                });
             }
         }
     }

@@ -11,7 +11,7 @@ use inflight_fixtures::TempDir;
 use inflight_harness::{LocalCluster, eventually, exclusive, scrape};
 use inflight_proto::v1::StopConditions;
 use inflight_proto::v1::constraint::Grammar;
-use tokio::io::AsyncWriteExt as _;
+use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::TcpStream;
 use tonic::transport::Channel;
 
@@ -97,6 +97,40 @@ async fn send_large_bodies(address: SocketAddr) -> Result<Held> {
     Ok(held)
 }
 
+/// Sends bodies of tools with schemas of millions of small values, which take many times their bytes once decoded.
+async fn send_tools(address: SocketAddr) -> Result<Held> {
+    let values = vec!["0"; 1_900_000].join(",");
+    let body = format!(
+        r#"{{"model":"inflight-demo","messages":[{{"role":"user","content":"a"}}],"tools":[{{"type":"function","function":{{"name":"a","parameters":{{"enum":[{values}]}}}}}}]}}"#
+    );
+    let mut held = Held::default();
+    for _ in 0..LARGE_BODIES / 4 {
+        let mut stream = TcpStream::connect(address).await?;
+        let head = head(address, body.len()).replace("completions", "chat/completions");
+        stream.write_all(head.as_bytes()).await?;
+        held.refused += usize::from(stream.write_all(body.as_bytes()).await.is_err());
+        held.connections.push(stream);
+    }
+    Ok(held)
+}
+
+/// Completes a text of the other tenant over HTTP, by a body that is read in turns.
+async fn complete_by_large_body(address: SocketAddr) -> Result<()> {
+    let body = format!(r#"{{"model":"inflight-demo","prompt":"a","max_tokens":1{}}}"#, " ".repeat(100 << 10));
+    let head = head(address, body.len()).replace("Bearer f", "Bearer t").replacen(
+        "\r\n",
+        "\r\nconnection: close\r\n",
+        1,
+    );
+    let mut stream = TcpStream::connect(address).await?;
+    stream.write_all(head.as_bytes()).await?;
+    stream.write_all(body.as_bytes()).await?;
+    let mut answer = String::new();
+    stream.read_to_string(&mut answer).await?;
+    ensure!(answer.starts_with("HTTP/1.1 200"), "{answer}");
+    Ok(())
+}
+
 /// Processor time of a process and of its children that have ended, in seconds.
 fn processor_seconds(process: u32) -> f64 {
     let text = std::fs::read_to_string(format!("/proc/{process}/stat")).unwrap_or_default();
@@ -147,11 +181,19 @@ async fn all_attacks_of_one_tenant_at_once_refuse_no_call_of_the_other() -> Resu
     let bodies = attackers.spawn(hold_bodies(address));
     let streams = attackers.spawn(hold_streams(cluster.endpoint.clone()));
     let large = attackers.spawn(send_large_bodies(address));
+    let tools = attackers.spawn(send_tools(address));
     let mut waits = Vec::new();
-    while waits.len() < 40 || !(bodies.is_finished() && streams.is_finished() && large.is_finished()) {
+    while waits.len() < 40
+        || !(bodies.is_finished() && streams.is_finished() && large.is_finished() && tools.is_finished())
+    {
         ensure!(begun.elapsed() < Duration::from_secs(120), "the attacks do not come to an end");
         let asked = Instant::now();
         let number = waits.len();
+        if number % 4 == 1 {
+            complete_by_large_body(address).await.with_context(|| format!("call {number}"))?;
+            waits.push(asked.elapsed());
+            continue;
+        }
         let grammar = number.is_multiple_of(8).then(|| Grammar::Regex(format!("[a-c]{{3}}{number}")));
         // Over a new connection each, as a client that has just come.
         generate(&mut cluster.client().await?, grammar, "t")
@@ -163,14 +205,14 @@ async fn all_attacks_of_one_tenant_at_once_refuse_no_call_of_the_other() -> Resu
     let wall = begun.elapsed().as_secs_f64();
     let compiled: f64 = helpers(cluster.router.pid).into_iter().map(processor_seconds).sum();
     over.store(true, Ordering::Relaxed);
-    let held = [bodies.await??, streams.await??, large.await??];
+    let held = [bodies.await??, streams.await??, large.await??, tools.await??];
     let now = samples().await?;
     let grown = now.total("process_resident_memory_peak_bytes")? / MIB - calm;
     let longest = now.total("inflight_longest_poll_seconds")?;
     waits.sort();
     println!(
         "{} calls of the tenant: median {:?}, at most {:?}; the router took {grown:.0} MiB; longest poll {:.1} ms; helpers {compiled:.1} s of \
-         {wall:.1} s; refused {} bodies, {} streams, {} large bodies",
+         {wall:.1} s; refused {} bodies, {} streams, {} large bodies, {} with tools",
         waits.len(),
         waits[waits.len() / 2],
         waits[waits.len() - 1],
@@ -178,7 +220,9 @@ async fn all_attacks_of_one_tenant_at_once_refuse_no_call_of_the_other() -> Resu
         held[0].refused,
         held[1].refused,
         held[2].refused,
+        held[3].refused,
     );
+    ensure!(held[2].refused < LARGE_BODIES, "no large body was received");
     ensure!(held[1].streams.len() > 2_000, "only {} streams were opened", held[1].streams.len());
     ensure!(grown <= 256.0, "the router took {grown:.0} MiB");
     ensure!(longest <= 0.05, "a poll took a thread of the runtime for {:.0} ms", 1e3 * longest);

@@ -21,8 +21,8 @@ class Plan:
 
 def slot(families=None):
     """Correct, then fast. `families`: of kernel tests that are run, or all."""
-    return Plan([Step("machine", 15), Step("yardstick", 10), Step("kernels", 65, {"families": families}), Step("parity", 60),
-                 Step("batch-parity", 45), Step("determinism", 35), Step("table", 165), Step("torch-kernels", 25), Step("beside", 115),
+    return Plan([Step("machine", 35), Step("yardstick", 10), Step("kernels", 65, {"families": families}), Step("parity", 75),
+                 Step("batch-parity", 45), Step("determinism", 35), Step("table", 165), Step("torch-kernels", 20), Step("beside", 90),
                  Step("swap", 25), Step("replays", 20)], ["qwen3-0.6b", "llama-3.1-8b"])
 
 

@@ -10,6 +10,7 @@ import select
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -20,7 +21,12 @@ NO_GPU = ("no NVIDIA driver", "no GPU", "libcuda")
 
 
 class Skipped(Exception):
-    """A step that can't be done here, with the reason; nothing is wrong with what it would have tested."""
+    """A step that can't be done here, with the reason; nothing is wrong with what it would have tested. `output`: what a program printed
+    that was cut off."""
+
+    def __init__(self, why, output=""):
+        super().__init__(why)
+        self.output = output
 
 
 class Recorder:
@@ -33,7 +39,10 @@ class Recorder:
         revision = bundle / "REVISION"
         self.json = {"revision": revision.read_text().strip() if revision.exists() else "unknown", "phases": {}}
         self.failed = False
+        self.undone = []  # what was to be checked and was not
         self.loaded = {}
+        self.scratch = tempfile.TemporaryDirectory(prefix="gpu-suite-")
+        self.jobs = 0
         self.log = self.out / f"{name}.log"
         self.log.write_bytes(b"")
         # Where a step hangs that is no program of its own.
@@ -67,8 +76,10 @@ class Recorder:
         self.failed |= not good
         self.row(phase, what, detail or ("passed" if good else "FAILED"), "", good, None if good else "FAILED")
 
-    def skip(self, phase, why):
-        self.row(phase, phase, f"skipped: {why}", word="open")
+    def skip(self, phase, why, what=None):
+        """A row of something that was to be checked and was not: the run is not complete."""
+        self.undone.append(what or phase)
+        self.row(phase, what or phase, f"skipped: {why}", word="open")
 
     def command(self, name, command, timeout, environment=None):
         """Runs a program, whose output goes to the log; (exit status, output, seconds). 124: it ran past its time, 127: it
@@ -103,7 +114,7 @@ class Recorder:
         output = self.shorten_log(start)
         self.note(f"===== {name}: exit status {code} after {seconds:.1f} s\n")
         if code == 124 and limit < timeout:
-            raise Skipped(f"{name} was cut off after {limit:.0f} s: no time left")
+            raise Skipped(f"{name} was cut off after {limit:.0f} s: no time left", output)
         if code == 124:
             output += f"\nran past {limit:.0f} s"
         return code, output, seconds
@@ -139,14 +150,21 @@ class Recorder:
     def job(self, name, model, task, timeout=600, **options):
         """Runs the measuring binary on a model; its result, or an exception with its error."""
         self.loaded = self.answer(name, self.measure_command(model, task, **options), timeout)
+        self.json.setdefault("jobs", []).append({"name": name, "model": Path(model).name, "options": options, "answer": self.loaded})
         return self.loaded["result"]
 
     def measure_command(self, model, task, **options):
-        return [str(self.bundle / "measure"), json.dumps({"model": str(model), "task": task, **options})]
+        """The command of a job, which is in a file: one argument has room for 128 KiB."""
+        self.jobs += 1
+        file = Path(self.scratch.name) / f"job-{self.jobs}.json"
+        job = json.dumps({"model": str(model), "task": task, **options})
+        file.write_text(job)
+        self.note(f"\n{file.name}: {job[:2000]}\n")
+        return [str(self.bundle / "measure"), str(file)]
 
     def write(self):
         self.json["rows"] = self.rows
-        self.json["passed"] = not self.failed
+        self.json["passed"], self.json["undone"] = not (self.failed or self.undone), self.undone
         for name, text in [("json", json.dumps(self.json, indent=1)), ("txt", self.table())]:
             partial = self.out / f"{self.name}.{name}.partial"
             partial.write_text(text)
@@ -157,7 +175,8 @@ class Recorder:
         widths = [min(90, max(len(str(row[i])) for row in rows)) for i in range(5)]
         lines = ["  ".join(str(cell).ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]
         lines.insert(1, "-" * (sum(widths) + 8))
-        return "\n".join(lines) + f"\n\nchecks {'FAILED' if self.failed else 'passed'}\n"
+        verdict = "FAILED" if self.failed else f"INCOMPLETE, without {', '.join(self.undone)}" if self.undone else "passed"
+        return "\n".join(lines) + f"\n\nchecks {verdict}\n"
 
 
 class Conversation:

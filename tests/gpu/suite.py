@@ -1,6 +1,7 @@
 """The GPU suite: correctness, then benchmarks, then one table and one JSON file."""
 
 import argparse
+import hashlib
 import importlib
 import json
 import os
@@ -8,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tarfile
 import tempfile
 import time
 from pathlib import Path
@@ -16,7 +18,7 @@ import images
 import shapes
 from phases.all import DEFAULT, PHASES
 from phases.kernels import failed_families
-from phases.parity import PARITY, PARITY_FP8
+from phases.parity import CANONICAL, PARITY_FP8
 from plans import MINUTES, PLANS, Plan, Step, deadlines
 from recorder import Recorder, Skipped, end_on_signals, rehearsal_failures
 
@@ -47,8 +49,8 @@ class Suite:
     def job(self, name, path, task, timeout=600, **options):
         """Runs the measuring binary on a model; its result, or an exception with its error. Figures are taken only of a runtime that
         has computed about what the deterministic eager one does; which fast paths it used is kept with the results."""
-        if not {"logits", "determinism"} & set(task) and "gpus" not in options:
-            bound = PARITY_FP8 if options.get("fp8_kv_cache") else PARITY
+        if "logits" not in task and "gpus" not in options:
+            bound = PARITY_FP8 if options.get("fp8_kv_cache") else CANONICAL
             options["canonical"] = {"file": str(self.reference(path)), "bound": bound}
         result = self.recorder.job(name, path, task, timeout, **options)
         paths = {path: state for path, state in self.recorder.loaded["paths"].items() if state is not True}
@@ -57,10 +59,11 @@ class Suite:
         return result
 
     def reference(self, path):
-        """File with logits of the deterministic eager runtime, made once."""
-        file = path / "canonical.f32"
+        """File with logits of the deterministic eager runtime, made once by each build and set of kernel images."""
+        build = json.dumps([self.json["revision"], self.json["images"]["replaced"]])
+        file = path / f"canonical-{hashlib.sha256(build.encode()).hexdigest()[:12]}.f32"
         if not file.exists():
-            partial = path / "canonical.partial"
+            partial = file.with_suffix(".partial")
             self.recorder.job("reference", path, {"steps": {"cases": [], "repeats": 1}}, 120, slots=8, batch_tokens=1024,
                               context_tokens=1024, utilization=0.9, deterministic=True, graphs=False, overlap=False, autotune=False,
                               canonical={"file": str(partial)})
@@ -154,9 +157,13 @@ class Suite:
 
     def run(self, plan, ends):
         """All steps of a plan, each until its own end at the latest."""
-        self.prepare(plan.models)
+        prepared = False
         for step, end in zip(plan.steps, ends):
             phase = step.phase
+            # Checkpoints are made on the GPU, which nothing else may use while its bandwidth is measured.
+            if not prepared and phase not in ("machine", "yardstick"):
+                self.prepare(plan.models)
+                prepared = True
             print(f"== {phase}", flush=True)
             begun = time.monotonic()
             if self.recorder.left() < 10:
@@ -214,6 +221,7 @@ def parse():
     parser.add_argument("--only", default=",".join(DEFAULT), metavar="PHASE,...", help=f"of {' '.join(PHASES)}")
     parser.add_argument("--quick", action="store_true", help="the smallest model, fewer cases")
     parser.add_argument("--minutes", type=float, help=f"phases that do not fit into them are left out, and said to be [default: 25, of a plan {MINUTES}]")
+    parser.add_argument("--peers", metavar="ARCHIVE", help="tar archive of Python packages to compare with, vLLM's among them")
     parser.add_argument("--rehearse", action="store_true",
                         help="goes through every step without a GPU, on tiny models; each must fail and say that there is none")
     arguments = parser.parse_args()
@@ -225,15 +233,38 @@ def parse():
     return arguments
 
 
+def unpack_peers(archive):
+    """Makes the packages of an archive importable here and in programs that this one starts."""
+    folder = tempfile.mkdtemp(prefix="gpu-suite-peers-")
+    with tarfile.open(archive) as tar:
+        tar.extractall(folder, filter="data")
+    sys.path.insert(0, folder)
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [folder, os.environ.get("PYTHONPATH")]))
+
+
+def import_packages():
+    """Imports what phases need, before any of them has an end: an import that is cut off can't be repeated."""
+    for name in ["torch", "transformers"]:
+        try:
+            importlib.import_module(name)
+        except ImportError as error:
+            print(f"{name}: {error}", flush=True)
+
+
 def main():
     arguments = parse()
     end_on_signals()
+    begun = time.monotonic()
+    if arguments.peers:
+        unpack_peers(arguments.peers)
+    if not arguments.rehearse:
+        import_packages()
     suite = Suite(arguments)
     recorder = suite.recorder
     suite.json["images"] = images.describe(recorder.bundle)
     if arguments.plan:
         plan = PLANS[arguments.plan](earlier_failures(arguments))
-        ends = deadlines(plan, time.monotonic(), arguments.minutes)
+        ends = deadlines(plan, begun, arguments.minutes)
     else:
         plan = Plan([Step(phase, 0) for phase in arguments.only.split(",")], [])
         ends = [recorder.deadline] * len(plan.steps)
@@ -249,7 +280,7 @@ def main():
         unexpected = rehearsal_failures(recorder.rows)
         print("\n".join(["rehearsed" if not unexpected else "not because there is no GPU:", *unexpected]), flush=True)
         sys.exit(1 if unexpected else 0)
-    sys.exit(1 if recorder.failed else 0)
+    sys.exit(1 if recorder.failed else 3 if recorder.undone and arguments.plan else 0)
 
 
 if __name__ == "__main__":

@@ -63,6 +63,10 @@ class Judged:
 
     def __init__(self, answer):
         self.answer, self.checks, self.rows, self.json = answer, [], [], {"phases": {}}
+        self.recorder = self
+
+    def skip(self, phase, why, what=None):
+        self.checks.append((what or phase, False))
 
     def model(self, name, dtype="bfloat16"):
         return Path(name)
@@ -101,14 +105,27 @@ class ChecksOfChecks(unittest.TestCase):
             self.assertFalse(self.judge(determinism, lambda *_: {**good, **wrong}), wrong)
 
     def test_replays_need_equal_digests(self):
-        for digests, expected in [(["a", "a"], True), (["a", "b"], False)]:
+        for digests, steps, expected in [(["a", "a"], 1000, True), (["a", "b"], 1000, False), (["a", "a"], 0, False)]:
             answers = iter(digests)
-            self.assertEqual(self.judge(replays, lambda *_: {"digest": next(answers)}), expected)
+            self.assertEqual(self.judge(replays, lambda *_: {"digest": next(answers), "steps": steps}), expected)
 
     def test_figures_of_a_run_that_is_refused_are_failures(self):
         refused = lambda *_: RuntimeError("the fast path overlapped_kernels is off")
         for phase in [table, step_modes, batch_parity_of_nothing]:
             self.assertFalse(self.judge(phase, refused), phase)
+
+    def test_a_table_that_is_cut_off_keeps_the_cases_that_it_had_and_is_no_success(self):
+        row = {"case": [8, 1024, 1], "device_ms": 2.0}
+        suite = Judged(lambda *_: Skipped("cut off", 'WARN x\n' + json.dumps({"partial": row}) + '\n{"part'))
+        table(suite)
+        self.assertFalse(suite.passed())
+        self.assertEqual(suite.json["phases"]["table"]["llama-3.1-8b"]["fast"]["decode"], {"8": 2.0})
+
+    def test_every_kernel_test_over_buffers_is_run(self):
+        source = (REPOSITORY / "kernels/tests/cuda/main.rs").read_text()
+        modules = {line.removeprefix("mod ").removesuffix(";") for line in source.splitlines() if line.startswith("mod ")}
+        others = {"conversions", "device", "e4m3", "faults", "mutants", "sources", "tensor_cores", "timing"}
+        self.assertEqual(modules - others, set(kernels.FAMILIES))
 
     def test_a_checker_has_to_reach_its_end(self):
         self.assertTrue(is_clean(["ERROR SUMMARY: 0 errors"]))
@@ -156,6 +173,7 @@ class Records(unittest.TestCase):
         self.addCleanup(self.scratch.cleanup)
         self.recorder = Recorder(Path(self.scratch.name), Path(self.scratch.name) / "out", 1, "first")
         self.addCleanup(self.recorder.end_phase)
+        self.addCleanup(self.recorder.scratch.cleanup)
 
     def test_a_run_writes_three_files(self):
         self.recorder.check("kernels", "rows", False, "bad")
@@ -172,6 +190,19 @@ class Records(unittest.TestCase):
             time.sleep(20)
         self.recorder.end_phase()
         self.assertGreater(self.recorder.left(), 30)
+
+    def test_a_job_may_be_longer_than_an_argument(self):
+        job = {"logits": {"sequences": [[151_000] * 600] * 64}}
+        command = self.recorder.measure_command("model", job, slots=64)
+        self.assertLess(max(map(len, command)), 1 << 12)
+        self.assertEqual(json.loads(Path(command[1]).read_text()), {"model": "model", "task": job, "slots": 64})
+
+    def test_a_run_without_one_of_its_checks_has_not_passed(self):
+        self.recorder.check("kernels", "rows", True)
+        self.recorder.skip("parity", "no time left")
+        written = json.loads((self.recorder.out / "first.json").read_text())
+        self.assertEqual((written["passed"], written["undone"]), (False, ["parity"]))
+        self.assertIn("INCOMPLETE, without parity", (self.recorder.out / "first.txt").read_text())
 
     def test_a_long_output_is_cut_in_the_log_alone(self):
         count = 2 * LOG_OUTPUT_MAX

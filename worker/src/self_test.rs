@@ -6,7 +6,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use inflight_contract::{ModelLimits, SamplingSpec, Weight};
+use inflight_contract::{ModelLimits, Priority, SamplingSpec, Weight};
 use inflight_worker_core::Time;
 
 use crate::engine::{ChoiceEvent, Failure, Finish, Request, RequestKey, ResumedChoice, SessionId};
@@ -58,6 +58,8 @@ pub(crate) struct SelfTest {
 }
 
 impl SelfTest {
+    /// Pause after a test that found no room.
+    const RETRY: Duration = Duration::from_secs(10);
     /// Minimum time between the end of a test and one that logits which are not finite have caused: requests that overflow cost one test
     /// in this time, not one each.
     const SUSPECTED_MIN: Duration = Duration::from_secs(10);
@@ -108,7 +110,8 @@ impl SelfTest {
             prompt_logprobs_received: 0,
             tenant: TENANT.into(),
             weight: Weight::default(),
-            priority: 0,
+            // Its 28 tokens delay no request by much; behind requests that never end it would find nothing.
+            priority: Priority::MAX.get(),
             virtual_start_time: None,
             deadline: None,
             queued: None,
@@ -129,7 +132,9 @@ impl SelfTest {
         }
         let Some(finish) = &event.finish else { return Ok(None) };
         let answer = std::mem::take(answer);
-        (self.running, self.ended, self.due) = (None, now, now.after(self.interval));
+        let unanswered = matches!(finish, Finish::Failed(_));
+        let pause = if unanswered { self.interval.min(Self::RETRY) } else { self.interval };
+        (self.running, self.ended, self.due) = (None, now, now.after(pause));
         match finish {
             Finish::Failed(failure @ Failure::NonFinite(_)) => {
                 Err(SelfTestFailed::NonFinite(failure.clone()))

@@ -35,7 +35,7 @@ pub(crate) enum End {
     Memory,
     /// Its request was cancelled, or another process killed it.
     Killed,
-    /// It could not be confined, or not be started.
+    /// It could not be confined, or not be started; or what confines it forbids what any process does.
     Unconfined,
 }
 
@@ -160,7 +160,7 @@ impl Child {
         } else if is(Signal::ABORT) || is(Signal::SEGV) || is(Signal::BUS) {
             // A failed allocation and an overflow of the stack both abort.
             End::Memory
-        } else if signal.is_some() {
+        } else if signal.is_some() && !is(Signal::SYS) {
             End::Killed
         } else {
             End::Unconfined

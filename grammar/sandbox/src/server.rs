@@ -78,22 +78,57 @@ fn run<S>(prepare: fn(&[u8]) -> Result<S, String>, work: fn(&S, &[u8]) -> Vec<u8
     Server { confinement, children: Vec::new() }.serve(&state, work, &mut output)
 }
 
-/// Tries a process without work. Returns what confines those of requests, and what does not.
+/// Attempts to start a process without work, and the pause between them: one may be killed from outside, or meet a limit of processes or of
+/// memory that others have reached for now.
+const TRIES: usize = 5;
+const TRY_PAUSE: Duration = Duration::from_millis(100);
+
+/// Tries a process without work. Returns what confines those of requests, and what does not: the filter of system calls is left out only
+/// where a process with it could not be confined, and never since one was killed.
 fn confinement(limits: Limits) -> Result<(Confinement, String), String> {
     let unmeasured = |error: io::Error| format!("its processes could not be limited: {error}");
     check_memory().map_err(unmeasured)?;
-    let tries = [filter::program(), None];
-    for filter in tries {
+    let mut failed = "its processes could not be limited".to_owned();
+    for filter in [filter::program(), None] {
         let confinement = Confinement { limits, filter };
-        let started = Child::fork(&confinement, Vec::new);
-        let mut child = started.map_err(|error| format!("no process can be started (fork): {error}"))?;
-        while !child.read().map_err(unmeasured)? {}
-        if let Outcome::Answer { .. } = child.outcome().map_err(unmeasured)? {
-            let unconfined = if confinement.filter.is_some() { "" } else { "system calls (seccomp)" };
-            return Ok((confinement, unconfined.to_owned()));
+        let mut unconfined = false;
+        for attempt in 0..TRIES {
+            if attempt > 0 {
+                std::thread::sleep(TRY_PAUSE);
+            }
+            let mut child = match Child::fork(&confinement, Vec::new) {
+                Ok(child) => child,
+                Err(error) => {
+                    failed = format!("no process can be started (fork): {error}");
+                    continue;
+                }
+            };
+            while !child.read().map_err(unmeasured)? {}
+            match child.outcome().map_err(unmeasured)? {
+                Outcome::Answer { .. } => {
+                    let without = if confinement.filter.is_some() { "" } else { "system calls (seccomp)" };
+                    return Ok((confinement, without.to_owned()));
+                }
+                Outcome::Ended(End::Unconfined) => {
+                    unconfined = true;
+                    break;
+                }
+                Outcome::Ended(end) => {
+                    failed = format!(
+                        "its processes could not be limited: one without work ended without an answer ({end:?})"
+                    )
+                }
+                Outcome::Panic(reason) => {
+                    failed =
+                        format!("its processes could not be limited: one without work panicked: {reason}")
+                }
+            }
+        }
+        if !unconfined {
+            return Err(failed);
         }
     }
-    Err("its processes could not be limited: a process without work ended without an answer".to_owned())
+    Err(failed)
 }
 
 struct Server {

@@ -88,7 +88,11 @@ impl ColdStart {
         mut served: watch::Receiver<BTreeSet<String>>,
     ) -> Result<Option<OwnedSemaphorePermit>, Outcome> {
         let Some(model) = self.expected(&request.model, &served.borrow_and_update()) else { return Ok(None) };
-        let held = self.hold(model, tenant, message_bytes.max(decoded_bytes(request)))?;
+        let held = self.hold(
+            model,
+            tenant,
+            message_bytes.max(decoded_bytes(request)) + request.decoded_json_bytes() as u64,
+        )?;
         let limit = arrival.at.checked_add(self.timeout);
         let limit = [limit, arrival.deadline].into_iter().flatten().min();
         let limit =
@@ -131,7 +135,7 @@ impl ColdStart {
         let refused = |full, what: &str, limit: &str| {
             let whose = match full {
                 PoolFull::Pool => "would exceed",
-                PoolFull::Share => "are more than this tenant's share of",
+                PoolFull::Share => "would exceed this tenant's share of",
             };
             let what = format!(
                 "{requests} requests wait for models without workers; more {what} {whose} {limit}; try again later"

@@ -49,6 +49,13 @@ pub(crate) struct CollectedCall {
     pub(crate) arguments: String,
 }
 
+impl Collected {
+    /// Returns the number of positions with log probabilities.
+    pub(crate) fn positions(&self) -> usize {
+        self.prompt_logprobs.len() + self.choices.iter().map(|choice| choice.logprobs.len()).sum::<usize>()
+    }
+}
+
 impl CollectedChoice {
     /// Returns the tool calls.
     pub(crate) fn calls(&self) -> impl Iterator<Item = &CollectedCall> {

@@ -9,7 +9,7 @@ use inflight_output_parser::OutputEvent;
 
 use crate::api::cursor::ChoicePosition;
 use crate::api::tool_use::ToolUse;
-use crate::text::Conversation;
+use crate::text::{Conversation, MessageCall};
 
 /// Prompt of a request.
 #[derive(Debug, Clone, PartialEq)]
@@ -132,6 +132,21 @@ pub(crate) struct GenerationRequest {
     pub(crate) resume: Option<Resume>,
     /// Client's field that gives the constraint, named in refusals.
     pub(crate) constraint_field: &'static str,
+}
+
+impl GenerationRequest {
+    /// Bytes that the JSON values of tools and calls take in memory beside the message: many times those of their text.
+    pub(crate) fn decoded_json_bytes(&self) -> usize {
+        /// Of a value as schemas and as templates have it.
+        const VALUE_BYTES: usize = 64;
+        let messages = match &self.input {
+            Input::Chat(conversation) => &conversation.messages[..],
+            Input::Text(_) | Input::RawText(_) | Input::TokenIds(_) => &[],
+        };
+        let calls = messages.iter().flat_map(|message| &message.tool_calls);
+        let tools = self.tools.as_ref().map_or(0, ToolUse::values);
+        VALUE_BYTES * (tools + calls.map(MessageCall::values).sum::<usize>())
+    }
 }
 
 /// Position of a stream that a request resumes, as its client gives it.

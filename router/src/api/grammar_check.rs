@@ -5,6 +5,7 @@ use std::time::Duration;
 
 use inflight_contract::{Constraint, Grammar};
 
+use crate::api::tokenizing::CHARGE_MAX;
 use crate::clock;
 use crate::dispatcher::ServedModel;
 use crate::metrics as names;
@@ -59,11 +60,12 @@ impl GrammarCheck {
             Err(error) if error.is_transient() => {
                 let retry = Duration::from_secs(1);
                 let full = Overload::of_router(error.to_string(), "grammar_processes", retry);
-                (elapsed(), Err(Outcome::Full(Box::new(full))))
+                // No tenant pays for what this machine lacks.
+                (Duration::ZERO, Err(Outcome::Full(Box::new(full))))
             }
             Err(error) => {
                 metrics::counter!(names::GRAMMARS_REFUSED).increment(1);
-                (elapsed(), Err(Outcome::field(self.field, error)))
+                (elapsed().min(CHARGE_MAX), Err(Outcome::field(self.field, error)))
             }
         }
     }

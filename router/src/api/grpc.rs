@@ -10,6 +10,7 @@ use inflight_contract::{RequestError, SamplingError};
 use inflight_proto::v1;
 use inflight_proto::v1::generate_response::Event;
 use inflight_proto::v1::inference_server::Inference;
+use prost::Message as _;
 use tonic::{Request, Response, Status};
 
 use crate::api::collected::{Collected, CollectedCall, CollectedChoice};
@@ -19,6 +20,7 @@ use crate::api::generation::{
     Started, StopConditions, Timings, Usage,
 };
 use crate::api::grpc_tools::{self, MessageParts};
+use crate::api::http::{SMALL_BODY_BYTES, read_aside};
 use crate::api::ingress::{Ingress, RequestContext, rejected};
 use crate::api::response_stream::{GenerationEvents, ResponseStream};
 use crate::dispatcher::ServedModel;
@@ -39,7 +41,9 @@ impl Grpc {
         let incoming = RequestContext::new(request.extensions(), request.metadata().as_ref());
         let incoming = incoming.map_err(Outcome::into_status)?;
         let start = async {
-            let request = generation_request(request.into_inner())?;
+            let (holder, message) = (incoming.caller.holder(), request.into_inner());
+            let large = message.encoded_len() > SMALL_BODY_BYTES;
+            let request = read_aside(holder, large, || generation_request(message)).await?;
             self.ingress.start(request, incoming).await
         };
         start.await.map_err(|outcome| rejected(at_path(outcome)).into_status())

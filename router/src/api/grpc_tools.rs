@@ -68,7 +68,7 @@ pub(super) fn conversation(chat: v1::Chat, tools: Option<&ToolUse>) -> Result<In
         messages.push(read)?;
     }
     let tools = tools.map(ToolUse::definitions).unwrap_or_default();
-    Ok(Input::Chat(Conversation { messages: messages.into_messages(), tools }))
+    Ok(Input::Chat(Conversation { messages: messages.into_messages()?, tools }))
 }
 
 /// Parts of an output as a message has them.

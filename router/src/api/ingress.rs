@@ -205,6 +205,7 @@ impl Ingress {
             request::continue_from(&mut request, cursor)?;
         }
         let terms = request::terms(&mut request, &self.options, &caller)?;
+        let decoded = self.reserve(request.decoded_json_bytes(), received.as_deref())?;
         let bytes = received.as_ref().filter(|_| !shares_message).map_or(0, |received| received.bytes());
         let served = self.dispatch.served();
         let holder = caller.holder();
@@ -242,7 +243,7 @@ impl Ingress {
         let tokenized = prompt.len();
         let arrived = (arrival.at, arrival.deadline);
         let mut call = checked.admit(prompt, resumed, &served, &self.options, arrived, stream, &caller)?;
-        drop(received);
+        drop((received, decoded));
         // Tokens that truncation drops were computed, too: they count as those of a call that only tokenizes.
         let dropped = tokenized.saturating_sub(call.prompt.len()) as u64;
         if let Some(guard) = admission_guard.as_ref().filter(|_| dropped > 0) {
@@ -284,7 +285,15 @@ impl Ingress {
         shares_message: bool,
     ) -> Result<Option<ReservedBytes>, Outcome> {
         let stops: usize = request.stop.stop.iter().map(String::len).sum();
-        let bytes = request.sampling.list_bytes(!shares_message) + stops;
+        self.reserve(request.sampling.list_bytes(!shares_message) + stops, received)
+    }
+
+    /// Reserves `bytes` more of the receive budget than the message has, unless they are few.
+    fn reserve(
+        &self,
+        bytes: usize,
+        received: Option<&ReservedBytes>,
+    ) -> Result<Option<ReservedBytes>, Outcome> {
         let Some(received) = received.filter(|_| bytes > KEPT_FREE) else { return Ok(None) };
         received.another(bytes as u64).map(Some).map_err(|status| {
             let what = status.message().to_owned();

@@ -2,6 +2,7 @@
 
 use std::collections::HashMap;
 
+use crate::api::http::check_values;
 use crate::outcome::Outcome;
 use crate::text::{Message, MessageCall};
 
@@ -13,6 +14,8 @@ const MESSAGES_MAX: usize = 16 << 10;
 #[derive(Debug, Default)]
 pub(crate) struct MessageList {
     messages: Vec<Message>,
+    /// JSON values of the calls' arguments.
+    values: usize,
     /// Tool names by call id; of several calls with an id, the last one counts.
     called: HashMap<String, String>,
 }
@@ -30,12 +33,14 @@ impl MessageList {
     /// Appends a message.
     ///
     /// # Errors
-    /// There are too many.
+    /// There are too many, or their calls are too large.
     pub(crate) fn push(&mut self, message: Message) -> Result<(), Outcome> {
         Self::check_count(self.messages.len() + 1)?;
         for call in &message.tool_calls {
             note(&mut self.called, call);
+            self.values += call.values();
         }
+        check_values("messages", self.values)?;
         self.messages.push(message);
         Ok(())
     }
@@ -45,6 +50,7 @@ impl MessageList {
         match self.messages.last_mut().filter(|last| last.role == "assistant") {
             Some(last) => {
                 note(&mut self.called, &call);
+                self.values += call.values();
                 last.tool_calls.push(call);
                 Ok(())
             }
@@ -62,8 +68,13 @@ impl MessageList {
         &self.messages
     }
 
-    pub(crate) fn into_messages(self) -> Vec<Message> {
-        self.messages
+    /// Returns all messages.
+    ///
+    /// # Errors
+    /// Their calls are too large.
+    pub(crate) fn into_messages(self) -> Result<Vec<Message>, Outcome> {
+        check_values("messages", self.values)?;
+        Ok(self.messages)
     }
 }
 
@@ -101,6 +112,6 @@ mod tests {
             list.push(Message::default()).unwrap();
         }
         assert!(list.push(Message::default()).is_err());
-        assert_eq!(list.into_messages().len(), MESSAGES_MAX);
+        assert_eq!(list.into_messages().unwrap().len(), MESSAGES_MAX);
     }
 }

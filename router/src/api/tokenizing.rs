@@ -70,6 +70,10 @@ const GRAMMARS: Work = Work {
 /// Processor time of compiling a usual grammar, charged before it is known, in microseconds.
 const GRAMMAR_MICROS: u64 = 1_000;
 
+/// Most that a compilation is charged whose processor time is not known: the limit of that. By the clock it may have taken longer, behind
+/// others or while its process was started again.
+pub(crate) const CHARGE_MAX: Duration = Duration::from_secs(1);
+
 /// Queue of work and the threads or processes that it may use.
 #[derive(Clone)]
 pub(crate) struct Tokenizing {
@@ -283,7 +287,7 @@ impl Drop for Turn {
     fn drop(&mut self) {
         // A client that leaves pays for what was done until then, or leaving would be free.
         if !self.finished {
-            self.charge(clock::now().saturating_duration_since(self.begun));
+            self.charge(clock::now().saturating_duration_since(self.begun).min(CHARGE_MAX));
         }
     }
 }

@@ -19,6 +19,8 @@ pub(crate) struct Tool {
     pub(crate) parameters: Value,
     /// Whether the arguments must match the schema.
     pub(crate) strict: bool,
+    /// JSON values of the schema, at most.
+    values: usize,
 }
 
 /// Which tools the output calls.
@@ -55,6 +57,25 @@ pub(crate) struct ToolDefinition<'a> {
     pub(crate) strict: bool,
 }
 
+/// Maximum JSON values of all schemas of a request's tools, and of the arguments of all its calls. Each takes many times the two bytes of
+/// a digit and a comma in memory, twice, and time where it is read and rendered.
+pub(crate) const JSON_VALUES_MAX: usize = 65_536;
+
+/// Returns how many values a JSON text has at most: one more than its separators and openings.
+pub(crate) fn json_values(text: &str) -> usize {
+    let (mut count, mut quoted, mut escaped) = (1, false, false);
+    for byte in text.bytes() {
+        match byte {
+            _ if escaped => escaped = false,
+            b'\\' => escaped = quoted,
+            b'"' => quoted = !quoted,
+            b',' | b':' | b'[' | b'{' if !quoted => count += 1,
+            _ => {}
+        }
+    }
+    count
+}
+
 impl Tool {
     /// Maximum bytes of a name.
     pub(crate) const NAME_BYTES_MAX: usize = 128;
@@ -75,6 +96,10 @@ impl Tool {
         }
         let empty = r#"{"type": "object", "properties": {}}"#;
         let text = parameters.map(RawValue::get).filter(|text| *text != "null");
+        let values = json_values(text.unwrap_or(empty));
+        if values > JSON_VALUES_MAX {
+            return refused(too_many_values(values));
+        }
         let parsed =
             (serde_json::from_str(text.unwrap_or(empty)), serde_json::from_str(text.unwrap_or(empty)));
         let (Ok(parameters @ Value::Object(_)), Ok(template_parameters)) = parsed else {
@@ -95,8 +120,14 @@ impl Tool {
             ("type", TemplateValue::from("function")),
             ("function", TemplateValue::from_pairs(function)),
         ]);
-        Ok(Self { name, definition, parameters, strict })
+        Ok(Self { name, definition, parameters, strict, values })
     }
+}
+
+fn too_many_values(values: usize) -> String {
+    format!(
+        "the schemas of tools have up to {values} JSON values; at most {JSON_VALUES_MAX} are allowed: send fewer tools or smaller schemas"
+    )
 }
 
 impl ToolUse {
@@ -108,6 +139,10 @@ impl ToolUse {
         let mut names = BTreeSet::new();
         if let Some(tool) = tools.iter().find(|tool| !names.insert(tool.name.as_str())) {
             return Err(Outcome::field("tools", format!("tools has two tools of the name {:?}", tool.name)));
+        }
+        let values = tools.iter().map(|tool| tool.values).sum();
+        if values > JSON_VALUES_MAX {
+            return Err(Outcome::field("tools", too_many_values(values)));
         }
         match &choice {
             ToolChoice::Named(name) if !names.contains(name.as_str()) => {
@@ -122,6 +157,11 @@ impl ToolUse {
             _ => {}
         }
         Ok((!tools.is_empty()).then_some(Self { tools, choice, parallel }))
+    }
+
+    /// Returns the number of JSON values of the tools' schemas, at most.
+    pub(crate) fn values(&self) -> usize {
+        self.tools.iter().map(|tool| tool.values).sum()
     }
 
     /// Checks the number of tools before they are read.
@@ -149,5 +189,65 @@ impl ToolUse {
         let mut types = ToolTypes::default();
         self.tools.iter().for_each(|tool| types.add(&tool.name, &tool.parameters));
         types
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn tool(name: &str, parameters: &str) -> Result<Tool, Outcome> {
+        let parameters = RawValue::from_string(parameters.to_owned()).unwrap();
+        let name = Some(name.to_owned());
+        Tool::new(ToolDefinition {
+            place: "tools[0]",
+            name,
+            description: None,
+            parameters: Some(&parameters),
+            strict: false,
+        })
+    }
+
+    #[test]
+    fn schemas_of_many_small_values_are_refused_before_they_are_parsed_and_in_sum() {
+        let of = |values: usize| format!(r#"{{"enum": [{}]}}"#, vec!["0"; values].join(","));
+        assert!(tool("a", &of(JSON_VALUES_MAX)).is_err());
+        let half = |name: &str| tool(name, &of(JSON_VALUES_MAX / 2 - 3)).unwrap();
+        let use_of = |tools| ToolUse::new(tools, ToolChoice::Auto, true);
+        assert!(use_of(vec![half("a"), half("b")]).is_ok());
+        assert!(use_of(vec![half("a"), half("b"), tool("c", "{}").unwrap()]).is_ok());
+        assert!(use_of(vec![half("a"), half("b"), half("c")]).is_err());
+        // A long description is one value.
+        let text = r#", \" [ {"#.repeat(1 << 17);
+        assert!(tool("a", &format!(r#"{{"description": "{text}"}}"#)).is_ok());
+    }
+
+    fn json() -> impl Strategy<Value = Value> {
+        let leaf =
+            prop_oneof![any::<i32>().prop_map(Value::from), r#"[a-c,:{\["\\]{0,8}"#.prop_map(Value::from)];
+        leaf.prop_recursive(4, 40, 5, |inner| {
+            prop_oneof![
+                prop::collection::vec(inner.clone(), 0..5).prop_map(Value::from),
+                prop::collection::vec(("[a,\"]{0,4}", inner), 0..5)
+                    .prop_map(|entries| Value::Object(entries.into_iter().collect())),
+            ]
+        })
+    }
+
+    proptest! {
+        #[test]
+        fn no_text_has_more_values_than_are_counted(value in json()) {
+            fn values(value: &Value) -> usize {
+                match value {
+                    Value::Array(items) => 1 + items.iter().map(values).sum::<usize>(),
+                    Value::Object(entries) => 1 + entries.values().map(|item| 1 + values(item)).sum::<usize>(),
+                    _ => 1,
+                }
+            }
+            let counted = json_values(&value.to_string());
+            prop_assert!((values(&value)..=2 * values(&value)).contains(&counted), "{value} {counted}");
+        }
     }
 }

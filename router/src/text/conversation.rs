@@ -32,6 +32,24 @@ pub struct MessageCall {
     pub arguments: Value,
 }
 
+impl MessageCall {
+    /// Returns the number of JSON values of the arguments, keys included.
+    pub(crate) fn values(&self) -> usize {
+        values(&self.arguments)
+    }
+}
+
+fn values(value: &Value) -> usize {
+    let items = value.try_iter().into_iter().flatten();
+    match value.kind() {
+        ValueKind::Seq => 1 + items.map(|item| values(&item)).sum::<usize>(),
+        ValueKind::Map => {
+            1 + items.map(|key| 1 + values(&value.get_item(&key).unwrap_or_default())).sum::<usize>()
+        }
+        _ => 1,
+    }
+}
+
 impl Message {
     /// Returns a message of text alone.
     pub fn new(role: &str, content: String) -> Self {

@@ -438,8 +438,8 @@ async fn definitions_that_every_parameter_repeats_end_the_grammar_at_its_limit()
         let formats = Options { tool_call_format: "qwen-xml".parse().unwrap(), ..options() };
         let http = HttpCluster::over(profile(TEMPLATE), formats).await;
         let integer = json!({"type": "integer"});
-        let properties: BTreeMap<String, &Value> = (0..1000).map(|at| (format!("p{at}"), &integer)).collect();
-        let schema = json!({"properties": properties, "$defs": {"p": {"enum": vec![7; 100_000]}}});
+        let properties: BTreeMap<String, &Value> = (0..2000).map(|at| (format!("p{at}"), &integer)).collect();
+        let schema = json!({"properties": properties, "$defs": {"p": {"enum": vec![7; 50_000]}}});
         let tools = json!([{"type": "function", "function": {"name": "f", "parameters": schema}}]);
         let body =
             json!({"messages": [{"role": "user", "content": "a"}], "tools": tools, "tool_choice": "required"});

@@ -10,7 +10,7 @@ import tempfile
 from pathlib import Path
 
 import shapes
-from phases.parity import PARITY
+from phases.parity import CANONICAL
 from phases.serving import request_lengths
 from recorder import Conversation
 
@@ -24,6 +24,7 @@ SAMPLING = {"temperature": 0.7, "top_k": 20, "top_p": 0.95}
 OPTIONS = {"slots": 256, "batch_tokens": 8192, "context_tokens": 33024}
 # Of the GPU's memory for each of two servers, and for one alone.
 SHARE, ALONE = 0.44, 0.88
+ALONE_CASES = ("short sampled 64", "sampled 64", "mix")
 
 
 def beside(suite, name="llama-3.1-8b", fallback=False):
@@ -37,7 +38,7 @@ def beside(suite, name="llama-3.1-8b", fallback=False):
     servers = {}
     if not has_peer:
         suite.row(phase, f"{name}: vLLM", "vllm is not installed", word="open")
-    canonical = {"file": str(suite.reference(path)), "bound": PARITY}
+    canonical = {"file": str(suite.reference(path)), "bound": CANONICAL}
     command = suite.recorder.measure_command(path, {"rounds": {}}, utilization=share, canonical=canonical, **options)
     with Closing() as closing:
         if has_peer:
@@ -58,7 +59,7 @@ def beside(suite, name="llama-3.1-8b", fallback=False):
             except (RuntimeError, KeyError) as error:
                 suite.row(phase, f"{name}: vLLM", f"open: {str(error)[:300]}", word="open")
         if servers:
-            rounds(suite, name, servers, room(suite, name, share), figures)
+            rounds(suite, name, servers, room(suite, name, share), figures, has_peer)
     if fallback and not has_peer:
         continuous_batching(suite, name)
 
@@ -114,14 +115,16 @@ def cases(tokens_max):
     yield "mix", 2, request_lengths(128), {}, True
 
 
-def rounds(suite, name, servers, tokens_max, figures):
-    """All cases, of each a round by one server after the other; figures as they come."""
+def rounds(suite, name, servers, tokens_max, figures, has_peer):
+    """All cases, of each a round by one server after the other; figures as they come. Alone only those that `steps` does not have."""
     medians = figures["seconds"] = {}
     try:
         for server in servers.values():  # What is compiled, captured or tuned when it is first used.
             for lengths in ([(CONTEXT, 8)] * 8, [(PREFILLS[-1], 2)]):
                 server.ask({"lengths": lengths}, 60)
         for label, count, lengths, sampling, fits in cases(tokens_max):
+            if not has_peer and label not in ALONE_CASES:
+                continue
             if not fits:
                 suite.row("beside", f"{name}, {label}", "not measured: it does not fit", word="open")
                 continue

@@ -1,5 +1,7 @@
 """The table of an 8B model: decode steps by batch and prompts by length, in each way of computing; and what each way costs."""
 
+import json
+
 from recorder import Skipped
 
 BATCHES = (1, 8, 64, 256, 512)
@@ -16,11 +18,16 @@ def table(suite, name="llama-3.1-8b", ways=WAYS):
             result = suite.job("table", suite.model(name), {"steps": {"cases": cases(), "repeats": 30, "seconds": 0.6}}, 90, slots=512,
                                batch_tokens=CHUNK, context_tokens=4 * CHUNK + 256, **options)
         except Skipped as why:
-            suite.row("table", f"{name}, {way}", f"skipped: {why}", word="open")
-            continue
+            suite.recorder.skip("table", str(why), f"{name}, {way}")
+            result = partial(why.output)
+            if not result:
+                continue
         except (RuntimeError, OSError) as error:
             suite.check("table", f"{name}, {way}", False, str(error)[:300])
             continue
+        for case in result:
+            if "skipped" in case:
+                suite.row("table", f"{name}, {way}, {case['case']}", f"not measured: {case['skipped']}", word="open")
         figures[way] = milliseconds(result)
         suite.row("table", f"{name}, {way}", in_words(figures[way]))
         if way != "fast" and "fast" in figures:
@@ -31,6 +38,12 @@ def cases():
     decode = [dict(sequences=batch, context=CONTEXT, tokens=1) for batch in BATCHES]
     chunks = dict.fromkeys(chunk for prompt in PROMPTS.values() for chunk in prompt)
     return decode + [dict(sequences=1, context=context, tokens=tokens) for context, tokens in chunks]
+
+
+def partial(output):
+    """The cases that were measured before a run was cut off."""
+    lines = [json.loads(line) for line in output.splitlines() if line.startswith('{"partial"')]
+    return [line["partial"] for line in lines]
 
 
 def milliseconds(result):
@@ -61,6 +74,7 @@ def replays(suite, name="qwen3-0.6b", steps=1000):
         result = suite.job("replays", suite.model(name), task, 60, slots=8, batch_tokens=1024, context_tokens=2048, utilization=0.5,
                            deterministic=True, **options)
         digests[label] = result
+        suite.check("replays", f"{name}, {label}", result["steps"] == task["replays"]["steps"], f"{result['steps']} steps")
     suite.json["phases"]["replays"] = digests
     equal = digests["overlapping"]["digest"] == digests["serial"]["digest"]
     suite.check("replays", f"{name}, {steps} replays, overlapping and serial", equal, f"tokens and bits {'equal' if equal else 'DIFFER'}")

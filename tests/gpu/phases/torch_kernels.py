@@ -31,7 +31,7 @@ def row(suite, what, figures, cases, measure, unit):
             words.append(f"{label}: {figures[label]:.0f}")
         except (RuntimeError, AttributeError, TypeError, ValueError) as error:
             words.append(f"{label}: {str(error).splitlines()[0][:60]}")
-    suite.row("torch-kernels", what, f"{', '.join(words)} {unit}")
+    suite.row("torch-kernels", what, f"{', '.join(words)} {unit}", word=None if figures else "open")
 
 
 def attention(torch, name, backend, tokens, context):

@@ -118,8 +118,12 @@ async fn compile(
             }
         };
         match outcome {
-            // The router has admitted it: what is lacking is this machine's.
-            Err(error) if error.is_transient() && begun.elapsed() < RETRY_MAX => {
+            // The router has admitted it: what is lacking is this machine's, for now or for good.
+            Err(error)
+                if error.is_transient()
+                    && !matches!(error, GrammarError::Host(_))
+                    && begun.elapsed() < RETRY_MAX =>
+            {
                 tracing::warn!(%error, "a grammar is compiled again");
                 tokio::time::sleep(RETRY_PAUSE).await;
             }

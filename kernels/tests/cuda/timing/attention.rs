@@ -1,4 +1,4 @@
-//! Attention over KV pools of the sizes that GPUs have, with blocks in order and shuffled: decoding as a share of copy
+//! Attention over KV pools of the sizes that GPUs have, with blocks in order and shuffled: decoding as a share of read
 //! bandwidth, prefill in TFLOP/s.
 
 use inflight_kernels::cuda::{

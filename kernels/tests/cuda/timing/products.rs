@@ -1,4 +1,4 @@
-//! Matrix products of few rows as a share of copy bandwidth.
+//! Matrix products of few rows as a share of read bandwidth.
 
 use inflight_kernels::cuda::{GemmParams, HalfDtype, gemm, skinny_gemm};
 

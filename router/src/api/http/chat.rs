@@ -3,13 +3,14 @@
 use std::sync::Arc;
 
 use inflight_contract::FinishReason;
+use inflight_net::Holder;
 use serde::{Deserialize, Serialize};
 use serde_json::value::RawValue;
 use tonic::body::Body;
 use tonic::codegen::Bytes;
 use tonic::codegen::http::Response;
 
-use super::aside::{aside, read_body};
+use super::aside::{SMALL_POSITIONS, aside, read_body};
 use super::chat_stream::ChatStream;
 use super::fields::{FieldTable, Fields, honoured, ignored, is_empty, parse_object, refused};
 use super::logprobs::{ChatLogprobs, PromptBody, check_outputs, check_prompts};
@@ -17,7 +18,7 @@ use super::sampling::{self, StreamOptions};
 use super::tools::{self, ToolForm};
 use super::usage::{TimingsBody, UsageBody};
 use super::{Call, HttpApi, Started, content, json, sse, structured};
-use crate::api::collected::{CollectedCall, CollectedChoice};
+use crate::api::collected::{Collected, CollectedCall, CollectedChoice};
 use crate::api::generation::{GenerationRequest, Input};
 use crate::api::ingress::rejected;
 use crate::api::message_list::MessageList;
@@ -111,7 +112,7 @@ pub(super) fn messages(fields: &Fields<'_>) -> Result<Vec<Message>, Outcome> {
         let message = read_message(at, message, &read)?;
         read.push(message)?;
     }
-    Ok(read.into_messages())
+    read.into_messages()
 }
 
 /// Reads a message that follows others.
@@ -296,7 +297,8 @@ impl<'a> AssistantMessage<'a> {
 
 /// Answers a chat completion.
 pub(super) async fn create(api: Arc<HttpApi>, call: Call, body: Bytes) -> Result<Response<Body>, Outcome> {
-    let (request, output) = read_body(&body, read).await.map_err(rejected)?;
+    let holder = call.context.caller.holder();
+    let (request, output) = read_body(holder.clone(), &body, read).await.map_err(rejected)?;
     drop(body);
     let started = Box::pin(api.start(vec![request], output.stream, call)).await.map_err(rejected)?;
     // All choices share those of the prompt.
@@ -308,16 +310,21 @@ pub(super) async fn create(api: Arc<HttpApi>, call: Call, body: Bytes) -> Result
     }
     let alternatives = started.streams.first().and_then(|stream| stream.call().sampling.logprobs);
     check_outputs(started.output_tokens_max(), "top_logprobs", alternatives)?;
-    complete(&api, started, output).await
+    complete(&api, holder, started, output).await
 }
 
-async fn complete(api: &HttpApi, started: Started, output: Output) -> Result<Response<Body>, Outcome> {
+async fn complete(
+    api: &HttpApi,
+    holder: Option<Holder>,
+    started: Started,
+    output: Output,
+) -> Result<Response<Body>, Outcome> {
     let (id, model, created) = (started.id("chatcmpl-"), started.model.clone(), started.created);
     let bundle = started.bundle();
     let prompts = started.generations().collect().await?;
     let mut usage = UsageBody::default();
     prompts.iter().for_each(|prompt| usage.add(&prompt.usage));
-    let large = output.logprobs || output.prompt_logprobs.is_some();
+    let large = prompts.iter().map(Collected::positions).sum::<usize>() > SMALL_POSITIONS;
     let build = || {
         let choices = prompts.iter().flat_map(|prompt| prompt.choices.iter().enumerate());
         let choice = |(index, choice): (usize, &CollectedChoice)| {
@@ -348,7 +355,7 @@ async fn complete(api: &HttpApi, started: Started, output: Output) -> Result<Res
             timings: first.filter(|_| api.http.timings).map(|prompt| prompt.timings.into()),
         })
     };
-    aside(large, build).await
+    aside(holder, large, build).await
 }
 
 #[cfg(test)]

@@ -2,13 +2,14 @@
 
 use std::sync::Arc;
 
+use inflight_net::Holder;
 use serde::Serialize;
 use serde_json::value::RawValue;
 use tonic::body::Body;
 use tonic::codegen::Bytes;
 use tonic::codegen::http::Response;
 
-use super::aside::{aside, read_body};
+use super::aside::{SMALL_BODY_BYTES, SMALL_POSITIONS, aside, read_body};
 use super::chat::finish_reason;
 use super::completion_stream::CompletionStream;
 use super::fields::{FieldTable, Fields, honoured, ignored, parse, refused};
@@ -16,6 +17,7 @@ use super::logprobs::{PromptBody, TextLogprobs, TextOffset, check_outputs, check
 use super::sampling::{self, StreamOptions};
 use super::usage::{TimingsBody, UsageBody};
 use super::{Call, HttpApi, Started, json, sse, structured};
+use crate::api::collected::Collected;
 use crate::api::generation::{GenerationRequest, Input};
 use crate::api::ingress::rejected;
 use crate::api::response_stream::ResponseStream;
@@ -177,7 +179,8 @@ struct Choice {
 
 /// Answers a text completion.
 pub(super) async fn create(api: Arc<HttpApi>, call: Call, body: Bytes) -> Result<Response<Body>, Outcome> {
-    let (requests, output) = read_body(&body, read).await.map_err(rejected)?;
+    let holder = call.context.caller.holder();
+    let (requests, output) = read_body(holder.clone(), &body, read).await.map_err(rejected)?;
     drop(body);
     let echoed = if output.echo { requests.iter().map(text_of).collect() } else { Vec::new() };
     let started = Box::pin(api.start(requests, output.stream, call)).await.map_err(rejected)?;
@@ -189,7 +192,7 @@ pub(super) async fn create(api: Arc<HttpApi>, call: Call, body: Bytes) -> Result
         return sse::respond(started, encoder, api.http.keepalive).await;
     }
     check_outputs(started.output_tokens_max(), "logprobs", output.logprobs)?;
-    complete(&api, started, output, &echoed).await
+    complete(&api, holder, started, output, &echoed).await
 }
 
 /// Returns the text of a prompt that is given as text and used whole.
@@ -232,6 +235,7 @@ fn check_echo(bytes: usize) -> Result<(), Outcome> {
 
 async fn complete(
     api: &HttpApi,
+    holder: Option<Holder>,
     started: Started,
     output: Output,
     echoed: &[String],
@@ -244,7 +248,8 @@ async fn complete(
     prompts.iter().for_each(|prompt| usage.add(&prompt.usage));
     let fingerprint = prompts.first().map_or_else(String::new, |prompt| prompt.fingerprint().to_owned());
     let timings = prompts.first().filter(|_| api.http.timings).map(|prompt| prompt.timings.into());
-    let large = output.logprobs.is_some() || output.prompt_logprobs.is_some() || output.echo;
+    let large = prompts.iter().map(Collected::positions).sum::<usize>() > SMALL_POSITIONS
+        || echoed.iter().map(String::len).sum::<usize>() > SMALL_BODY_BYTES;
     let build = || {
         let mut choices = Vec::new();
         for (at, prompt) in prompts.into_iter().enumerate() {
@@ -285,7 +290,7 @@ async fn complete(
             timings,
         })
     };
-    aside(large, build).await
+    aside(holder, large, build).await
 }
 
 #[cfg(test)]

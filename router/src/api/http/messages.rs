@@ -130,7 +130,7 @@ pub(super) fn conversation(fields: &Fields<'_>) -> Result<Input, Outcome> {
         }
         message_blocks::read_message(&name, &body.role, body.content, &mut messages)?;
     }
-    Ok(Input::Chat(messages.into_messages().into()))
+    Ok(Input::Chat(messages.into_messages()?.into()))
 }
 
 /// Reads the tools, whose definitions become part of the conversation.
@@ -213,7 +213,7 @@ pub(super) fn stop_reason(finished: &Finished) -> (&'static str, Option<&str>) {
 
 /// Answers a message.
 pub(super) async fn create(api: Arc<HttpApi>, call: Call, body: Bytes) -> Result<Response<Body>, Outcome> {
-    let (request, stream) = read_body(&body, read).await.map_err(rejected)?;
+    let (request, stream) = read_body(call.context.caller.holder(), &body, read).await.map_err(rejected)?;
     drop(body);
     let started = Box::pin(api.start(vec![request], stream, call)).await.map_err(rejected)?;
     if stream {
@@ -263,7 +263,7 @@ pub(super) async fn count_tokens(
     call: Call,
     body: Bytes,
 ) -> Result<Response<Body>, Outcome> {
-    let (model, input) = read_body(&body, read_count).await?;
+    let (model, input) = read_body(call.context.caller.holder(), &body, read_count).await?;
     let (_, tokens) = api.ingress.tokens(&model, input, None, call.context).await?;
     json(&Count { input_tokens: tokens.len() })
 }

@@ -31,6 +31,7 @@ mod sse;
 mod structured;
 mod tokenize;
 mod tools;
+mod turns;
 mod ui;
 mod usage;
 
@@ -55,13 +56,14 @@ use crate::cluster::bundle::Model;
 use crate::dispatcher::request::AdmittedCall;
 use crate::options::{HttpOptions, Options};
 use crate::outcome::Outcome;
+pub(crate) use aside::{SMALL_BODY_BYTES, read_aside};
 pub(crate) use call::Call;
 pub(crate) use cors::CorsLayer;
 pub(crate) use errors::refuse;
 pub(crate) use faults::FaultLayer;
 use generations::Generations;
 pub(crate) use request_id::RequestIdLayer;
-pub(crate) use tools::message_call;
+pub(crate) use tools::{check_values, message_call};
 pub(crate) use ui::Ui;
 
 /// Renders the metrics of the process for Prometheus.

@@ -8,7 +8,7 @@ use tonic::body::Body;
 use tonic::codegen::Bytes;
 use tonic::codegen::http::Response;
 
-use super::aside::{aside, read_body};
+use super::aside::{SMALL_POSITIONS, aside, read_body};
 use super::fields::{FieldTable, Fields, honoured, ignored, parse, parse_object, refused};
 use super::logprobs::{PositionBody, check_outputs};
 use super::response_events::ResponseEvents;
@@ -115,7 +115,7 @@ fn conversation(fields: &Fields<'_>, instructions: Option<&str>) -> Result<Input
     if !messages.messages().iter().any(|message| message.role != "system") {
         messages.push(Message::new("user", String::new()))?;
     }
-    Ok(Input::Chat(messages.into_messages().into()))
+    Ok(Input::Chat(messages.into_messages()?.into()))
 }
 
 /// Reads an item. `reasoning` is that of the items before it, which belongs to the next message of the assistant.
@@ -250,7 +250,8 @@ fn text_format<'a>(fields: &Fields<'a>) -> Result<Option<&'a RawValue>, Outcome>
 
 /// Answers a response.
 pub(super) async fn create(api: Arc<HttpApi>, call: Call, body: Bytes) -> Result<Response<Body>, Outcome> {
-    let (request, output) = read_body(&body, read).await.map_err(rejected)?;
+    let holder = call.context.caller.holder();
+    let (request, output) = read_body(holder.clone(), &body, read).await.map_err(rejected)?;
     drop(body);
     let alternatives = request.sampling.logprobs;
     let started = Box::pin(api.start(vec![request], output.stream, call)).await.map_err(rejected)?;
@@ -276,7 +277,7 @@ pub(super) async fn create(api: Arc<HttpApi>, call: Call, body: Bytes) -> Result
         let items = choice.map_or_else(Vec::new, OutputItem::of_choice);
         json(&echo.ended(&Ended::of(&prompt, api.http.timings), &items, &logprobs))
     };
-    aside(alternatives.is_some(), build).await
+    aside(holder, prompt.positions() > SMALL_POSITIONS, build).await
 }
 
 #[cfg(test)]

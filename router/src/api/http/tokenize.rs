@@ -109,7 +109,8 @@ pub(super) fn read(body: &[u8]) -> Result<Request, Outcome> {
 
 /// Tokenizes a prompt or a conversation.
 pub(super) async fn tokenize(api: Arc<HttpApi>, call: Call, body: Bytes) -> Result<Response<Body>, Outcome> {
-    let Request { model, input, parse_special, with_texts } = read_body(&body, read).await?;
+    let Request { model, input, parse_special, with_texts } =
+        read_body(call.context.caller.holder(), &body, read).await?;
     let (served, tokens) = api.ingress.tokens(&model, input, parse_special, call.context).await?;
     let texts = || tokens.iter().map(|id| served.model.tokenizer.piece(*id)).collect();
     json(&Tokens {

@@ -5,7 +5,7 @@ use serde_json::value::RawValue;
 
 use super::fields::{FieldTable, Fields, is_empty, parse, parse_object};
 use crate::api::generation::{GenerationRequest, Input};
-use crate::api::tool_use::{Tool, ToolChoice, ToolDefinition, ToolUse};
+use crate::api::tool_use::{JSON_VALUES_MAX, Tool, ToolChoice, ToolDefinition, ToolUse, json_values};
 use crate::outcome::Outcome;
 use crate::text::MessageCall;
 
@@ -159,6 +159,21 @@ pub(super) fn message_calls(name: &str, calls: Option<&RawValue>) -> Result<Vec<
     bodies.into_iter().enumerate().map(read).collect()
 }
 
+/// Checks the JSON values of the arguments of calls; a refusal names `field`.
+///
+/// # Errors
+/// There are too many.
+pub(crate) fn check_values(field: &str, values: usize) -> Result<(), Outcome> {
+    if values <= JSON_VALUES_MAX {
+        return Ok(());
+    }
+    let reason = format!(
+        "the arguments of calls have up to {values} JSON values; at most {JSON_VALUES_MAX} are allowed in a request: shorten them, or leave \
+         out older messages"
+    );
+    Err(Outcome::field(field, reason))
+}
+
 /// Returns a call of an earlier message. Its arguments are an object, or its text.
 ///
 /// # Errors
@@ -190,6 +205,7 @@ pub(crate) fn message_call(
     if !text.starts_with('{') {
         return Err(refused());
     }
+    check_values(top, json_values(text))?;
     let arguments = serde_json::from_str(text).map_err(|_| refused())?;
     Ok(MessageCall { id, name, arguments })
 }

@@ -162,8 +162,8 @@ impl SimulatedGemm {
         ]
     }
 
-    /// Computes the GEMM, accumulating over blocks of `k_block` elements, from the elements before `end`.
-    fn run(&self, weight: u64, x: u64, y: u64, k_block: usize, end: usize) {
+    /// Computes the GEMM, accumulating over blocks of `k_block` elements.
+    fn run(&self, weight: u64, x: u64, y: u64, k_block: usize) {
         let (a, b, d) = self.strides;
         let widened = |at: u64, columns: usize, stride: usize| {
             let at = std::ptr::with_exposed_provenance::<u16>(at as usize);
@@ -191,7 +191,7 @@ impl SimulatedGemm {
         for (row, x) in x.chunks(self.k).enumerate() {
             for (column, weight) in weight.chunks(self.k).enumerate() {
                 let mut sum = 0.0;
-                for (x, weight) in x[..end].chunks(k_block).zip(weight[..end].chunks(k_block)) {
+                for (x, weight) in x.chunks(k_block).zip(weight.chunks(k_block)) {
                     let mut lanes = [0.0f32; 8];
                     for (x, weight) in x.chunks(8).zip(weight.chunks(8)) {
                         x.iter()
@@ -235,9 +235,9 @@ impl SimulatedAlgorithm {
         self != Self::FewRows || gemm.m <= 24
     }
 
-    /// Number of elements that it sums: all, unless it lies.
-    fn last_element(self, gemm: &SimulatedGemm) -> usize {
-        if self != Self::Whole && Lie::Algorithm.told() { gemm.k - 1 } else { gemm.k }
+    /// Whether it computes anything: it does, unless it lies.
+    fn computes(self) -> bool {
+        self == Self::Whole || !Lie::Algorithm.told()
     }
 
     fn k_block(self, gemm: &SimulatedGemm) -> usize {
@@ -462,8 +462,8 @@ calls! {
                 // SAFETY: the scratch was just checked to be within an allocation.
                 unsafe { scratch.write_bytes(0xff, scratch_bytes) };
             }
-            if device.computes() {
-                gemm.run(weight, x, y, algorithm.k_block(&gemm), algorithm.last_element(&gemm));
+            if device.computes() && algorithm.computes() {
+                gemm.run(weight, x, y, algorithm.k_block(&gemm));
             }
             Ok(())
         };

@@ -13,7 +13,7 @@ pub enum Lie {
     Nan,
     /// Every second step computes nothing, so that results are those of the step before.
     Stale,
-    /// All algorithms of the GEMM library but the first one leave out the last element of each sum.
+    /// All algorithms of the GEMM library but the first one compute nothing, and are the fastest.
     Algorithm,
     /// Copies from the host into the largest allocation, the KV pool, do nothing.
     Copies,

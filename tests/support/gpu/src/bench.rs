@@ -43,18 +43,53 @@ fn word(i: u32, j: u32) -> u32 {
     philox4x32([i, j, 0, 0], [8, 0])[0]
 }
 
-/// Measures all cases on a runtime whose first GPU is `ordinal`.
-pub fn steps(runtime: &mut CudaRuntime, task: &Steps, ordinal: usize) -> JobResult<Value> {
+/// Blocks of the contexts of all sequences at most, which share them: far more than the caches of a GPU hold, so that every one is read
+/// from memory, and filled in seconds.
+const CONTEXT_BLOCKS: u32 = 4096;
+/// Prompt tokens of a step that a timed step is compared with.
+const COMPARED_CHUNK: usize = 512;
+
+/// Where the blocks of a case's sequences are.
+struct Blocks {
+    /// Of contexts, from the first block of the pool on.
+    shared: u32,
+    /// Whole blocks of a sequence's context.
+    context: u32,
+    /// Further ones of a sequence, in which its new tokens are.
+    own: u32,
+}
+
+impl Blocks {
+    fn of(case: &Case, block_tokens: u32) -> Self {
+        let context = case.context / block_tokens;
+        let own = (case.context + case.tokens).div_ceil(block_tokens) - context;
+        Self { shared: (case.sequences * context).min(CONTEXT_BLOCKS), context, own }
+    }
+
+    fn table(&self, sequence: u32) -> Vec<u32> {
+        let shared = (0..self.context).map(|i| (sequence * self.context + i) % self.shared);
+        let first = self.shared + sequence * self.own;
+        shared.chain(first..first + self.own).collect()
+    }
+}
+
+/// Measures all cases on a runtime whose first GPU is `ordinal`; prints each as a line. With a `bound`, rows of the timed batches have to
+/// be within it, as a part of the largest logit, of what their sequences yield alone and in other chunks.
+pub fn steps(
+    runtime: &mut CudaRuntime,
+    task: &Steps,
+    ordinal: usize,
+    bound: Option<f32>,
+) -> JobResult<Value> {
     let capabilities = runtime.capabilities().clone();
     attach(runtime, capabilities.slots)?;
-    let blocks =
-        |case: &Case| case.sequences * (case.context + case.tokens).div_ceil(capabilities.block_tokens);
-    fill(runtime, task.cases.iter().map(blocks).max().unwrap_or(0))?;
+    let of = |case: &Case| Blocks::of(case, capabilities.block_tokens);
+    fill(runtime, task.cases.iter().map(|case| of(case).shared).max().unwrap_or(0))?;
     let mut rows = Vec::new();
     for case in &task.cases {
-        let each = (case.context + case.tokens).div_ceil(capabilities.block_tokens);
+        let blocks = of(case);
         if case.sequences > capabilities.slots
-            || each * case.sequences > capabilities.blocks
+            || blocks.shared + blocks.own * case.sequences > capabilities.blocks
             || case.tokens * case.sequences > capabilities.batch_tokens
         {
             rows.push(
@@ -62,14 +97,13 @@ pub fn steps(runtime: &mut CudaRuntime, task: &Steps, ordinal: usize) -> JobResu
             );
             continue;
         }
+        let token = |s: u32, i: u32, round: u32| word(s + round, i) % capabilities.vocab_size;
         let batch = |feed: bool, round: u32| {
             let mut batch = Batch::default();
             batch.clear();
             for s in 0..case.sequences {
-                let table: Vec<u32> = (s * each..(s + 1) * each).collect();
-                let tokens: Vec<u32> =
-                    (0..case.tokens).map(|i| word(s + round, i) % capabilities.vocab_size).collect();
-                batch.push_sequence(&tokens, case.context, &table);
+                let tokens: Vec<u32> = (0..case.tokens).map(|i| token(s, i, round)).collect();
+                batch.push_sequence(&tokens, case.context, &blocks.table(s));
                 batch.sample_last_row(s);
             }
             if feed && case.tokens == 1 {
@@ -78,7 +112,8 @@ pub fn steps(runtime: &mut CudaRuntime, task: &Steps, ordinal: usize) -> JobResu
             batch
         };
         let mut sampled = Vec::new();
-        for round in 0..3 {
+        // The longest steps need no more to warm up.
+        for round in 0..if case.tokens > 4096 { 1 } else { 3 } {
             runtime.execute(&mut batch(false, round), &mut sampled)?;
         }
         // Two steps in flight, as in the engine.
@@ -100,18 +135,68 @@ pub fn steps(runtime: &mut CudaRuntime, task: &Steps, ordinal: usize) -> JobResu
             runtime.execute(&mut batch(false, 0), &mut sampled)?;
         }
         // What was timed computes something, in each of the two step slots, which have graphs of their own.
+        let mut logits = Vec::new();
         for round in 4..6 {
-            checked_step(runtime, &mut batch(false, round), &mut sampled)?;
+            logits = checked_step(runtime, &mut batch(false, round), &mut sampled)?;
         }
+        let tokens = |s: u32| (0..case.tokens).map(|i| token(s, i, 5)).collect();
+        let apart =
+            bound.map(|bound| compare_alone(runtime, case, &blocks, &tokens, &logits, bound)).transpose()?;
         device.sort_by(f64::total_cmp);
-        rows.push(json!({
+        let row = json!({
             "case": [case.sequences, case.context, case.tokens],
             "device_ms": device[device.len() / 2] * 1e3,
             "device_ms_min": device[0] * 1e3,
             "wall_ms": wall * 1e3,
-        }));
+            "apart": apart,
+        });
+        // What a run that is cut off leaves.
+        println!("{}", json!({ "partial": row }));
+        rows.push(row);
     }
     Ok(Value::Array(rows))
+}
+
+/// Compares the first, the middle and the last row of a step with those of the same sequences alone, in chunks; returns the largest
+/// difference as a part of the largest logit.
+fn compare_alone(
+    runtime: &mut CudaRuntime,
+    case: &Case,
+    blocks: &Blocks,
+    tokens: &dyn Fn(u32) -> Vec<u32>,
+    logits: &[f32],
+    bound: f32,
+) -> JobResult<f32> {
+    let vocabulary = runtime.capabilities().vocab_size as usize;
+    let scale = logits.iter().fold(0.0f32, |most, logit| most.max(logit.abs()));
+    let mut sequences = vec![0, case.sequences / 2, case.sequences - 1];
+    sequences.dedup();
+    let (mut batch, mut sampled, mut apart) = (Batch::default(), Vec::new(), 0.0f32);
+    for s in sequences {
+        let tokens = tokens(s);
+        let mut at = case.context;
+        for part in tokens.chunks(COMPARED_CHUNK) {
+            batch.clear();
+            batch.push_sequence(part, at, &blocks.table(s));
+            at += part.len() as u32;
+            if at < case.context + case.tokens {
+                runtime.execute(&mut batch, &mut sampled)?;
+            }
+        }
+        batch.sample_last_row(s);
+        let alone = checked_step(runtime, &mut batch, &mut sampled)?;
+        let row = &logits[s as usize * vocabulary..][..vocabulary];
+        apart = row.iter().zip(&alone).fold(apart, |most, (a, b)| most.max((a - b).abs() / scale));
+    }
+    if apart > bound || scale == 0.0 {
+        let Case { sequences, context, tokens } = case;
+        return Err(format!(
+            "logits of {sequences} sequences of {tokens} tokens after {context} are {apart:.1e} of the largest one from those of a sequence \
+             alone (bound {bound:.0e})"
+        )
+        .into());
+    }
+    Ok(apart)
 }
 
 /// Fills the first `blocks` blocks with keys and values of random tokens; kernels run unrealistically fast on

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use inflight_contract::{PromptLogprobs, SamplingSpec, Weight};
 use inflight_kernels::philox4x32;
 use inflight_runtime::{
-    Batch, Capabilities, Error, Runtime, Sampled, Slot, SlotSetup, TokenMasks, TransferDone,
+    Batch, Capabilities, Error, NonFiniteRows, Runtime, Sampled, Slot, SlotSetup, TokenMasks, TransferDone,
 };
 use inflight_runtime_cuda::CudaRuntime;
 use inflight_worker::engine::{
@@ -97,6 +97,10 @@ impl Runtime for SharedRuntime {
 
     fn complete(&mut self, sampled: &mut Vec<Sampled>) -> Result<Duration, Error> {
         self.lock().complete(sampled)
+    }
+
+    fn take_non_finite(&mut self, rows: &mut NonFiniteRows) {
+        self.lock().take_non_finite(rows);
     }
 
     fn take_scores(&mut self, scores: &mut Vec<PromptLogprobs>) {

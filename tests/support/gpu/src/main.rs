@@ -128,14 +128,21 @@ fn run(argument: &str) -> JobResult<Value> {
     let mut runtime = CudaRuntime::load(&model, &options, &|_, _| {})?;
     let loaded = begun.elapsed().as_secs_f64();
     let gemms: Vec<Value> = runtime.tuned().iter().map(gemm).collect();
+    if let Some(rejected) = runtime.tuned().iter().find(|tuned| tuned.rejected) {
+        return Err(format!(
+            "a GEMM algorithm computes something else than the built-in kernel: {rejected:?}"
+        )
+        .into());
+    }
     let fast_paths = runtime.paths().clone();
     check_paths(&fast_paths)?;
+    let bound = job.canonical.as_ref().and_then(|check| check.bound);
     let canonical = job.canonical.map(|check| checks::canonical(&mut runtime, &check)).transpose();
     let canonical = canonical.map_err(|error| format!("the check before the task: {error}"))?;
     let result = match job.task {
         Task::Logits(task) => checks::logits(&mut runtime, &task)?,
         Task::Determinism(task) => checks::determinism(&mut runtime, &task)?,
-        Task::Steps(task) => bench::steps(&mut runtime, &task, ordinal)?,
+        Task::Steps(task) => bench::steps(&mut runtime, &task, ordinal, bound)?,
         Task::Replays(task) => replays::replays(&mut runtime, &task)?,
         Task::Swap(task) => swap::swap(&mut runtime, &task)?,
         Task::Serve(task) => serve::serve(runtime, &task)?,
@@ -182,12 +189,19 @@ fn gemm(tuned: &GemmTuning) -> Value {
         "way": tuned.way,
         "by": tuned.by,
         "own": tuned.own,
+        "rejected": tuned.rejected,
         "us": tuned.seconds * 1e6,
         "first_us": tuned.first_seconds.map(|seconds| seconds * 1e6),
     })
 }
 
 fn main() {
+    // What the runtime warns of belongs to the figures; standard output has JSON alone.
+    tracing_subscriber::fmt()
+        .with_writer(std::io::stderr)
+        .with_ansi(false)
+        .with_max_level(tracing::Level::WARN)
+        .init();
     let outcome = match std::env::args().nth(1) {
         Some(job) => run(&job).map_err(|error| error.to_string()),
         None => Err("give a job: a JSON object, or the path of a file with one".to_owned()),

@@ -139,7 +139,8 @@ pub fn swap(runtime: &mut CudaRuntime, task: &Swap) -> JobResult<Value> {
     let out = measure(runtime, &[Direction::Out])?;
     let back = measure(runtime, &[Direction::In])?;
     let both = measure(runtime, &[Direction::Out, Direction::In])?;
-    let decode = |runtime: &mut CudaRuntime, seconds: &mut Vec<f64>| -> JobResult<()> {
+    let mut expected: Option<Vec<u32>> = None;
+    let mut decode = |runtime: &mut CudaRuntime, seconds: &mut Vec<f64>| -> JobResult<()> {
         let mut batch = Batch::default();
         let mut sampled = Vec::new();
         batch.clear();
@@ -150,7 +151,11 @@ pub fn swap(runtime: &mut CudaRuntime, task: &Swap) -> JobResult<Value> {
         }
         let took: Duration = runtime.execute(&mut batch, &mut sampled)?;
         seconds.push(took.as_secs_f64());
-        Ok(())
+        let tokens: Vec<u32> = sampled.iter().map(|sampled| sampled.token).collect();
+        match expected.get_or_insert_with(|| tokens.clone()) == &tokens {
+            true => Ok(()),
+            false => Err("a step beside transfers gave other tokens".into()),
+        }
     };
     let (mut calm, mut loaded) = (Vec::new(), Vec::new());
     for _ in 0..task.steps {

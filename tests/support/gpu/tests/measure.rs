@@ -78,28 +78,31 @@ fn files_replace_kernels() {
     let images = TempDir::new("inflight-kernel-images").unwrap();
     let file = images.path().join("norm.cubin");
     let embedded = Images::unpack().unwrap();
-    let run = || measure(Some(&gpu), Some(images.path()), &job(model.path(), &steps()), "");
-    let (_, lines) = run();
-    assert_eq!(lines[0]["replaced_images"], json!({}), "an empty folder replaces nothing: {lines:?}");
+    let run = || {
+        let (output, mut lines) = measure(Some(&gpu), Some(images.path()), &job(model.path(), &steps()), "");
+        (output, lines.pop().unwrap())
+    };
+    let last = run().1;
+    assert_eq!(last["replaced_images"], json!({}), "an empty folder replaces nothing: {last}");
     // That of this GPU, for another GPU, and none at all.
     std::fs::write(&file, embedded.find("norm", Target::Sm90a).unwrap()).unwrap();
-    let (_, lines) = run();
-    assert_eq!(lines[0]["replaced_images"]["norm"].as_str().map(str::len), Some(64), "{lines:?}");
-    assert!(lines[0]["result"][0]["device_ms"].is_number(), "{lines:?}");
+    let last = run().1;
+    assert_eq!(last["replaced_images"]["norm"].as_str().map(str::len), Some(64), "{last}");
+    assert!(last["result"][0]["device_ms"].is_number(), "{last}");
     let foreign = embedded.find("norm", Target::Sm80).unwrap();
     for (bytes, reason) in
         [(foreign, "NO_BINARY_FOR_GPU"), (&foreign[..1000], "truncated"), (&[][..], "empty")]
     {
         std::fs::write(&file, bytes).unwrap();
-        let (output, lines) = run();
-        let error = lines[0]["error"].as_str().unwrap();
+        let (output, last) = run();
+        let error = last["error"].as_str().unwrap();
         assert!(error.contains(file.to_str().unwrap()) && error.contains(reason), "{error}");
         assert_eq!(output.status.code(), Some(1));
     }
     // Another family's kernels.
     std::fs::write(&file, embedded.find("copy", Target::Sm90a).unwrap()).unwrap();
-    let (_, lines) = run();
-    let error = lines[0]["error"].as_str().unwrap();
+    let last = run().1;
+    let error = last["error"].as_str().unwrap();
     assert!(error.contains("looking up norm_") && error.contains(file.to_str().unwrap()), "{error}");
 }
 
@@ -145,6 +148,7 @@ fn tasks(folder: &Path) -> Vec<(&'static str, Value)> {
         ("logits", logits),
         ("determinism", json!({ "length": 40, "companions": [1, 2], "chunks": [32, 7] })),
         ("replays", replays),
+        ("serve", json!({ "lengths": [[8, 4], [20, 3]] })),
         ("swap", swap),
     ]
 }
@@ -174,6 +178,10 @@ fn no_task_reports_anything_of_a_gpu_that_computes_nothing_or_nan_or_keeps_old_r
     let folder = model(0);
     for lie in ["nothing", "nan", "stale"] {
         for (name, task) in tasks(folder.path()) {
+            // Old tokens are tokens: the steps of an engine are compared before it is measured, by the canonical check.
+            if (name, lie) == ("serve", "stale") {
+                continue;
+            }
             let Some(result) = outcome(&format!("lie={lie}"), &task_job(folder.path(), name, &task)) else {
                 return;
             };
@@ -182,6 +190,8 @@ fn no_task_reports_anything_of_a_gpu_that_computes_nothing_or_nan_or_keeps_old_r
                 "is NaN: the step computed it wrong, or not at all",
                 "is not its most likely one",
                 "logits are not finite",
+                "are infinite or NaN",
+                "gave other tokens",
             ];
             assert!(expected.iter().any(|reason| error.contains(reason)), "{name}, {lie}: {error}");
         }
@@ -241,13 +251,11 @@ fn figures_of_another_model_than_that_of_the_deterministic_eager_run_are_refused
 }
 
 #[test]
-fn an_algorithm_that_computes_something_else_is_not_chosen() {
+fn an_algorithm_that_computes_nothing_is_not_chosen_however_fast_it_is() {
     let folder = model(0);
     let mut job = job(folder.path(), &steps());
     job["autotune"] = true.into();
     let Some(result) = outcome("lie=algorithm", &job) else { return };
-    let result = result.unwrap();
-    let chosen = result["products"].as_array().unwrap();
-    let lies = |product: &&Value| product["by"] == "cublaslt" && product["way"] != 0;
-    assert!(!chosen.is_empty() && chosen.iter().find(lies).is_none(), "{chosen:?}");
+    let error = result.unwrap_err();
+    assert!(error.contains("a GEMM algorithm computes something else than the built-in kernel"), "{error}");
 }

@@ -48,6 +48,8 @@ pub struct GemmTuning {
     pub by: &'static str,
     /// Whether the chosen algorithm is a built-in kernel.
     pub own: bool,
+    /// Whether the built-in kernel is used since the chosen algorithm computes something else; times are that algorithm's.
+    pub rejected: bool,
     /// Seconds per GEMM with the chosen algorithm, launched from a graph.
     pub seconds: f64,
     /// Seconds per GEMM with the heuristic's first algorithm; `None`: it rejects the shape.
@@ -170,10 +172,17 @@ impl<'a> GemmBench<'a> {
         Ok(tuned)
     }
 
-    /// Returns an algorithm if the first and the last rows of its GEMM are about what the built-in kernel computes, else that kernel.
-    fn checked(&self, algorithm: GemmAlgorithm, matmul: &Matmul) -> Result<GemmAlgorithm, DeviceError> {
+    /// Returns an algorithm if the first and the last rows of its GEMM are about what the built-in kernel computes, else that kernel and
+    /// true.
+    fn checked(
+        &self,
+        algorithm: GemmAlgorithm,
+        matmul: &Matmul,
+    ) -> Result<(GemmAlgorithm, bool), DeviceError> {
         let built_in = GemmAlgorithm::BuiltIn(GemmKernel::Tiled);
         let run = |algorithm, matmul: &Matmul, first: u32, count: u32| -> Result<Vec<f32>, DeviceError> {
+            // NaN: what another algorithm has written must not pass for this one's.
+            self.device.fill(&self.y, 0xff)?;
             // SAFETY: the buffers have room for the maximum rows, and the weights are on the device.
             match unsafe { self.device.matmul_with(algorithm, self.half, matmul) }? {
                 true => self.output_rows(matmul, first, count),
@@ -181,7 +190,9 @@ impl<'a> GemmBench<'a> {
             }
         };
         let count = CHECKED_ROWS.min(matmul.m);
-        for first in [0, matmul.m - count] {
+        let ends = [0, matmul.m - count];
+        for first in &ends[..if count < matmul.m { 2 } else { 1 }] {
+            let first = *first;
             let part =
                 Matmul { x: matmul.x + u64::from(first) * u64::from(matmul.k) * 2, m: count, ..*matmul };
             let (found, expected) = (run(algorithm, matmul, first, count)?, run(built_in, &part, 0, count)?);
@@ -195,10 +206,10 @@ impl<'a> GemmBench<'a> {
                     algorithm,
                     "a GEMM algorithm computes something else than the built-in kernel, which is used in its place"
                 );
-                return Ok(built_in);
+                return Ok((built_in, true));
             }
         }
-        Ok(algorithm)
+        Ok((algorithm, false))
     }
 
     /// Returns `count` rows of the output from the `first` on.
@@ -254,7 +265,7 @@ impl<'a> GemmBench<'a> {
             // An error here means that the device itself has failed.
             return self.device.stream.synchronize().map(|()| None);
         }
-        let algorithm = self.checked(algorithm, &matmul)?;
+        let (algorithm, rejected) = self.checked(algorithm, &matmul)?;
         let first = self.cublaslt.candidates(self.half, &matmul, 1)?.into_iter().next();
         let fallback = first.filter(|_| choice.way > 0 && choice.first_seconds.is_some());
         self.cublaslt.set_algorithm(self.half, &matmul, algorithm, fallback)?;
@@ -266,6 +277,7 @@ impl<'a> GemmBench<'a> {
             way: choice.way,
             by: algorithm.name(),
             own: matches!(algorithm, GemmAlgorithm::BuiltIn(_)),
+            rejected,
             seconds: choice.seconds,
             first_seconds: choice.first_seconds,
         }))
@@ -408,7 +420,7 @@ impl GemmTimer for GpuTimer<'_> {
     fn apply(&mut self, selection: Selection) -> Result<(), DeviceError> {
         let (gemm, m) = self.shapes[self.shape];
         let GemmBench { cublaslt, half, .. } = self.bench;
-        let chosen =
+        let (chosen, rejected) =
             self.bench.checked(self.candidates[selection.algorithm], &self.bench.matmul(gemm, 0, m))?;
         // An algorithm that failed here is no fallback.
         let fallback = selection.first.filter(|_| selection.algorithm > 0).map(|_| self.candidates[0]);
@@ -433,6 +445,7 @@ impl GemmTimer for GpuTimer<'_> {
             way: selection.algorithm,
             by: chosen.name(),
             own: matches!(chosen, GemmAlgorithm::BuiltIn(_)),
+            rejected,
             seconds: selection.seconds,
             first_seconds: selection.first,
         });

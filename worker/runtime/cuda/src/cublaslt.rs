@@ -353,7 +353,8 @@ impl CublasLt {
     }
 
     /// Queries the heuristic for up to `max` algorithms whose scratch fits the workspace, best first; empty
-    /// if there are none.
+    /// if there are none. It is told no alignments, so it assumes operands at multiples of 256 bytes: allocations are, and
+    /// parts of matrices are used in place only where they are ([`super::weights`]).
     fn heuristic(&self, plan: &GemmPlan, max: usize) -> Result<Vec<CublasLtAlgorithm>, DeviceError> {
         let what = "querying GEMM algorithms";
         let preference = result::create_matmul_pref().map_err(failed(what))?;

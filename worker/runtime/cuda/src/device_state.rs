@@ -111,7 +111,7 @@ impl DeviceState {
         state.capture().map_err(load_error)?;
         let (left, _) = state.device.memory().map_err(load_error)?;
         plan.log_allocated(rank, taken, blocks, left);
-        let paths = state.path_conditions(job)?.paths();
+        let paths = state.path_conditions(job, !tuned.is_empty())?.paths();
         gpu_paths::report(rank, &paths);
         let loaded = LoadedRank {
             capabilities,
@@ -128,7 +128,7 @@ impl DeviceState {
     }
 
     /// What decides which fast paths are in use, once everything is loaded.
-    fn path_conditions(&self, job: &LoadJob) -> Result<PathConditions, LoadError> {
+    fn path_conditions(&self, job: &LoadJob, tuned: bool) -> Result<PathConditions, LoadError> {
         let LoadJob { gpu_info, options, .. } = job;
         let target = CudaDevice::target(gpu_info);
         Ok(PathConditions {
@@ -137,9 +137,11 @@ impl DeviceState {
             deterministic: options.deterministic,
             cublaslt: self.device.cublaslt().is_some(),
             autotune: options.autotune,
+            tuned,
             overlap_wanted: options.overlap,
             overlap: self.device.overlap().load(Relaxed),
             graphs: options.graphs,
+            captured: !self.graphs.is_empty(),
             fp8_kv: options.kv_store == KvStore::Fp8,
         })
     }

@@ -277,6 +277,8 @@ impl CudaDevice {
         // A graph's first kernel has no predecessor, and kernels after the capture do not follow the captured
         // ones.
         self.end_kernel_chain();
+        // Calls of other threads, such as allocations of other ranks, do not end the capture. What is captured uses one stream and a
+        // cuBLASLt workspace of its own, so that a replay has the bits of the eager step.
         let mode = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL;
         // SAFETY: `self` owns the stream, and no other capture is active on this thread.
         unsafe { result::stream::begin_capture(self.stream.stream, mode) }

@@ -18,9 +18,13 @@ pub(super) struct PathConditions {
     pub(super) deterministic: bool,
     pub(super) cublaslt: bool,
     pub(super) autotune: bool,
+    /// Whether a GEMM was timed, or its choice known from an earlier start.
+    pub(super) tuned: bool,
     pub(super) overlap_wanted: bool,
     pub(super) overlap: bool,
     pub(super) graphs: bool,
+    /// Whether a step was captured.
+    pub(super) captured: bool,
     pub(super) fp8_kv: bool,
 }
 
@@ -59,12 +63,17 @@ impl PathConditions {
             (false, false) => off("libcublasLt.so was not found; install cuBLAS for CUDA 12 or 13", true),
         };
         let autotune = match (self.cublaslt && self.autotune, self.deterministic) {
-            (true, _) => Ok(()),
+            (true, _) if self.tuned => Ok(()),
+            (true, _) => off("no GEMM was timed within the time for it", true),
             (false, true) => off("--deterministic uses the built-in GEMM kernels", false),
             (false, false) if self.autotune => off("there is no cuBLASLt to choose from", false),
             (false, false) => off("turned off by --no-autotune", false),
         };
-        let graphs = if self.graphs { Ok(()) } else { off("turned off by an option", false) };
+        let graphs = match (self.graphs, self.captured) {
+            (true, true) => Ok(()),
+            (true, false) => off("no step was captured", true),
+            (false, _) => off("turned off by an option", false),
+        };
         let e4m3 = match (self.fp8_kv, hopper || self.target == Target::Ptx90) {
             (false, _) => off("the KV cache is in 16 bits", false),
             (true, true) => Ok(()),
@@ -145,9 +154,11 @@ mod tests {
         deterministic: false,
         cublaslt: true,
         autotune: true,
+        tuned: true,
         overlap_wanted: true,
         overlap: true,
         graphs: true,
+        captured: true,
         fp8_kv: true,
     };
 
@@ -168,6 +179,8 @@ mod tests {
         assert_eq!(off(unwanted), [("overlapped_kernels", false)]);
         let ampere = PathConditions { compute: (8, 0), target: Target::Sm80, overlap: false, ..HOPPER };
         assert_eq!(off(ampere), [("overlapped_kernels", false), ("hardware_fp8", true)]);
+        assert_eq!(off(PathConditions { tuned: false, ..HOPPER }), [("autotuned_gemms", true)]);
+        assert_eq!(off(PathConditions { captured: false, ..HOPPER }), [("cuda_graphs", true)]);
         let blackwell = PathConditions { compute: (12, 0), target: Target::Ptx90, ..HOPPER };
         assert_eq!(off(blackwell), [("machine_code", true)]);
     }
