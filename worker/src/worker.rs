@@ -13,7 +13,7 @@ use inflight_grammar_service::Grammars;
 use inflight_models::{self as models, FingerprintCache, ModelDir};
 use inflight_net::{
     Acceptor, ConnectionLimits, Framing, HttpServer, OpenCallsLayer, Protocols, ReceiveBudget, ReceiveLayer,
-    ReceiveLimits, ServerTls, TlsError, UnreadBudget, create_private_file,
+    ReceiveLimits, ServerTls, TlsError, Turns, UnreadBudget, create_private_file,
 };
 use inflight_proto::v1::worker_server::WorkerServer;
 use inflight_proto::{FILE_DESCRIPTOR_SET, PROTOCOL_VERSION, v1};
@@ -35,9 +35,9 @@ use crate::engine::{Engine, EngineOptions};
 use crate::options::{Device, Drafts, Options, OptionsError};
 use crate::self_test::SelfTest;
 use crate::session::{
-    AuthenticationLayer, Authenticator, BUNDLES_MAX, COMMANDS_MAX, COMPILED_KIB_MAX, Clock, EngineExecution,
-    EngineThread, Message, MeteredSemaphore, OBSERVERS_MAX, QUEUED_KIB_MAX, ServiceTables, SessionContext,
-    Watchdog, WorkerService,
+    AuthenticationLayer, Authenticator, BUNDLES_MAX, COMMANDS_MAX, COMPILED_AT_ONCE, COMPILED_KIB_MAX, Clock,
+    EngineExecution, EngineThread, Message, MeteredSemaphore, OBSERVERS_MAX, QUEUED_KIB_MAX, ServiceTables,
+    SessionContext, Watchdog, WorkerService,
 };
 
 /// Memory for the grammar state of each of the maximum sequences, twice what usual schemas need.
@@ -320,6 +320,7 @@ impl Core {
             engine: sender,
             queued: MeteredSemaphore::new(QUEUED_KIB_MAX, crate::metrics::queued_kib),
             compiled: MeteredSemaphore::new(COMPILED_KIB_MAX, crate::metrics::queued_kib),
+            compile_turns: Turns::new(COMPILED_AT_ONCE),
             bundles: MeteredSemaphore::new(BUNDLES_MAX, crate::metrics::bundle_streams),
             permits: Arc::new(Semaphore::new(options.max_sessions as usize)),
             sessions_max: options.max_sessions,

@@ -5,8 +5,10 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use inflight_grammar::{CompiledGrammar, GrammarError};
+use inflight_net::Holder;
 use tokio::sync::mpsc;
 use tokio::task::JoinSet;
+use tokio_util::sync::CancellationToken;
 
 use super::permits::MeteredPermits;
 use super::{Message, SessionContext};
@@ -24,9 +26,21 @@ const RETRY_MAX: Duration = Duration::from_secs(30);
 pub(super) struct Compiling {
     sessions: Arc<SessionContext>,
     tasks: JoinSet<()>,
-    /// Cancels that wait behind their submission, by its id: the engine must not see them before it.
-    held: Arc<Mutex<BTreeMap<u64, Vec<Command>>>>,
+    /// By the submission's id.
+    held: Arc<Mutex<BTreeMap<u64, Held>>>,
 }
+
+/// Submission whose grammar is being compiled.
+#[derive(Default)]
+struct Held {
+    /// Cancels that wait behind it: the engine must not see them before it.
+    commands: Vec<Command>,
+    /// Cancelled with all of its choices: its grammar is of no use.
+    cancelled: CancellationToken,
+}
+
+/// Grammars that are compiled at once.
+pub(crate) const COMPILED_AT_ONCE: usize = COMPILED_KIB_MAX / CompiledGrammar::BYTES_MAX.div_ceil(1 << 10);
 
 impl Compiling {
     pub(super) fn new(sessions: &Arc<SessionContext>) -> Self {
@@ -39,16 +53,22 @@ impl Compiling {
         while self.tasks.try_join_next().is_some() {}
         let (sessions, held) = (Arc::clone(&self.sessions), Arc::clone(&self.held));
         let id = request.key.request;
-        lock(&held).insert(id, Vec::new());
+        let cancelled = lock(&held).entry(id).or_default().cancelled.clone();
         self.tasks.spawn(async move {
             let most = CompiledGrammar::BYTES_MAX.div_ceil(1 << 10) as u32;
+            let tenant = Holder { name: Arc::clone(&request.tenant), weight: request.weight.get() };
+            let turn = sessions.compile_turns.turn(Some(&tenant)).await;
             let mut memory = sessions.compiled.acquire(most).await;
             if let Some(constraint) = request.sampling.constraint.clone() {
-                let compiled = compile(&sessions, constraint).await;
+                let compiled = tokio::select! {
+                    compiled = compile(&sessions, constraint) => compiled,
+                    () = cancelled.cancelled() => Err(GrammarError::Unavailable("its request was cancelled".to_owned())),
+                };
                 let bytes = compiled.as_ref().map_or(0, |compiled| compiled.bytes());
                 memory.keep(bytes.div_ceil(1 << 10) as u32);
                 request.grammar = Some(compiled);
             }
+            drop(turn);
             let submit = Message::Command(Command::Submit(request), vec![permits, memory]);
             if sessions.engine.send(submit).await.is_ok() {
                 release(&sessions.engine, &held, id).await;
@@ -60,7 +80,10 @@ impl Compiling {
     pub(super) fn hold(&self, key: RequestKey, command: Command) -> Option<Command> {
         match lock(&self.held).get_mut(&key.request) {
             Some(held) => {
-                held.push(command);
+                if matches!(command, Command::Cancel { choice: None, .. }) {
+                    held.cancelled.cancel();
+                }
+                held.commands.push(command);
                 None
             }
             None => Some(command),
@@ -73,16 +96,17 @@ impl Compiling {
     }
 }
 
-fn lock(held: &Mutex<BTreeMap<u64, Vec<Command>>>) -> std::sync::MutexGuard<'_, BTreeMap<u64, Vec<Command>>> {
+fn lock(held: &Mutex<BTreeMap<u64, Held>>) -> std::sync::MutexGuard<'_, BTreeMap<u64, Held>> {
     held.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// Sends the cancels that were held for a submission, and those that come meanwhile.
-async fn release(engine: &mpsc::Sender<Message>, held: &Mutex<BTreeMap<u64, Vec<Command>>>, id: u64) {
+async fn release(engine: &mpsc::Sender<Message>, held: &Mutex<BTreeMap<u64, Held>>, id: u64) {
     loop {
         let commands = {
             let mut held = lock(held);
-            let commands = held.get_mut(&id).map(std::mem::take).unwrap_or_default();
+            let commands =
+                held.get_mut(&id).map(|held| std::mem::take(&mut held.commands)).unwrap_or_default();
             if commands.is_empty() {
                 // From here on the session sends them itself.
                 held.remove(&id);

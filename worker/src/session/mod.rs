@@ -22,7 +22,7 @@ use std::time::Duration;
 use futures::{Stream, StreamExt as _};
 use inflight_contract::Grammar;
 use inflight_grammar_service::Grammars;
-use inflight_net::Peer;
+use inflight_net::{Peer, Turns};
 use inflight_proto::AnswerProof;
 use inflight_proto::v1::{self, session_request, session_response, worker_server};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc, oneshot};
@@ -32,8 +32,8 @@ use tonic::{Request, Response, Status, Streaming};
 use crate::bundle::Bundle;
 use crate::engine::{Command, Request as EngineRequest, RequestKey, SessionId};
 pub(crate) use authentication::{AuthenticationLayer, Authenticator};
-pub(crate) use compiling::COMPILED_KIB_MAX;
 use compiling::Compiling;
+pub(crate) use compiling::{COMPILED_AT_ONCE, COMPILED_KIB_MAX};
 pub use engine_thread::EngineExecution;
 pub(crate) use engine_thread::{COMMANDS_MAX, Clock, EngineThread, Message, RouterName};
 pub(crate) use observe::OBSERVERS_MAX;
@@ -67,6 +67,8 @@ pub(crate) struct SessionContext {
     pub queued: MeteredSemaphore,
     /// Permits for the memory of compiled grammars whose submissions the engine has not taken, one for each KiB of [`COMPILED_KIB_MAX`].
     pub compiled: MeteredSemaphore,
+    /// Turns of tenants to compile a grammar.
+    pub compile_turns: Turns,
     /// Permits to send a bundle.
     pub bundles: MeteredSemaphore,
     /// Permits of open sessions, and their maximum (`--max-sessions`).

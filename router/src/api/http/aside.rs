@@ -1,9 +1,7 @@
 //! Work on megabytes: aside from the threads on which other calls wait.
 
-use inflight_net::Holder;
+use inflight_net::{Holder, Turns};
 use tokio::runtime::RuntimeFlavor;
-
-use super::turns::Turns;
 
 /// Bytes of a body that are read, and positions with log probabilities that are written, where they arrive: some milliseconds.
 pub(crate) const SMALL_BODY_BYTES: usize = 64 << 10;
@@ -11,7 +9,7 @@ pub(super) const SMALL_POSITIONS: usize = 256;
 
 /// Builds a response, one `large` one at a time, in turns between holders.
 pub(super) async fn aside<T>(holder: Option<Holder>, large: bool, build: impl FnOnce() -> T) -> T {
-    static TURNS: Turns = Turns::new();
+    static TURNS: Turns = Turns::new(1);
     run(&TURNS, holder, large, build).await
 }
 
@@ -22,7 +20,7 @@ pub(super) async fn read_body<T>(holder: Option<Holder>, body: &[u8], read: impl
 
 /// Reads a message, one `large` one at a time, in turns between holders, as bodies.
 pub(crate) async fn read_aside<T>(holder: Option<Holder>, large: bool, read: impl FnOnce() -> T) -> T {
-    static TURNS: Turns = Turns::new();
+    static TURNS: Turns = Turns::new(1);
     run(&TURNS, holder, large, read).await
 }
 

@@ -31,7 +31,6 @@ mod sse;
 mod structured;
 mod tokenize;
 mod tools;
-mod turns;
 mod ui;
 mod usage;
 

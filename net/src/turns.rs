@@ -1,11 +1,12 @@
-//! Turns of work on one resource: the holder that has had least of it for its weight comes next.
+//! Turns of work on a few slots: the holder that has had least of them for its weight comes next.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 
-use inflight_net::Holder;
 use tokio::sync::oneshot;
+
+use crate::shared_pool::Holder;
 
 /// Maximum holders that wait for nothing and whose service is remembered.
 const IDLE_HOLDERS_MAX: usize = 10_000;
@@ -13,11 +14,17 @@ const IDLE_HOLDERS_MAX: usize = 10_000;
 /// Name of a holder; `None` for callers without one, who share a place.
 type Name = Option<Arc<str>>;
 
-/// Queue of work that one at a time does, in start-time fair order between holders, as each is charged the time for which it held its turn.
-pub(super) struct Turns(Mutex<State>);
+/// Queue of work for a few slots, in start-time fair order between holders, as each is charged the time for which it held its turns. Of
+/// several slots, one is never a single holder's.
+pub struct Turns {
+    slots: usize,
+    state: Mutex<State>,
+}
 
 struct State {
-    taken: bool,
+    taken: usize,
+    /// Slots of each holder that has one.
+    held: BTreeMap<Name, usize>,
     /// Seconds for its weight that each holder has had, at least [`State::floor`].
     service: BTreeMap<Name, f64>,
     waiting: BTreeMap<Name, VecDeque<oneshot::Sender<()>>>,
@@ -26,7 +33,8 @@ struct State {
 }
 
 /// Turn of a holder, until it is dropped.
-pub(super) struct Turn<'a> {
+#[must_use]
+pub struct Turn<'a> {
     turns: &'a Turns,
     name: Name,
     weight: f64,
@@ -34,33 +42,35 @@ pub(super) struct Turn<'a> {
 }
 
 impl Turns {
-    pub(super) const fn new() -> Self {
-        Self(Mutex::new(State {
-            taken: false,
+    /// Creates the queue of `slots` slots, at least one.
+    pub const fn new(slots: usize) -> Self {
+        let state = State {
+            taken: 0,
+            held: BTreeMap::new(),
             service: BTreeMap::new(),
             waiting: BTreeMap::new(),
             floor: 0.0,
-        }))
+        };
+        Self { slots, state: Mutex::new(state) }
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
         // Only a failed allocation can panic while the lock is held.
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Waits for the turn of `holder`.
-    pub(super) async fn turn(&self, holder: Option<&Holder>) -> Turn<'_> {
+    pub async fn turn(&self, holder: Option<&Holder>) -> Turn<'_> {
         let name = holder.map(|holder| holder.name.clone());
         let weight = holder.map_or(1.0, |holder| holder.weight);
         let receiver = {
             let mut state = self.lock();
-            match state.taken {
-                false => {
-                    state.taken = true;
+            match state.taken < self.slots && state.may_begin(&name, self.slots) {
+                true => {
                     state.begin(&name);
                     None
                 }
-                true => {
+                false => {
                     let (sender, receiver) = oneshot::channel();
                     state.waiting.entry(name.clone()).or_default().push_back(sender);
                     Some(receiver)
@@ -68,24 +78,24 @@ impl Turns {
             }
         };
         // Made before the wait: if the call ends meanwhile, a turn that was just given passes on.
-        let mut waiting = Waiting { turns: self, receiver };
+        let mut waiting = Waiting { turns: self, name: name.clone(), receiver };
         waiting.wait().await;
         Turn { turns: self, name, weight, begun: Instant::now() }
     }
 
-    /// Gives the turn to the next; `charged`: the holder that had it, and its seconds for its weight.
-    fn pass(&self, charged: Option<(&Name, f64)>) {
+    /// Ends a turn of a holder, charges it `seconds` for its weight, and gives free slots to those that wait.
+    fn end(&self, name: &Name, seconds: f64) {
         let mut state = self.lock();
-        if let Some((name, seconds)) = charged
-            && let Some(service) = state.service.get_mut(name)
-        {
+        state.taken -= 1;
+        match state.held.get(name).map_or(0, |held| held - 1) {
+            0 => state.held.remove(name),
+            held => state.held.insert(name.clone(), held),
+        };
+        if let Some(service) = state.service.get_mut(name) {
             *service += seconds;
         }
-        loop {
-            let Some(name) = state.next() else {
-                state.taken = false;
-                return;
-            };
+        while state.taken < self.slots {
+            let Some(name) = state.next(self.slots) else { return };
             let Some(queue) = state.waiting.get_mut(&name) else { continue };
             let sender = queue.pop_front();
             if queue.is_empty() {
@@ -95,9 +105,8 @@ impl Turns {
                 && !sender.is_closed()
             {
                 state.begin(&name);
-                // One that goes away now passes it on.
+                // One that goes away now ends it.
                 _ = sender.send(());
-                return;
             }
         }
     }
@@ -108,14 +117,21 @@ impl State {
         self.service.get(name).copied().unwrap_or(self.floor).max(self.floor)
     }
 
-    /// Returns the holder with least service of those that wait.
-    fn next(&self) -> Option<Name> {
-        let waiting = self.waiting.keys();
+    /// Returns whether a holder may have one of `slots` slots more.
+    fn may_begin(&self, name: &Name, slots: usize) -> bool {
+        self.held.get(name).copied().unwrap_or(0) < slots.saturating_sub(1).max(1)
+    }
+
+    /// Returns the holder with least service of those that wait and may begin.
+    fn next(&self, slots: usize) -> Option<Name> {
+        let waiting = self.waiting.keys().filter(|name| self.may_begin(name, slots));
         waiting.min_by(|a, b| self.service(a).total_cmp(&self.service(b))).cloned()
     }
 
     /// Records that a holder begins a turn.
     fn begin(&mut self, name: &Name) {
+        self.taken += 1;
+        *self.held.entry(name.clone()).or_default() += 1;
         let service = self.service(name);
         // What others had before counts no more.
         self.floor = service;
@@ -130,6 +146,7 @@ impl State {
 /// Place in the queue.
 struct Waiting<'a> {
     turns: &'a Turns,
+    name: Name,
     /// Absent once it has its turn.
     receiver: Option<oneshot::Receiver<()>>,
 }
@@ -149,7 +166,7 @@ impl Drop for Waiting<'_> {
         if let Some(mut receiver) = self.receiver.take() {
             receiver.close();
             if receiver.try_recv().is_ok() {
-                self.turns.pass(None);
+                self.turns.end(&self.name, 0.0);
             }
         }
     }
@@ -158,7 +175,7 @@ impl Drop for Waiting<'_> {
 impl Drop for Turn<'_> {
     fn drop(&mut self) {
         let seconds = self.begun.elapsed().as_secs_f64() / self.weight.max(f64::MIN_POSITIVE);
-        self.turns.pass(Some((&self.name, seconds)));
+        self.turns.end(&self.name, seconds);
     }
 }
 
@@ -176,7 +193,7 @@ mod tests {
 
     #[tokio::test]
     async fn a_holder_waits_for_one_turn_of_another_however_many_of_its_calls_wait() {
-        let turns = Turns::new();
+        let turns = Turns::new(1);
         let (many, one) = (holder("many"), holder("one"));
         let first = turns.turn(Some(&many)).await;
         let mut waiting: Vec<_> = (0..50).map(|_| Box::pin(turns.turn(Some(&many)))).collect();
@@ -196,6 +213,20 @@ mod tests {
         assert!((&mut rest[1]).now_or_never().is_some(), "a turn that was not taken has passed on");
         drop(rest);
         assert!(turns.turn(None).now_or_never().is_some(), "no call waits any more");
-        assert!(turns.lock().waiting.is_empty());
+        assert!(turns.lock().waiting.is_empty() && turns.lock().held.is_empty());
+    }
+
+    #[tokio::test]
+    async fn of_several_slots_one_is_free_for_another_holder() {
+        let turns = Turns::new(3);
+        let many = holder("many");
+        let held = [turns.turn(Some(&many)).await, turns.turn(Some(&many)).await];
+        let mut third = Box::pin(turns.turn(Some(&many)));
+        assert!((&mut third).now_or_never().is_none());
+        let other = turns.turn(Some(&holder("one"))).now_or_never().unwrap();
+        drop(other);
+        assert!((&mut third).now_or_never().is_none());
+        drop(held);
+        assert!((&mut third).now_or_never().is_some());
     }
 }
