@@ -2,9 +2,9 @@
 
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::time::Instant;
 
 use tokio::sync::oneshot;
+use tokio::time::Instant;
 
 use crate::shared_pool::Holder;
 

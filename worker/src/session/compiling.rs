@@ -61,6 +61,7 @@ impl Compiling {
             let mut memory = sessions.compiled.acquire(most).await;
             if let Some(constraint) = request.sampling.constraint.clone() {
                 let compiled = tokio::select! {
+                    biased;
                     compiled = compile(&sessions, constraint) => compiled,
                     () = cancelled.cancelled() => Err(GrammarError::Unavailable("its request was cancelled".to_owned())),
                 };
