@@ -4,7 +4,7 @@ use std::time::Instant;
 
 use cudarc::driver::{CudaContext, Profiler};
 use inflight_kernels::philox4x32;
-use inflight_runtime::{Batch, Feedback, Runtime as _};
+use inflight_runtime::{Batch, BlockCopy, Feedback, Runtime as _};
 use inflight_runtime_cuda::CudaRuntime;
 use serde::Deserialize;
 use serde_json::{Value, json};
@@ -25,6 +25,9 @@ pub struct Steps {
     /// `ncu --profile-from-start off`.
     #[serde(default)]
     profile: bool,
+    /// Blocks of the KV pool that are filled by prompts; further ones are copies of them.
+    #[serde(default = "computed_blocks")]
+    computed_blocks: u32,
 }
 
 /// Batch shape: sequences, cached tokens and new tokens per sequence.
@@ -39,39 +42,17 @@ fn seconds() -> f64 {
     f64::INFINITY
 }
 
+/// Enough that copies at equal places are far apart in time.
+pub fn computed_blocks() -> u32 {
+    4096
+}
+
 fn word(i: u32, j: u32) -> u32 {
     philox4x32([i, j, 0, 0], [8, 0])[0]
 }
 
-/// Blocks of the contexts of all sequences at most, which share them: far more than the caches of a GPU hold, so that every one is read
-/// from memory, and filled in seconds.
-const CONTEXT_BLOCKS: u32 = 4096;
 /// Prompt tokens of a step that a timed step is compared with.
 const COMPARED_CHUNK: usize = 512;
-
-/// Where the blocks of a case's sequences are.
-struct Blocks {
-    /// Of contexts, from the first block of the pool on.
-    shared: u32,
-    /// Whole blocks of a sequence's context.
-    context: u32,
-    /// Further ones of a sequence, in which its new tokens are.
-    own: u32,
-}
-
-impl Blocks {
-    fn of(case: &Case, block_tokens: u32) -> Self {
-        let context = case.context / block_tokens;
-        let own = (case.context + case.tokens).div_ceil(block_tokens) - context;
-        Self { shared: (case.sequences * context).min(CONTEXT_BLOCKS), context, own }
-    }
-
-    fn table(&self, sequence: u32) -> Vec<u32> {
-        let shared = (0..self.context).map(|i| (sequence * self.context + i) % self.shared);
-        let first = self.shared + sequence * self.own;
-        shared.chain(first..first + self.own).collect()
-    }
-}
 
 /// Measures all cases on a runtime whose first GPU is `ordinal`; prints each as a line. With a `bound`, rows of the timed batches have to
 /// be within it, as a part of the largest logit, of what their sequences yield alone and in other chunks.
@@ -83,13 +64,18 @@ pub fn steps(
 ) -> JobResult<Value> {
     let capabilities = runtime.capabilities().clone();
     attach(runtime, capabilities.slots)?;
-    let of = |case: &Case| Blocks::of(case, capabilities.block_tokens);
-    fill(runtime, task.cases.iter().map(|case| of(case).shared).max().unwrap_or(0))?;
+    let each = |case: &Case| (case.context + case.tokens).div_ceil(capabilities.block_tokens);
+    fill(
+        runtime,
+        task.cases.iter().map(|case| case.sequences * each(case)).max().unwrap_or(0),
+        task.computed_blocks,
+    )?;
     let mut rows = Vec::new();
     for case in &task.cases {
-        let blocks = of(case);
+        let each = each(case);
+        let table = |s: u32| (s * each..(s + 1) * each).collect::<Vec<u32>>();
         if case.sequences > capabilities.slots
-            || blocks.shared + blocks.own * case.sequences > capabilities.blocks
+            || each * case.sequences > capabilities.blocks
             || case.tokens * case.sequences > capabilities.batch_tokens
         {
             rows.push(
@@ -103,7 +89,7 @@ pub fn steps(
             batch.clear();
             for s in 0..case.sequences {
                 let tokens: Vec<u32> = (0..case.tokens).map(|i| token(s, i, round)).collect();
-                batch.push_sequence(&tokens, case.context, &blocks.table(s));
+                batch.push_sequence(&tokens, case.context, &table(s));
                 batch.sample_last_row(s);
             }
             if feed && case.tokens == 1 {
@@ -141,7 +127,7 @@ pub fn steps(
         }
         let tokens = |s: u32| (0..case.tokens).map(|i| token(s, i, 5)).collect();
         let apart =
-            bound.map(|bound| compare_alone(runtime, case, &blocks, &tokens, &logits, bound)).transpose()?;
+            bound.map(|bound| compare_alone(runtime, case, &table, &tokens, &logits, bound)).transpose()?;
         device.sort_by(f64::total_cmp);
         let row = json!({
             "case": [case.sequences, case.context, case.tokens],
@@ -162,7 +148,7 @@ pub fn steps(
 fn compare_alone(
     runtime: &mut CudaRuntime,
     case: &Case,
-    blocks: &Blocks,
+    table: &dyn Fn(u32) -> Vec<u32>,
     tokens: &dyn Fn(u32) -> Vec<u32>,
     logits: &[f32],
     bound: f32,
@@ -177,7 +163,7 @@ fn compare_alone(
         let mut at = case.context;
         for part in tokens.chunks(COMPARED_CHUNK) {
             batch.clear();
-            batch.push_sequence(part, at, &blocks.table(s));
+            batch.push_sequence(part, at, &table(s));
             at += part.len() as u32;
             if at < case.context + case.tokens {
                 runtime.execute(&mut batch, &mut sampled)?;
@@ -199,20 +185,31 @@ fn compare_alone(
     Ok(apart)
 }
 
-/// Fills the first `blocks` blocks with keys and values of random tokens; kernels run unrealistically fast on
-/// zeros.
-pub fn fill(runtime: &mut CudaRuntime, blocks: u32) -> JobResult<()> {
+/// Fills the first `blocks` blocks: `computed` with keys and values of random tokens, the rest with copies of these. Kernels run
+/// unrealistically fast on zeros.
+pub fn fill(runtime: &mut CudaRuntime, blocks: u32, computed: u32) -> JobResult<()> {
     let capabilities = runtime.capabilities().clone();
+    let blocks = blocks.min(capabilities.blocks);
+    let computed = blocks.min(computed.max(1));
     let tokens = capabilities.batch_tokens.min(capabilities.context_tokens) / capabilities.block_tokens
         * capabilities.block_tokens;
     let each = (tokens / capabilities.block_tokens).max(1);
     let (mut batch, mut sampled) = (Batch::default(), Vec::new());
-    for first in (0..blocks.min(capabilities.blocks)).step_by(each as usize) {
-        let table: Vec<u32> = (first..(first + each).min(capabilities.blocks)).collect();
+    for first in (0..computed).step_by(each as usize) {
+        let table: Vec<u32> = (first..(first + each).min(computed)).collect();
         let rows = table.len() as u32 * capabilities.block_tokens;
         let text: Vec<u32> = (0..rows).map(|i| word(first, i) % capabilities.vocab_size).collect();
         batch.clear();
         batch.push_sequence(&text, 0, &table);
+        runtime.execute(&mut batch, &mut sampled)?;
+    }
+    for first in (computed..blocks).step_by(capabilities.slots as usize) {
+        batch.clear();
+        // A step has rows; this one computes what is there.
+        batch.push_sequence(&[word(0, 0) % capabilities.vocab_size], 0, &[0]);
+        let copies =
+            (first..(first + capabilities.slots).min(blocks)).map(|to| BlockCopy { from: to % computed, to });
+        batch.copies.extend(copies);
         runtime.execute(&mut batch, &mut sampled)?;
     }
     Ok(())

@@ -10,7 +10,7 @@ use serde::Deserialize;
 use serde_json::{Value, json};
 
 use crate::JobResult;
-use crate::bench::fill;
+use crate::bench::{computed_blocks, fill};
 use crate::checks::{attach, checked_step};
 
 /// Task: measure transfers and decode steps.
@@ -122,7 +122,7 @@ pub fn swap(runtime: &mut CudaRuntime, task: &Swap) -> JobResult<Value> {
         return Err("the pools are too small for this measurement".into());
     }
     attach(runtime, capabilities.slots)?;
-    fill(runtime, used + 2 * task.blocks)?;
+    fill(runtime, used + 2 * task.blocks, computed_blocks())?;
     let mut source = TransferSource { next: 1, blocks: task.blocks, first: used };
     let mut measure = |runtime: &mut CudaRuntime, directions: &[Direction]| -> JobResult<f64> {
         let begun = Instant::now();

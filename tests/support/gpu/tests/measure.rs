@@ -62,7 +62,8 @@ fn job(model: &Path, task: &Value) -> Value {
 }
 
 fn steps() -> Value {
-    json!({ "steps": { "cases": [{ "sequences": 2, "context": 16, "tokens": 1 }], "repeats": 2 } })
+    let cases = json!([{ "sequences": 2, "context": 16, "tokens": 1 }]);
+    json!({ "steps": { "cases": cases, "repeats": 2, "computed_blocks": 1 } })
 }
 
 #[test]
