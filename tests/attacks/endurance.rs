@@ -32,7 +32,7 @@ const REQUESTS: usize = 12;
 /// Streams that are opened and never read.
 const UNREAD_STREAMS: usize = 8;
 /// Default time of fault injection in seconds; `INFLIGHT_CHAOS_SECONDS` overrides it.
-const SECONDS: u64 = 15;
+const SECONDS: u64 = 8;
 /// Time in which faults of every kind occur.
 const LONG: Duration = Duration::from_secs(60);
 /// Time after which a stream counts as hung. A request that meets lost workers again and again is in quarantine for

@@ -70,15 +70,18 @@ async fn bodies_without_an_end_leave_receive_bytes_to_others() -> Result<()> {
     })
     .await?;
     serve_tenant(&cluster).await?;
-    let refused = unfinished(address, BYTES).await?;
-    let mut answer = String::new();
-    let read = tokio::time::timeout(Duration::from_secs(10), async {
-        let mut refused = refused;
-        refused.read_to_string(&mut answer).await
-    });
-    // The router may close the connection before it has read all, so that the answer is lost.
-    let _ = read.await.context("a body beyond the share is neither refused nor closed")?;
-    ensure!(answer.is_empty() || answer.starts_with("HTTP/1.1 503"), "{answer}");
+    // Where the machine is slow, the first bodies have met the limit of their time, and what they held is free again.
+    let mut answer = None;
+    while answer.is_none() {
+        ensure!(held.len() < 140, "no body beyond the share is refused or closed");
+        let (mut connection, mut text) = (unfinished(address, BYTES).await?, String::new());
+        // The router may close the connection before it has read all, so that the answer is lost.
+        match tokio::time::timeout(Duration::from_secs(2), connection.read_to_string(&mut text)).await {
+            Ok(_) => answer = Some(text),
+            Err(_) => held.push(connection),
+        }
+    }
+    ensure!(answer.iter().all(|text| text.is_empty() || text.starts_with("HTTP/1.1 503")), "{answer:?}");
     drop(held);
     Ok(())
 }
@@ -91,7 +94,7 @@ async fn streams_without_a_reader_leave_streams_to_others() -> Result<()> {
     for _ in 0..50 {
         let mut request = short_request();
         request.stop =
-            Some(StopConditions { max_tokens: Some(100), ignore_eos: true, ..StopConditions::default() });
+            Some(StopConditions { max_tokens: Some(1000), ignore_eos: true, ..StopConditions::default() });
         match client.generate(with_key(request, "f")?).await {
             Ok(stream) => held.push(stream),
             Err(status) => {

@@ -104,7 +104,7 @@ async fn send_tools(address: SocketAddr) -> Result<Held> {
         r#"{{"model":"inflight-demo","messages":[{{"role":"user","content":"a"}}],"tools":[{{"type":"function","function":{{"name":"a","parameters":{{"enum":[{values}]}}}}}}]}}"#
     );
     let mut held = Held::default();
-    for _ in 0..LARGE_BODIES / 4 {
+    for _ in 0..LARGE_BODIES / 12 {
         let mut stream = TcpStream::connect(address).await?;
         let head = head(address, body.len()).replace("completions", "chat/completions");
         stream.write_all(head.as_bytes()).await?;

@@ -217,7 +217,6 @@ mod tests {
         let half = |name: &str| tool(name, &of(JSON_VALUES_MAX / 2 - 3)).unwrap();
         let use_of = |tools| ToolUse::new(tools, ToolChoice::Auto, true);
         assert!(use_of(vec![half("a"), half("b")]).is_ok());
-        assert!(use_of(vec![half("a"), half("b"), tool("c", "{}").unwrap()]).is_ok());
         assert!(use_of(vec![half("a"), half("b"), half("c")]).is_err());
         // A long description is one value.
         let text = r#", \" [ {"#.repeat(1 << 17);

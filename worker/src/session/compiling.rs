@@ -62,8 +62,8 @@ impl Compiling {
             if let Some(constraint) = request.sampling.constraint.clone() {
                 let compiled = tokio::select! {
                     biased;
-                    compiled = compile(&sessions, constraint) => compiled,
                     () = cancelled.cancelled() => Err(GrammarError::Unavailable("its request was cancelled".to_owned())),
+                    compiled = compile(&sessions, constraint) => compiled,
                 };
                 let bytes = compiled.as_ref().map_or(0, |compiled| compiled.bytes());
                 memory.keep(bytes.div_ceil(1 << 10) as u32);
