@@ -4,7 +4,7 @@ use std::ffi::OsString;
 use std::net::SocketAddr;
 use std::time::Duration;
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Result, ensure};
 use inflight_fixtures::TempDir;
 use inflight_harness::{LocalCluster, eventually, scrape};
 use inflight_proto::v1::inference_client::InferenceClient;
