@@ -225,7 +225,14 @@ async fn all_attacks_of_one_tenant_at_once_refuse_no_call_of_the_other() -> Resu
     ensure!(held[2].refused < LARGE_BODIES, "no large body was received");
     ensure!(held[1].streams.len() > 2_000, "only {} streams were opened", held[1].streams.len());
     ensure!(grown <= 256.0, "the router took {grown:.0} MiB");
-    ensure!(longest <= 0.05, "a poll took a thread of the runtime for {:.0} ms", 1e3 * longest);
+    // A poll also takes as long as the system gives its thread to other processes, which on two busy cores happens to some: work on a
+    // body of megabytes would make dozens of them slow.
+    let slow = now.total("inflight_slow_polls_total")?;
+    ensure!(
+        slow <= 3.0 && longest <= 0.25,
+        "{slow} polls took a thread of the runtime for over 50 ms, the longest for {:.0} ms",
+        1e3 * longest
+    );
     // One slot is never a single tenant's: on two cores, the flood has one, and the tenant's own grammars take little.
     ensure!(compiled <= 1.25 * wall + 2.0, "grammars took {compiled:.1} s of processor time in {wall:.1} s");
     for flood in floods {
