@@ -86,11 +86,7 @@ impl Turns {
     /// Ends a turn of a holder, charges it `seconds` for its weight, and gives free slots to those that wait.
     fn end(&self, name: &Name, seconds: f64) {
         let mut state = self.lock();
-        state.taken -= 1;
-        match state.held.get(name).map_or(0, |held| held - 1) {
-            0 => state.held.remove(name),
-            held => state.held.insert(name.clone(), held),
-        };
+        state.give_back(name);
         if let Some(service) = state.service.get_mut(name) {
             *service += seconds;
         }
@@ -101,12 +97,12 @@ impl Turns {
             if queue.is_empty() {
                 state.waiting.remove(&name);
             }
-            if let Some(sender) = sender
-                && !sender.is_closed()
-            {
+            if let Some(sender) = sender {
                 state.begin(&name);
-                // One that goes away now ends it.
-                _ = sender.send(());
+                // A call that has gone away takes no turn; one that goes away from here on ends it.
+                if sender.send(()).is_err() {
+                    state.give_back(&name);
+                }
             }
         }
     }
@@ -126,6 +122,15 @@ impl State {
     fn next(&self, slots: usize) -> Option<Name> {
         let waiting = self.waiting.keys().filter(|name| self.may_begin(name, slots));
         waiting.min_by(|a, b| self.service(a).total_cmp(&self.service(b))).cloned()
+    }
+
+    /// Frees a slot of a holder.
+    fn give_back(&mut self, name: &Name) {
+        self.taken -= 1;
+        match self.held.get(name).map_or(0, |held| held - 1) {
+            0 => self.held.remove(name),
+            held => self.held.insert(name.clone(), held),
+        };
     }
 
     /// Records that a holder begins a turn.
@@ -154,7 +159,7 @@ struct Waiting<'a> {
 impl Waiting<'_> {
     async fn wait(&mut self) {
         if let Some(receiver) = &mut self.receiver {
-            // The sender is only dropped where this receiver is closed.
+            // A sender is never dropped without having sent while its receiver waits.
             _ = receiver.await;
             self.receiver = None;
         }
@@ -214,6 +219,38 @@ mod tests {
         drop(rest);
         assert!(turns.turn(None).now_or_never().is_some(), "no call waits any more");
         assert!(turns.lock().waiting.is_empty() && turns.lock().held.is_empty());
+    }
+
+    #[tokio::test(flavor = "multi_thread", worker_threads = 4)]
+    async fn calls_that_go_away_at_any_time_lose_no_slot() {
+        static TURNS: Turns = Turns::new(2);
+        let tasks = (0..8).map(|task: u64| {
+            tokio::spawn(async move {
+                let holder = holder(["a", "b", "c"][task as usize % 3]);
+                for round in 0..20_000 {
+                    let patience = async {
+                        for _ in 0..(task * 7 + round * 13) % 5 {
+                            tokio::task::yield_now().await;
+                        }
+                    };
+                    tokio::select! {
+                        biased;
+                        turn = TURNS.turn(Some(&holder)) => {
+                            tokio::task::yield_now().await;
+                            drop(turn);
+                        }
+                        () = patience => {}
+                    }
+                }
+            })
+        });
+        for task in tasks.collect::<Vec<_>>() {
+            task.await.unwrap();
+        }
+        let both = [TURNS.turn(None).now_or_never(), TURNS.turn(Some(&holder("a"))).now_or_never()];
+        assert!(both.iter().all(Option::is_some));
+        drop(both);
+        assert!(TURNS.lock().taken == 0 && TURNS.lock().held.is_empty());
     }
 
     #[tokio::test]
