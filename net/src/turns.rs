@@ -1,4 +1,4 @@
-//! Turns of work on a few slots: the holder that has had least of them for its weight comes next.
+//! Weighted fair queue of calls for a few execution slots, by holder (a tenant).
 
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -14,8 +14,8 @@ const IDLE_HOLDERS_MAX: usize = 10_000;
 /// Name of a holder; `None` for callers without one, who share a place.
 type Name = Option<Arc<str>>;
 
-/// Queue of work for a few slots, in start-time fair order between holders, as each is charged the time for which it held its turns. Of
-/// several slots, one is never a single holder's.
+/// Start-time fair queue: a free slot goes to the holder with the least slot time for its weight. A holder has at most all slots but one, where
+/// there are several.
 pub struct Turns {
     slots: usize,
     state: Mutex<State>,

@@ -96,7 +96,7 @@ mod tests {
 
     use super::*;
 
-    /// A connection with responses of holders (`NAME*WEIGHT`, or of none); of those that are marked by `+` the client reads.
+    /// Connection with these responses (`NAME*WEIGHT` of the holder, or empty; `+`: the client reads it) and their bytes.
     fn connection(responses: &[(&str, u64)]) -> ConnectionLoad {
         let response = |(name, bytes): &(&str, u64)| {
             let (name, is_unread) = name.strip_suffix('+').map_or((*name, true), |name| (name, false));

@@ -132,7 +132,7 @@ where
                 if let Some(peer) = request.extensions().get::<Peer>().filter(|_| !caller.is_anonymous()) {
                     peer.set_authenticated();
                 }
-                // Its message counts in its share of the receive budget, its response in that of what is not read.
+                // From here on the request counts in the tenant's share of the receive budget, and its response in its share of unread data.
                 if let Some(holder) = caller.holder() {
                     if let Some(received) = request.extensions().get::<Arc<ReservedBytes>>() {
                         received.name(holder.clone());

@@ -70,8 +70,8 @@ const GRAMMARS: Work = Work {
 /// Processor time of compiling a usual grammar, charged before it is known, in microseconds.
 const GRAMMAR_MICROS: u64 = 1_000;
 
-/// Most that a compilation is charged whose processor time is not known: the limit of that. By the clock it may have taken longer, behind
-/// others or while its process was started again.
+/// Maximum charge of a compilation whose processor time is unknown: the limit of that time. Its wall time would include waits for other
+/// processes and for the restart of its own.
 pub(crate) const CHARGE_MAX: Duration = Duration::from_secs(1);
 
 /// Queue of work and the threads or processes that it may use.

@@ -24,7 +24,7 @@ const ATTENTION: Component = ("attention", "");
 pub(super) enum Content {
     /// Nothing that is read: each step writes what it reads. Zeros after load.
     Scratch,
-    /// As [`Content::Scratch`], and nothing after load.
+    /// Scratch that is not zeroed at load.
     Unwritten,
     /// State of earlier steps or of the load, zeros after load.
     Zeroed,
