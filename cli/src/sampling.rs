@@ -2,8 +2,35 @@
 
 use std::collections::HashMap;
 
+use inflight_contract::sampling_numbers;
 use inflight_proto::v1::constraint::Grammar;
 use inflight_proto::v1::{Constraint, SamplingParams, StopConditions};
+
+macro_rules! number_args {
+    ($($(#[$doc:meta])* $name:ident: $kind:ident {
+        absent: $absent:expr, range: $low:expr, $high:expr, $range:literal, model: $model:literal, off: $off:expr,
+        http: $http:literal, extension: $extension:literal, flag: $value:literal, $help:literal,
+    })*) => {
+        /// Flags of the numeric sampling parameters.
+        #[derive(Debug, Clone, Default, clap::Args)]
+        pub struct NumberArgs {
+            $(
+                #[doc = $help]
+                #[arg(long, value_name = $value, allow_negative_numbers = true)]
+                pub $name: Option<$kind>,
+            )*
+        }
+
+        impl NumberArgs {
+            /// Returns the message with these parameters alone.
+            fn params(&self) -> SamplingParams {
+                SamplingParams { $($name: self.$name,)* ..SamplingParams::default() }
+            }
+        }
+    };
+}
+
+sampling_numbers!(number_args);
 
 /// Sampling parameters and stop conditions of a request.
 #[derive(Debug, Clone, Default, clap::Args)]
@@ -14,28 +41,8 @@ pub struct SamplingArgs {
     /// Minimum tokens before a stop condition takes effect [default: 0]
     #[arg(long, value_name = "N")]
     pub min_tokens: Option<u32>,
-    /// Sampling temperature; 0 is greedy [default: the model's]
-    #[arg(long, value_name = "T", allow_negative_numbers = true)]
-    pub temperature: Option<f32>,
-    /// Nucleus sampling: keep the most probable tokens up to this cumulative probability [default: the
-    /// model's]
-    #[arg(long, value_name = "P", allow_negative_numbers = true)]
-    pub top_p: Option<f32>,
-    /// Keep this many most probable tokens; 0 keeps all [default: the model's]
-    #[arg(long, value_name = "K", allow_negative_numbers = true)]
-    pub top_k: Option<i32>,
-    /// Drop tokens less probable than this fraction of the most probable one [default: 0]
-    #[arg(long, value_name = "P", allow_negative_numbers = true)]
-    pub min_p: Option<f32>,
-    /// Subtract this from the logit of each token generated so far [default: 0]
-    #[arg(long, value_name = "X", allow_negative_numbers = true)]
-    pub presence_penalty: Option<f32>,
-    /// Subtract this from a token's logit for each time it was generated [default: 0]
-    #[arg(long, value_name = "X", allow_negative_numbers = true)]
-    pub frequency_penalty: Option<f32>,
-    /// Divide positive and multiply negative logits of tokens in prompt and output by this [default: 1]
-    #[arg(long, value_name = "X", allow_negative_numbers = true)]
-    pub repetition_penalty: Option<f32>,
+    #[command(flatten)]
+    pub numbers: NumberArgs,
     /// Add BIAS to the logit of token ID, as ID=BIAS; repeatable
     #[arg(long, value_name = "ID=BIAS", value_parser = parse_bias)]
     pub logit_bias: Vec<(u32, f32)>,
@@ -72,19 +79,12 @@ impl SamplingArgs {
         let schema = self.schema.clone().map(Grammar::JsonSchema);
         let grammar = schema.or_else(|| self.regex.clone().map(Grammar::Regex));
         SamplingParams {
-            temperature: self.temperature,
-            top_p: self.top_p,
-            top_k: self.top_k,
-            min_p: self.min_p,
-            presence_penalty: self.presence_penalty,
-            frequency_penalty: self.frequency_penalty,
-            repetition_penalty: self.repetition_penalty,
             logit_bias: self.logit_bias.iter().copied().collect::<HashMap<_, _>>().into_iter().collect(),
             allowed_token_ids: self.allowed_token_ids.clone(),
             bad_words: self.bad_word.clone(),
             seed: self.seed,
             constraint: grammar.map(|grammar| Constraint { grammar: Some(grammar), begins_after: None }),
-            ..SamplingParams::default()
+            ..self.numbers.params()
         }
     }
 

@@ -3,8 +3,8 @@
 use std::sync::Arc;
 
 use inflight_contract::{
-    Constraint, CostCoefficients, FinishReason, Grammar, PositionLogprobs, PromptLogprobs, SamplingSpec,
-    TokenLogprob,
+    Constraint, CostCoefficients, FinishReason, Grammar, PositionLogprobs, PromptLogprobs, SamplingOverrides,
+    SamplingSpec, StopConditions, TokenLogprob, sampling_numbers,
 };
 
 use crate::v1;
@@ -106,54 +106,73 @@ impl v1::PromptTokenLogprobs {
     }
 }
 
-impl v1::SamplingParams {
-    /// Returns the contract's sampling parameters, without `bad_words`, which the router tokenizes. Absent fields are taken from `defaults`; `min_tokens`,
-    /// `stop_token_ids` and `ignore_eos` from `stop`.
-    pub fn to_spec(&self, stop: &v1::StopConditions, defaults: &SamplingSpec) -> SamplingSpec {
-        SamplingSpec {
-            temperature: self.temperature.unwrap_or(defaults.temperature),
-            top_p: self.top_p.unwrap_or(defaults.top_p),
-            top_k: self.top_k.unwrap_or(defaults.top_k),
-            min_p: self.min_p.unwrap_or(defaults.min_p),
-            presence_penalty: self.presence_penalty.unwrap_or(defaults.presence_penalty),
-            frequency_penalty: self.frequency_penalty.unwrap_or(defaults.frequency_penalty),
-            repetition_penalty: self.repetition_penalty.unwrap_or(defaults.repetition_penalty),
-            logit_bias: self.logit_bias.iter().map(|(id, bias)| (*id, *bias)).collect(),
-            allowed_token_ids: self.allowed_token_ids.as_slice().into(),
-            bad_word_token_ids: self.bad_word_token_ids.iter().map(|word| word.token_ids.clone()).collect(),
-            logprobs: self.logprobs,
-            prompt_logprobs: self.prompt_logprobs,
-            n: self.n.unwrap_or(defaults.n),
-            min_tokens: stop.min_tokens,
-            stop_token_ids: stop.stop_token_ids.clone(),
-            ignore_eos: stop.ignore_eos,
-            seed: self.seed.unwrap_or(defaults.seed),
-            constraint: self.constraint.clone().map(|constraint| Arc::new(constraint.to_contract())),
+macro_rules! sampling_messages {
+    ($($(#[$doc:meta])* $name:ident: $kind:ident { $($column:tt)* })*) => {
+        impl From<v1::SamplingParams> for SamplingOverrides {
+            fn from(message: v1::SamplingParams) -> Self {
+                let v1::SamplingParams {
+                    $($name: _,)*
+                    logit_bias,
+                    logprobs,
+                    prompt_logprobs,
+                    seed,
+                    n,
+                    allowed_token_ids,
+                    bad_words,
+                    bad_word_token_ids,
+                    constraint,
+                } = message;
+                Self {
+                    $($name: message.$name,)*
+                    logit_bias: logit_bias.into_iter().collect(),
+                    allowed_token_ids: allowed_token_ids.into(),
+                    bad_words,
+                    bad_word_token_ids: bad_word_token_ids.into_iter().map(|word| word.token_ids).collect(),
+                    logprobs,
+                    prompt_logprobs,
+                    seed,
+                    n,
+                    constraint: constraint.map(|constraint| Arc::new(constraint.to_contract())),
+                }
+            }
         }
-    }
 
-    /// Returns the message of `spec`, with every optional field set except `logprobs` and `prompt_logprobs` where they are `None`.
-    pub fn from_spec(spec: &SamplingSpec) -> Self {
-        Self {
-            temperature: Some(spec.temperature),
-            top_p: Some(spec.top_p),
-            top_k: Some(spec.top_k),
-            min_p: Some(spec.min_p),
-            presence_penalty: Some(spec.presence_penalty),
-            frequency_penalty: Some(spec.frequency_penalty),
-            repetition_penalty: Some(spec.repetition_penalty),
-            logit_bias: spec.logit_bias.iter().copied().collect(),
-            logprobs: spec.logprobs,
-            prompt_logprobs: spec.prompt_logprobs,
-            seed: Some(spec.seed),
-            n: Some(spec.n),
-            allowed_token_ids: spec.allowed_token_ids.to_vec(),
-            bad_words: Vec::new(),
-            bad_word_token_ids: spec.bad_word_token_ids.iter().map(|word| sequence(word)).collect(),
-            constraint: spec.constraint.as_ref().map(|constraint| v1::Constraint::from_contract(constraint)),
+        impl From<&SamplingSpec> for v1::SamplingParams {
+            /// The message of a spec, with every optional field set except `logprobs` and `prompt_logprobs` where they are `None`.
+            fn from(spec: &SamplingSpec) -> Self {
+                let SamplingSpec {
+                    $($name: _,)*
+                    logit_bias,
+                    allowed_token_ids,
+                    bad_word_token_ids,
+                    logprobs,
+                    prompt_logprobs,
+                    n,
+                    seed,
+                    constraint,
+                    // In the stop conditions.
+                    min_tokens: _,
+                    stop_token_ids: _,
+                    ignore_eos: _,
+                } = spec;
+                Self {
+                    $($name: Some(spec.$name),)*
+                    logit_bias: logit_bias.iter().copied().collect(),
+                    logprobs: *logprobs,
+                    prompt_logprobs: *prompt_logprobs,
+                    seed: Some(*seed),
+                    n: Some(*n),
+                    allowed_token_ids: allowed_token_ids.to_vec(),
+                    bad_words: Vec::new(),
+                    bad_word_token_ids: bad_word_token_ids.iter().map(|word| sequence(word)).collect(),
+                    constraint: constraint.as_ref().map(|constraint| v1::Constraint::from_contract(constraint)),
+                }
+            }
         }
-    }
+    };
 }
+
+sampling_numbers!(sampling_messages);
 
 impl v1::Constraint {
     /// Returns the contract's constraint. A message without a grammar gives one without choices, which validation refuses.
@@ -184,6 +203,13 @@ impl v1::Constraint {
 
 fn sequence(token_ids: &[u32]) -> v1::TokenSequence {
     v1::TokenSequence { token_ids: token_ids.to_vec() }
+}
+
+impl From<v1::StopConditions> for StopConditions {
+    fn from(message: v1::StopConditions) -> Self {
+        let v1::StopConditions { max_tokens, min_tokens, stop, stop_token_ids, ignore_eos } = message;
+        Self { max_tokens, min_tokens, stop, stop_token_ids, ignore_eos }
+    }
 }
 
 impl v1::StopConditions {
@@ -226,9 +252,9 @@ mod tests {
             seed: u64::MAX,
             constraint: None,
         };
-        let sampling = v1::SamplingParams::from_spec(&spec);
-        let stop = v1::StopConditions::from_spec(&spec, 10);
-        assert_eq!(sampling.to_spec(&stop, &SamplingSpec::default()), spec);
+        let sampling = SamplingOverrides::from(v1::SamplingParams::from(&spec));
+        let stop = v1::StopConditions::from_spec(&spec, 10).into();
+        assert_eq!(sampling.apply(&stop, &SamplingSpec::default()), spec);
     }
 
     #[test]

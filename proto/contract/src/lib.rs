@@ -25,7 +25,10 @@ pub use cost::CostCoefficients;
 pub use finish::FinishReason;
 pub use limits::{ModelLimits, PRIORITY_MAX, Priority, RequestError, RequestShape};
 pub use logprobs::{PositionLogprobs, PromptLogprobs, TokenLogprob};
-pub use sampling::{SamplingError, SamplingParams, SamplingSpec};
+pub use sampling::{
+    NumberKind, SAMPLING_NUMBERS, SamplingError, SamplingNumber, SamplingOverrides, SamplingParams,
+    SamplingSpec, StopConditions,
+};
 pub use service_counter::{ServiceCounter, TenantCharge};
 pub use service_table::{ExpiredService, SERVICE_COUNTER_MAX, ServiceTable, plausible_growth};
 pub use virtual_token_counters::{Service, Tenant, TokenCost, VirtualTokenCounters, Weight, WeightError};

@@ -1,9 +1,7 @@
 //! Generation request and events of the API's core, which every protocol maps to its own messages.
 
-use std::sync::Arc;
-
 use inflight_contract::{
-    Constraint, FinishReason, PositionLogprobs, PromptLogprobs, SamplingError, SamplingSpec,
+    FinishReason, PositionLogprobs, PromptLogprobs, SamplingError, SamplingOverrides, StopConditions,
 };
 use inflight_output_parser::OutputEvent;
 
@@ -22,80 +20,6 @@ pub(crate) enum Input {
     TokenIds(Vec<u32>),
     /// Conversation, rendered by the model's chat template.
     Chat(Conversation),
-}
-
-/// Sampling parameters that a request sets; absent ones are taken from the model's generation config.
-#[derive(Debug, Clone, Default, PartialEq)]
-pub(crate) struct SamplingOverrides {
-    pub(crate) temperature: Option<f32>,
-    pub(crate) top_p: Option<f32>,
-    pub(crate) top_k: Option<i32>,
-    pub(crate) min_p: Option<f32>,
-    pub(crate) presence_penalty: Option<f32>,
-    pub(crate) frequency_penalty: Option<f32>,
-    pub(crate) repetition_penalty: Option<f32>,
-    pub(crate) logit_bias: Vec<(u32, f32)>,
-    pub(crate) allowed_token_ids: Arc<[u32]>,
-    /// Words that the output does not contain.
-    pub(crate) bad_words: Vec<String>,
-    pub(crate) bad_word_token_ids: Vec<Vec<u32>>,
-    /// Number of top alternatives reported with each token; `None`: no log probabilities.
-    pub(crate) logprobs: Option<u32>,
-    /// Number of top alternatives reported with each prompt token; `None`: no log probabilities of the prompt.
-    pub(crate) prompt_logprobs: Option<u32>,
-    pub(crate) seed: Option<u64>,
-    /// Number of choices.
-    pub(crate) n: Option<u32>,
-    /// Grammar that the output must match.
-    pub(crate) constraint: Option<Arc<Constraint>>,
-}
-
-impl SamplingOverrides {
-    /// Bytes of its lists. With `shared`, also of those that the requests of one message share.
-    pub(crate) fn list_bytes(&self, shared: bool) -> usize {
-        let words: usize = self.bad_words.iter().map(String::len).sum();
-        let word_ids: usize = self.bad_word_token_ids.iter().map(|word| size_of_val(&word[..])).sum();
-        let own = size_of_val(&self.logit_bias[..]) + words + word_ids;
-        let grammar =
-            || self.constraint.as_ref().map_or(0, |one| one.grammar.texts().iter().map(String::len).sum());
-        own + if shared { size_of_val(&self.allowed_token_ids[..]) + grammar() } else { 0 }
-    }
-
-    /// Returns the sampling parameters of a request. Its bad words must be tokenized.
-    pub(crate) fn apply(self, stop: &StopConditions, defaults: &SamplingSpec) -> SamplingSpec {
-        SamplingSpec {
-            temperature: self.temperature.unwrap_or(defaults.temperature),
-            top_p: self.top_p.unwrap_or(defaults.top_p),
-            top_k: self.top_k.unwrap_or(defaults.top_k),
-            min_p: self.min_p.unwrap_or(defaults.min_p),
-            presence_penalty: self.presence_penalty.unwrap_or(defaults.presence_penalty),
-            frequency_penalty: self.frequency_penalty.unwrap_or(defaults.frequency_penalty),
-            repetition_penalty: self.repetition_penalty.unwrap_or(defaults.repetition_penalty),
-            logit_bias: self.logit_bias,
-            allowed_token_ids: self.allowed_token_ids,
-            bad_word_token_ids: self.bad_word_token_ids,
-            logprobs: self.logprobs,
-            prompt_logprobs: self.prompt_logprobs,
-            n: self.n.unwrap_or(defaults.n),
-            min_tokens: stop.min_tokens,
-            stop_token_ids: stop.stop_token_ids.clone(),
-            ignore_eos: stop.ignore_eos,
-            seed: self.seed.unwrap_or(defaults.seed),
-            constraint: self.constraint,
-        }
-    }
-}
-
-/// Conditions that end a choice.
-#[derive(Debug, Clone, Default, PartialEq)]
-pub(crate) struct StopConditions {
-    /// Maximum generated tokens; `None`: the router's default. 0 with log probabilities of the prompt only.
-    pub(crate) max_tokens: Option<u32>,
-    pub(crate) min_tokens: u32,
-    /// Stop strings.
-    pub(crate) stop: Vec<String>,
-    pub(crate) stop_token_ids: Vec<u32>,
-    pub(crate) ignore_eos: bool,
 }
 
 /// Request to generate text, not validated.

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::task::{Context, Poll, ready};
 
 use futures::{Stream, StreamExt as _};
-use inflight_contract::{RequestError, SamplingError};
+use inflight_contract::{RequestError, SamplingError, SamplingOverrides, StopConditions};
 use inflight_proto::v1;
 use inflight_proto::v1::generate_response::Event;
 use inflight_proto::v1::inference_server::Inference;
@@ -16,8 +16,7 @@ use tonic::{Request, Response, Status};
 use crate::api::collected::{Collected, CollectedCall, CollectedChoice};
 use crate::api::cursor::CursorTracker;
 use crate::api::generation::{
-    Completed, Delta, Finished, GenerationEvent, GenerationRequest, Input, Resume, SamplingOverrides,
-    Started, StopConditions, Timings, Usage,
+    Completed, Delta, Finished, GenerationEvent, GenerationRequest, Input, Resume, Started, Timings, Usage,
 };
 use crate::api::grpc_tools::{self, MessageParts};
 use crate::api::http::{SMALL_BODY_BYTES, read_aside};
@@ -103,23 +102,9 @@ fn at_path(outcome: Outcome) -> Outcome {
         return Outcome::field("input", reason);
     }
     let parent = match field.as_str() {
-        "temperature"
-        | "top_p"
-        | "top_k"
-        | "min_p"
-        | "presence_penalty"
-        | "frequency_penalty"
-        | "repetition_penalty"
-        | "logit_bias"
-        | "logprobs"
-        | "prompt_logprobs"
-        | "n"
-        | "allowed_token_ids"
-        | "bad_words"
-        | "bad_word_token_ids"
-        | SamplingError::CONSTRAINT => "sampling.",
+        name if SamplingOverrides::FIELDS.contains(&name) => "sampling.",
+        name if StopConditions::FIELDS.contains(&name) => "stop.",
         "cursor" => "resume.",
-        "max_tokens" | "min_tokens" | "stop" | "stop_token_ids" => "stop.",
         _ => "",
     };
     Outcome::InvalidField { field: format!("{parent}{field}"), reason }
@@ -248,8 +233,8 @@ fn generation_request(message: v1::GenerateRequest) -> Result<GenerationRequest,
         input,
         truncate_prompt_tokens: message.truncate_prompt_tokens,
         parse_special: message.parse_special,
-        sampling: sampling(message.sampling.unwrap_or_default()),
-        stop: stop_conditions(message.stop.unwrap_or_default()),
+        sampling: message.sampling.unwrap_or_default().into(),
+        stop: message.stop.unwrap_or_default().into(),
         tools,
         parse_output,
         return_token_ids: message.return_token_ids || resumable,
@@ -268,37 +253,6 @@ fn generation_request(message: v1::GenerateRequest) -> Result<GenerationRequest,
 fn resume(message: v1::Resume) -> Resume {
     let tokens = message.choices.into_iter().map(|choice| choice.ids).collect();
     Resume { cursor: message.cursor, tokens: Some(tokens) }
-}
-
-fn sampling(message: v1::SamplingParams) -> SamplingOverrides {
-    SamplingOverrides {
-        temperature: message.temperature,
-        top_p: message.top_p,
-        top_k: message.top_k,
-        min_p: message.min_p,
-        presence_penalty: message.presence_penalty,
-        frequency_penalty: message.frequency_penalty,
-        repetition_penalty: message.repetition_penalty,
-        logit_bias: message.logit_bias.into_iter().collect(),
-        allowed_token_ids: message.allowed_token_ids.into(),
-        bad_words: message.bad_words,
-        bad_word_token_ids: message.bad_word_token_ids.into_iter().map(|word| word.token_ids).collect(),
-        logprobs: message.logprobs,
-        prompt_logprobs: message.prompt_logprobs,
-        seed: message.seed,
-        n: message.n,
-        constraint: message.constraint.map(|constraint| Arc::new(constraint.to_contract())),
-    }
-}
-
-fn stop_conditions(message: v1::StopConditions) -> StopConditions {
-    StopConditions {
-        max_tokens: message.max_tokens,
-        min_tokens: message.min_tokens,
-        stop: message.stop,
-        stop_token_ids: message.stop_token_ids,
-        ignore_eos: message.ignore_eos,
-    }
 }
 
 #[tonic::async_trait]

@@ -311,7 +311,7 @@ impl GrpcInferenceService for Kserve {
             name: served.name,
             versions: vec![VERSION.to_owned()],
             platform: served.architecture,
-            inputs: tensors::INPUTS.into_iter().map(tensor).collect(),
+            inputs: tensors::inputs().map(tensor).collect(),
             outputs: [("text_output", "BYTES")].into_iter().map(tensor).collect(),
         }))
     }

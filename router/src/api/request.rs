@@ -226,33 +226,9 @@ fn digest(call: &AdmittedCall, event_path: &str) -> RequestDigest {
         hash.update((text.len() as u64).to_le_bytes());
         hash.update(text);
     }
-    let mut numbers = vec![
-        sampling.temperature.to_bits(),
-        sampling.top_p.to_bits(),
-        sampling.top_k.cast_unsigned(),
-        sampling.min_p.to_bits(),
-        sampling.presence_penalty.to_bits(),
-        sampling.frequency_penalty.to_bits(),
-        sampling.repetition_penalty.to_bits(),
-        sampling.logprobs.map_or(0, |top| top + 1),
-        sampling.n,
-        sampling.min_tokens,
-        u32::from(sampling.ignore_eos),
-        call.max_tokens,
-    ];
-    let mut list = |values: &mut dyn Iterator<Item = u32>| {
-        let at = numbers.len();
-        numbers.push(0);
-        numbers.extend(values);
-        numbers[at] = (numbers.len() - at - 1) as u32;
-    };
-    list(&mut sampling.stop_token_ids.iter().copied());
-    list(&mut sampling.logit_bias.iter().flat_map(|(id, bias)| [*id, bias.to_bits()]));
-    list(&mut sampling.allowed_token_ids.iter().copied());
-    for word in &sampling.bad_word_token_ids {
-        list(&mut word.iter().copied());
-    }
-    list(&mut call.prompt.iter().copied());
+    let mut numbers = sampling.identity(call.max_tokens);
+    numbers.push(call.prompt.len() as u32);
+    numbers.extend(&call.prompt);
     numbers.iter().for_each(|number| hash.update(number.to_le_bytes()));
     for stop in &call.stop {
         hash.update((stop.len() as u64).to_le_bytes());

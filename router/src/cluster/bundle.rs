@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-use inflight_contract::SamplingSpec;
+use inflight_contract::{NumberKind, SAMPLING_NUMBERS, SamplingSpec};
 use inflight_grammar_service::{Confinement, Grammars};
 use inflight_output_parser::{ReasoningFormat, ToolCallFormat};
 use inflight_proto::bundle_digest;
@@ -200,18 +200,15 @@ fn template_source(config: &Value, wanted: &str) -> Option<String> {
 /// Returns the defaults of generation_config.json. `do_sample: false` means greedy.
 fn sampling_defaults(config: &Value) -> Result<SamplingSpec, BundleError> {
     let mut spec = SamplingSpec::default();
-    let number = |key: &str| config[key].as_f64().map(|value| value as f32);
-    let set = |field: &mut f32, key: &str| {
-        if let Some(value) = number(key) {
-            *field = value;
+    for number in SAMPLING_NUMBERS.iter().filter(|number| number.model) {
+        let value = &config[number.name];
+        let value = match number.kind {
+            NumberKind::Float => value.as_f64(),
+            NumberKind::Integer => value.as_i64().map(|value| value as f64),
+        };
+        if let Some(value) = value {
+            spec.set_number(number, value);
         }
-    };
-    set(&mut spec.temperature, "temperature");
-    set(&mut spec.top_p, "top_p");
-    set(&mut spec.min_p, "min_p");
-    set(&mut spec.repetition_penalty, "repetition_penalty");
-    if let Some(top_k) = config["top_k"].as_i64() {
-        spec.top_k = i32::try_from(top_k).unwrap_or(i32::MAX);
     }
     if config["do_sample"] == Value::Bool(false) {
         spec.temperature = 0.0;

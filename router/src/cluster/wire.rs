@@ -261,7 +261,7 @@ fn submit(submission: Submission, active: &ActiveRequest) -> v1::Submit {
         prompt_token_ids: call.prompt.clone(),
         resumed: resumed.collect(),
         prompt_logprobs_received: submission.prompt_logprobs_received,
-        sampling: Some(v1::SamplingParams::from_spec(&call.sampling)),
+        sampling: Some(v1::SamplingParams::from(&*call.sampling)),
         stop: Some(v1::StopConditions::from_spec(&call.sampling, call.max_tokens)),
         tenant: call.tenant.clone(),
         weight: call.weight.get() as f32,

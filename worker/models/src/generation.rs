@@ -1,5 +1,8 @@
 //! Defaults for generation, from generation_config.json.
 
+use inflight_contract::{NumberKind, SAMPLING_NUMBERS};
+use serde_json::Value;
+
 use super::fields::Fields;
 use super::files::Files;
 use super::{Error, ModelConfig};
@@ -9,18 +12,6 @@ use super::{Error, ModelConfig};
 pub struct GenerationDefaults {
     /// EOS token ids, ascending, of generation_config.json or, if it has none, of config.json.
     pub eos_token_ids: Vec<u32>,
-    /// Sampling instead of greedy decoding.
-    pub do_sample: Option<bool>,
-    /// Temperature.
-    pub temperature: Option<f32>,
-    /// Top-p.
-    pub top_p: Option<f32>,
-    /// Top-k.
-    pub top_k: Option<u32>,
-    /// Min-p.
-    pub min_p: Option<f32>,
-    /// Repetition penalty.
-    pub repetition_penalty: Option<f32>,
 }
 
 impl GenerationDefaults {
@@ -38,25 +29,22 @@ impl GenerationDefaults {
             ids
         };
         let Some(fields) = fields else {
-            return Ok(Self { eos_token_ids: in_vocabulary(&config.eos_token_ids), ..Self::default() });
+            return Ok(Self { eos_token_ids: in_vocabulary(&config.eos_token_ids) });
         };
         let eos = fields.tokens("eos_token_id")?;
-        let number = |field: &str| Ok::<_, Error>(fields.number(field)?.map(|number| number as f32));
-        let top_k = match fields.get("top_k") {
-            None => None,
-            Some(value) => match value.as_u64().and_then(|k| u32::try_from(k).ok()) {
-                Some(k) => Some(k),
-                None => return Err(fields.bad("top_k", "an integer of at least 0")),
-            },
-        };
-        Ok(Self {
-            eos_token_ids: in_vocabulary(eos.as_deref().unwrap_or(&config.eos_token_ids)),
-            do_sample: fields.flag("do_sample")?,
-            temperature: number("temperature")?,
-            top_p: number("top_p")?,
-            top_k,
-            min_p: number("min_p")?,
-            repetition_penalty: number("repetition_penalty")?,
-        })
+        // The router takes the sampling parameters from the file; here, a worker with a wrong one fails at its start.
+        fields.flag("do_sample")?;
+        for number in SAMPLING_NUMBERS.iter().filter(|number| number.model) {
+            match number.kind {
+                NumberKind::Float => _ = fields.number(number.name)?,
+                NumberKind::Integer => {
+                    let count = |value: &Value| value.as_u64().is_some_and(|count| count <= u32::MAX.into());
+                    if !fields.get(number.name).is_none_or(count) {
+                        return Err(fields.bad(number.name, "an integer of at least 0"));
+                    }
+                }
+            }
+        }
+        Ok(Self { eos_token_ids: in_vocabulary(eos.as_deref().unwrap_or(&config.eos_token_ids)) })
     }
 }

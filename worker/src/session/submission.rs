@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use inflight_contract::{SamplingSpec, Service, Weight};
+use inflight_contract::{SamplingOverrides, SamplingSpec, Service, StopConditions, Weight};
 use inflight_proto::v1;
 use inflight_worker_core::Time;
 use opentelemetry::propagation::Extractor;
@@ -49,8 +49,9 @@ fn request(submit: v1::Submit, key: RequestKey, now: Time) -> Result<Request, St
         return Err("the tenant's name is that of the worker's self-tests".to_owned());
     }
     let span = span(&submit);
-    let stop = submit.stop.unwrap_or_default();
-    let sampling = submit.sampling.unwrap_or_default().to_spec(&stop, &SamplingSpec::default());
+    let stop = StopConditions::from(submit.stop.unwrap_or_default());
+    let sampling = SamplingOverrides::from(submit.sampling.unwrap_or_default());
+    let sampling = sampling.apply(&stop, &SamplingSpec::default());
     let sampling = sampling.validate().map_err(|error| error.to_string())?;
     let mut choices = vec![ResumedChoice::default(); sampling.n as usize];
     for resumed in submit.resumed {

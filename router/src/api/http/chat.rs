@@ -73,8 +73,8 @@ pub(super) static FIELDS: FieldTable = FieldTable {
             ignored("store", "Nothing is stored."),
             ignored("verbosity", "The served models have no such setting."),
         ],
-        sampling::SAMPLING,
-        sampling::EXTENSIONS,
+        &sampling::SAMPLING,
+        &sampling::EXTENSIONS,
         structured::GUIDED,
     ],
 };

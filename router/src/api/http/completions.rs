@@ -51,8 +51,8 @@ pub(super) static FIELDS: FieldTable = FieldTable {
             ignored("service_tier", "The tenant's priority counts."),
             ignored("store", "Nothing is stored."),
         ],
-        sampling::SAMPLING,
-        sampling::EXTENSIONS,
+        &sampling::SAMPLING,
+        &sampling::EXTENSIONS,
         structured::GUIDED,
     ],
 };

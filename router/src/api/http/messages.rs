@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use inflight_contract::FinishReason;
+use inflight_contract::{FinishReason, StopConditions};
 use serde::{Deserialize, Serialize};
 use serde_json::value::RawValue;
 use tonic::body::Body;
@@ -16,7 +16,7 @@ use super::message_blocks::{self, Block};
 use super::message_stream::MessageStream;
 use super::usage::TimingsBody;
 use super::{Call, HttpApi, Started, content, json, sse, structured};
-use crate::api::generation::{Finished, GenerationRequest, Input, StopConditions, Usage};
+use crate::api::generation::{Finished, GenerationRequest, Input, Usage};
 use crate::api::ingress::rejected;
 use crate::api::message_list::MessageList;
 use crate::api::request;

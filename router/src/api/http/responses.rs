@@ -2,6 +2,7 @@
 
 use std::sync::Arc;
 
+use inflight_contract::StopConditions;
 use serde::Deserialize;
 use serde_json::value::RawValue;
 use tonic::body::Body;
@@ -16,7 +17,7 @@ use super::response_object::{Ended, OutputItem, RequestEcho, ToolEcho};
 use super::sampling;
 use super::tools::{self, ToolForm, message_call};
 use super::{Call, HttpApi, content, json, sse, structured};
-use crate::api::generation::{GenerationRequest, Input, StopConditions};
+use crate::api::generation::{GenerationRequest, Input};
 use crate::api::ingress::rejected;
 use crate::api::message_list::MessageList;
 use crate::outcome::Outcome;

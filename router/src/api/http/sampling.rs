@@ -3,22 +3,55 @@
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-use inflight_contract::{SamplingError, SamplingSpec};
+use inflight_contract::{
+    NumberKind, SAMPLING_NUMBERS, SamplingError, SamplingOverrides, SamplingSpec, StopConditions,
+};
 
 use super::fields::{Field, Fields, honoured, ignored, refused};
 use super::usage::UsageBody;
 use super::{request_id, structured};
-use crate::api::generation::{GenerationRequest, SamplingOverrides, StopConditions};
+use crate::api::generation::GenerationRequest;
 use crate::api::request::check_shared;
 use crate::outcome::Outcome;
 
-/// Fields of OpenAI's chat and text completions.
-pub(super) const SAMPLING: &[Field] = &[
+/// Fields of OpenAI's chat and text completions: the numeric parameters that OpenAI's API has, and others.
+pub(super) static SAMPLING: [Field; count(false) + STANDARD.len()] = with_numbers(false, STANDARD);
+
+/// Extensions that other servers and their clients know, too: the numeric parameters that OpenAI's API lacks, and others.
+pub(super) static EXTENSIONS: [Field; count(true) + OTHERS.len()] = with_numbers(true, OTHERS);
+
+/// Returns the count of numeric parameters that OpenAI's API has, or lacks.
+const fn count(extension: bool) -> usize {
+    let (mut row, mut count) = (0, 0);
+    while row < SAMPLING_NUMBERS.len() {
+        count += (SAMPLING_NUMBERS[row].extension == extension) as usize;
+        row += 1;
+    }
+    count
+}
+
+/// Returns the fields of the numeric parameters that OpenAI's API has, or lacks, before `others`.
+const fn with_numbers<const N: usize>(extension: bool, others: &[Field]) -> [Field; N] {
+    let mut fields = [honoured("", ""); N];
+    let (mut row, mut filled) = (0, 0);
+    while row < SAMPLING_NUMBERS.len() {
+        let number = &SAMPLING_NUMBERS[row];
+        if number.extension == extension {
+            fields[filled] = honoured(number.name, number.http);
+            filled += 1;
+        }
+        row += 1;
+    }
+    let mut other = 0;
+    while other < others.len() {
+        fields[filled + other] = others[other];
+        other += 1;
+    }
+    fields
+}
+
+const STANDARD: &[Field] = &[
     honoured("model", "Name of a served model; absent: the only one."),
-    honoured("temperature", "In [0, 100]; 0 is greedy."),
-    honoured("top_p", "In (0, 1]."),
-    honoured("frequency_penalty", "In [-2, 2]."),
-    honoured("presence_penalty", "In [-2, 2]."),
     honoured("logit_bias", "Object of token id to bias in [-100, 100]; at most 1024 entries."),
     honoured(
         "seed",
@@ -35,11 +68,7 @@ pub(super) const SAMPLING: &[Field] = &[
     ignored("metadata", "Nothing is stored."),
 ];
 
-/// Extensions that other servers and their clients know, too.
-pub(super) const EXTENSIONS: &[Field] = &[
-    honoured("top_k", "Extension: at least 0, or -1; 0 and -1 keep all tokens."),
-    honoured("min_p", "Extension: in [0, 1]."),
-    honoured("repetition_penalty", "Extension: in (0, 100]."),
+const OTHERS: &[Field] = &[
     honoured("min_tokens", "Extension: minimum number of tokens before the end."),
     honoured("stop_token_ids", "Extension: at most 128 token ids that end the output."),
     honoured("ignore_eos", "Extension: the model's EOS tokens do not end the output."),
@@ -75,23 +104,15 @@ pub(super) fn read(fields: &Fields<'_>, request: &mut GenerationRequest) -> Resu
         return Err(Outcome::field("best_of", "best_of must be 1; use n for more choices"));
     }
     request.sampling = SamplingOverrides {
-        temperature: fields.number("temperature")?,
-        top_p: fields.number("top_p")?,
-        top_k: fields.get::<i32>("top_k", "an integer")?.map(|top_k| if top_k == -1 { 0 } else { top_k }),
-        min_p: fields.number("min_p")?,
-        presence_penalty: fields.number("presence_penalty")?,
-        frequency_penalty: fields.number("frequency_penalty")?,
-        repetition_penalty: fields.number("repetition_penalty")?,
         logit_bias: logit_bias(fields)?,
         allowed_token_ids: allowed_token_ids(fields)?,
         bad_words: fields.get("bad_words", "an array of strings")?.unwrap_or_default(),
-        bad_word_token_ids: Vec::new(),
-        logprobs: None,
         prompt_logprobs: prompt_logprobs(fields)?,
         seed: seed(fields)?,
         n: fields.count("n")?,
-        constraint: None,
+        ..SamplingOverrides::default()
     };
+    read_numbers(fields, &mut request.sampling)?;
     request.stop = StopConditions {
         max_tokens: None,
         min_tokens: fields.count("min_tokens")?.unwrap_or(0),
@@ -107,6 +128,21 @@ pub(super) fn read(fields: &Fields<'_>, request: &mut GenerationRequest) -> Resu
     }
     request.require_fingerprint = fields.text("require_fingerprint")?.unwrap_or_default();
     check_shared(request)
+}
+
+/// Reads the numeric parameters that an API honours.
+pub(super) fn read_numbers(fields: &Fields<'_>, sampling: &mut SamplingOverrides) -> Result<(), Outcome> {
+    for number in SAMPLING_NUMBERS {
+        let value = match number.kind {
+            NumberKind::Float => fields.number(number.name)?.map(f64::from),
+            NumberKind::Integer => fields.get::<i32>(number.name, "an integer")?.map(f64::from),
+        };
+        if let Some(value) = value {
+            let is_off = number.off == Some(value);
+            sampling.set_number(number, if is_off { number.absent } else { value });
+        }
+    }
+    Ok(())
 }
 
 /// Returns the number of alternatives in a field of log probabilities.

@@ -2,26 +2,28 @@
 
 use std::collections::BTreeMap;
 
+use inflight_contract::{NumberKind, SAMPLING_NUMBERS, SamplingNumber, SamplingOverrides, StopConditions};
 use inflight_proto::kserve::infer_parameter::ParameterChoice;
 use inflight_proto::kserve::model_infer_request::InferInputTensor;
 use inflight_proto::kserve::{InferParameter, InferTensorContents, ModelInferRequest};
 
-use crate::api::generation::{GenerationRequest, Input, SamplingOverrides, StopConditions};
+use crate::api::generation::{GenerationRequest, Input};
 use crate::outcome::Outcome;
 
-/// Input tensors of a model: name and datatype.
-pub(super) const INPUTS: [(&str, &str); 19] = [
-    ("text_input", "BYTES"),
-    ("input_ids", "INT64"),
-    ("max_tokens", "INT32"),
-    ("min_tokens", "INT32"),
-    ("temperature", "FP32"),
-    ("top_p", "FP32"),
-    ("top_k", "INT32"),
-    ("min_p", "FP32"),
-    ("presence_penalty", "FP32"),
-    ("frequency_penalty", "FP32"),
-    ("repetition_penalty", "FP32"),
+/// Returns the input tensors of a model: name and datatype.
+pub(super) fn inputs() -> impl Iterator<Item = (&'static str, &'static str)> {
+    let datatype = |number: &SamplingNumber| match number.kind {
+        NumberKind::Float => "FP32",
+        NumberKind::Integer => "INT32",
+    };
+    let numbers = SAMPLING_NUMBERS.iter().map(move |number| (number.name, datatype(number)));
+    BEFORE_NUMBERS.into_iter().chain(numbers).chain(AFTER_NUMBERS)
+}
+
+const BEFORE_NUMBERS: [(&str, &str); 4] =
+    [("text_input", "BYTES"), ("input_ids", "INT64"), ("max_tokens", "INT32"), ("min_tokens", "INT32")];
+
+const AFTER_NUMBERS: [(&str, &str); 8] = [
     ("seed", "UINT64"),
     ("n", "INT32"),
     ("stop", "BYTES"),
@@ -65,13 +67,13 @@ impl InferRequest {
         }
         for (name, value) in &request.parameters {
             // Other parameters are ignored: clients send some for other servers.
-            if INPUTS.iter().any(|(known, _)| known == name) || name == "timeout" {
+            if inputs().any(|(known, _)| known == name) || name == "timeout" {
                 said.0.insert(name.clone(), of_parameter(name, value)?);
             }
         }
         for (at, input) in request.inputs.into_iter().enumerate() {
-            if !INPUTS.iter().any(|(known, _)| *known == input.name) {
-                let known: Vec<_> = INPUTS.iter().map(|(known, _)| *known).collect();
+            if !inputs().any(|(known, _)| known == input.name) {
+                let known: Vec<_> = inputs().map(|(known, _)| known).collect();
                 return Err(Outcome::Invalid(format!(
                     "there is no input {:?}; known are: {}",
                     input.name,
@@ -112,18 +114,7 @@ impl InferRequest {
             stream: said.flag("stream")?.unwrap_or(false),
             timeout_us: timeout.filter(|timeout| *timeout > 0),
             request: GenerationRequest {
-                sampling: SamplingOverrides {
-                    temperature: said.float("temperature")?,
-                    top_p: said.float("top_p")?,
-                    top_k: said.number("top_k")?,
-                    min_p: said.float("min_p")?,
-                    presence_penalty: said.float("presence_penalty")?,
-                    frequency_penalty: said.float("frequency_penalty")?,
-                    repetition_penalty: said.float("repetition_penalty")?,
-                    seed: said.number("seed")?,
-                    n: said.number("n")?,
-                    ..SamplingOverrides::default()
-                },
+                sampling: said.sampling()?,
                 stop: StopConditions {
                     max_tokens: said.number("max_tokens")?,
                     min_tokens: said.number("min_tokens")?.unwrap_or(0),
@@ -147,6 +138,22 @@ impl InferRequest {
 struct Said(BTreeMap<String, Value>);
 
 impl Said {
+    /// Returns the sampling parameters.
+    fn sampling(&self) -> Result<SamplingOverrides, Outcome> {
+        let (seed, n) = (self.number("seed")?, self.number("n")?);
+        let mut sampling = SamplingOverrides { seed, n, ..SamplingOverrides::default() };
+        for number in SAMPLING_NUMBERS {
+            let value = match number.kind {
+                NumberKind::Float => self.float(number.name)?.map(f64::from),
+                NumberKind::Integer => self.number::<i32>(number.name)?.map(f64::from),
+            };
+            if let Some(value) = value {
+                sampling.set_number(number, value);
+            }
+        }
+        Ok(sampling)
+    }
+
     fn one<T: Clone>(name: &str, values: &[T]) -> Result<T, Outcome> {
         match values {
             [value] => Ok(value.clone()),
@@ -210,7 +217,7 @@ impl Said {
         let object: serde_json::Map<String, serde_json::Value> =
             serde_json::from_str(json).map_err(|error| invalid(&error.to_string()))?;
         for (name, value) in object {
-            if !INPUTS.iter().any(|(known, _)| *known == name) || name == "sampling_parameters" {
+            if !inputs().any(|(known, _)| known == name) || name == "sampling_parameters" {
                 return Err(invalid(&format!("{name:?} is not known")));
             }
             let value =
@@ -226,7 +233,7 @@ fn of_json(name: &str, value: &serde_json::Value) -> Option<Value> {
     Some(match value {
         Json::Bool(value) => Value::Bools(vec![*value]),
         // Numbers may be strings, as some clients send them.
-        Json::String(text) => match INPUTS.iter().find(|(known, _)| *known == name)?.1 {
+        Json::String(text) => match inputs().find(|(known, _)| *known == name)?.1 {
             "BYTES" => Value::Texts(vec![text.clone()]),
             "BOOL" => Value::Bools(vec![text.parse().ok()?]),
             _ => match text.parse::<i128>() {

@@ -1,0 +1,121 @@
+//! Sampling parameters and stop conditions that a request sets, before the model's defaults are added.
+
+use std::sync::Arc;
+
+use super::{SamplingNumber, SamplingSpec};
+use crate::{Constraint, sampling_numbers};
+
+macro_rules! overrides {
+    ($($(#[$doc:meta])* $name:ident: $kind:ident { $($column:tt)* })*) => {
+        /// Sampling parameters that a request sets; absent ones are taken from the model's defaults.
+        #[derive(Debug, Clone, Default, PartialEq)]
+        pub struct SamplingOverrides {
+            $($(#[$doc])* pub $name: Option<$kind>,)*
+            /// Pairs of token id and bias added to its logit.
+            pub logit_bias: Vec<(u32, f32)>,
+            /// Token ids that may be generated; empty: all.
+            pub allowed_token_ids: Arc<[u32]>,
+            /// Words that the output does not contain, which the router tokenizes.
+            pub bad_words: Vec<String>,
+            /// Sequences of token ids that the output does not contain.
+            pub bad_word_token_ids: Vec<Vec<u32>>,
+            /// Number of top alternatives reported with each token; `None`: no log probabilities.
+            pub logprobs: Option<u32>,
+            /// Number of top alternatives reported with each prompt token; `None`: no log probabilities of the prompt.
+            pub prompt_logprobs: Option<u32>,
+            /// Seed of all random draws.
+            pub seed: Option<u64>,
+            /// Number of choices.
+            pub n: Option<u32>,
+            /// Grammar that the output must match.
+            pub constraint: Option<Arc<Constraint>>,
+        }
+
+        impl SamplingOverrides {
+            /// Sets a numeric parameter; the value is rounded to its type.
+            pub fn set_number(&mut self, number: &SamplingNumber, value: f64) {
+                const SET: &[fn(&mut SamplingOverrides, f64)] =
+                    &[$(|overrides, value| overrides.$name = Some(value as $kind)),*];
+                SET[number.row](self, value);
+            }
+
+            /// Returns the sampling parameters of a request. Its bad words must be tokenized: they are left out.
+            pub fn apply(self, stop: &StopConditions, defaults: &SamplingSpec) -> SamplingSpec {
+                let Self {
+                    $($name: _,)*
+                    logit_bias,
+                    allowed_token_ids,
+                    bad_words: _,
+                    bad_word_token_ids,
+                    logprobs,
+                    prompt_logprobs,
+                    seed,
+                    n,
+                    constraint,
+                } = self;
+                SamplingSpec {
+                    $($name: self.$name.unwrap_or(defaults.$name),)*
+                    logit_bias,
+                    allowed_token_ids,
+                    bad_word_token_ids,
+                    logprobs,
+                    prompt_logprobs,
+                    n: n.unwrap_or(defaults.n),
+                    min_tokens: stop.min_tokens,
+                    stop_token_ids: stop.stop_token_ids.clone(),
+                    ignore_eos: stop.ignore_eos,
+                    seed: seed.unwrap_or(defaults.seed),
+                    constraint,
+                }
+            }
+
+            /// Names of all fields, as errors of validation use them.
+            pub const FIELDS: &[&str] = &[
+                $(stringify!($name),)*
+                "logit_bias",
+                "allowed_token_ids",
+                "bad_words",
+                "bad_word_token_ids",
+                "logprobs",
+                "prompt_logprobs",
+                "seed",
+                "n",
+                "constraint",
+            ];
+        }
+    };
+}
+
+sampling_numbers!(overrides);
+
+impl SamplingOverrides {
+    /// Bytes of its lists. With `shared`, also of those that the requests of one message share.
+    pub fn list_bytes(&self, shared: bool) -> usize {
+        let words: usize = self.bad_words.iter().map(String::len).sum();
+        let word_ids: usize = self.bad_word_token_ids.iter().map(|word| size_of_val(&word[..])).sum();
+        let own = size_of_val(&self.logit_bias[..]) + words + word_ids;
+        let grammar =
+            || self.constraint.as_ref().map_or(0, |one| one.grammar.texts().iter().map(String::len).sum());
+        own + if shared { size_of_val(&self.allowed_token_ids[..]) + grammar() } else { 0 }
+    }
+}
+
+/// Conditions that end a choice.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub struct StopConditions {
+    /// Maximum generated tokens; `None`: the router's default. 0 with log probabilities of the prompt only.
+    pub max_tokens: Option<u32>,
+    /// Minimum number of generated tokens before an end token.
+    pub min_tokens: u32,
+    /// Stop strings, which the router looks for.
+    pub stop: Vec<String>,
+    /// Token ids that end the choice in addition to the model's EOS tokens.
+    pub stop_token_ids: Vec<u32>,
+    /// Whether the model's EOS tokens do not end the choice.
+    pub ignore_eos: bool,
+}
+
+impl StopConditions {
+    /// Names of the fields, as errors of validation use them.
+    pub const FIELDS: &[&str] = &["max_tokens", "min_tokens", "stop", "stop_token_ids", "ignore_eos"];
+}
