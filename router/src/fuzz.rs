@@ -1,9 +1,9 @@
 //! Entry points for fuzzing: each parses any bytes as one kind of input of a router and panics if a property of the result does
 //! not hold. They return whether the input was accepted.
 
-use crate::api::http;
-use crate::api::kserve as kserve_api;
 use crate::cluster::wire;
+use crate::protocols;
+use crate::protocols::kserve as kserve_api;
 use crate::tenants as tenants_file;
 use crate::text::{ChatTemplate, Detokenizer, Message, Tokenizer};
 
@@ -64,7 +64,7 @@ pub fn template(data: &[u8]) -> bool {
 /// # Panics
 /// If a property does not hold.
 pub fn http_json(data: &[u8]) -> bool {
-    http::fuzz::read(data)
+    protocols::fuzz::read(data)
 }
 
 /// Request of `ModelInfer`.

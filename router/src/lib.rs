@@ -1,13 +1,12 @@
 //! The router: API, text, dispatcher, worker sessions and response streams.
 //!
-//! A call passes the layers in `api` (arrival, authentication, admission), is tokenized and waits in the
-//! dispatcher's queue until a worker's grant has room. The worker's session appends tokens to the request's
+//! A call passes the `layers` (arrival, authentication, admission). Its protocol in `protocols` reads a draft, which `request`
+//! checks, tokenizes and admits. It waits in the dispatcher's queue until a worker's grant has room. The worker's session appends tokens to the request's
 //! journal; the task that writes the client's stream reads them, detokenizes and ends the call. When a
 //! session is lost, its requests return to the queue and are resubmitted to other workers.
 
 #![forbid(unsafe_code)]
 
-mod api;
 mod call_guard;
 mod clock;
 mod cluster;
@@ -15,12 +14,17 @@ mod dispatcher;
 mod format_choice;
 #[doc(hidden)]
 pub mod fuzz;
+mod layers;
 mod live;
 pub mod metrics;
 mod options;
 mod outcome;
+mod output;
+mod protocols;
+mod request;
 mod restart;
 mod router;
+mod serve;
 mod stats;
 mod sync;
 mod tenants;
@@ -28,7 +32,6 @@ pub mod text;
 mod trace;
 pub mod usage;
 
-pub use api::http::RenderMetrics;
 pub use cluster::bundle::BundleError;
 pub use cluster::connector::{Connector, Io};
 pub use cluster::discovery::{Source, SourceError};
@@ -41,5 +44,6 @@ pub use inflight_router_core::{
 pub use options::{
     Admin, HttpOptions, Options, OptionsError, UsageLogExcess, UsageLogOptions, UsageLogPolicy,
 };
+pub use protocols::http::RenderMetrics;
 pub use router::{Core, Error, Handle, Router};
 pub use stats::RouterStats;

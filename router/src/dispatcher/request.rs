@@ -12,12 +12,12 @@ use inflight_router_core::{
 
 use super::handoff::Handoff;
 use super::phase_spans::PhaseSpans;
-use crate::api::cursor::Cursor;
-use crate::api::output_plan::OutputPlan;
 use crate::call_guard::CallGuard;
 use crate::live::tracker::Tracker;
 use crate::metrics as names;
 use crate::outcome::Outcome;
+use crate::request::cursor::Cursor;
+use crate::request::output_plan::OutputPlan;
 use crate::trace::TraceContext;
 
 /// Validated request with all that is needed to run and deliver it.

@@ -1,0 +1,5 @@
+//! Anthropic's HTTP API: messages, and counting of their tokens.
+
+mod message_blocks;
+mod message_stream;
+pub(crate) mod messages;

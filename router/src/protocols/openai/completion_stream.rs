@@ -1,0 +1,230 @@
+//! Streamed text completions.
+
+use std::sync::Arc;
+
+use inflight_contract::{FinishReason, PromptLogprobs};
+use serde::Serialize;
+
+use crate::cluster::bundle::Model;
+use crate::outcome::Outcome;
+use crate::output::event::GenerationEvent;
+use crate::protocols::http::Started;
+use crate::protocols::http::errors::{Dialect, envelope};
+use crate::protocols::http::event_writer::EventWriter;
+use crate::protocols::http::sse::Encoder;
+use crate::protocols::http::usage::{TimingsBody, UsageBody};
+use crate::protocols::openai::chat::finish_reason;
+use crate::protocols::openai::completions::Output;
+use crate::protocols::openai::logprobs::{TextLogprobs, TextOffset};
+
+/// Encoder of a streamed text completion.
+pub(crate) struct CompletionStream {
+    id: String,
+    created: u64,
+    model: String,
+    fingerprint: String,
+    bundle: Option<Arc<Model>>,
+    output: Output,
+    with_timings: bool,
+    /// Choices of each prompt.
+    choices_per_prompt: u32,
+    choices: Vec<ChoiceState>,
+    /// Prompts that are echoed with log probabilities.
+    prompts: Vec<EchoedPrompt>,
+    /// Choices that have not ended.
+    open: usize,
+    /// Prompts whose usage is not known.
+    uncounted: usize,
+    /// Last end of a choice, whose chunk waits for the timings.
+    last: Option<Ending>,
+    prompt_tokens: u32,
+    completion_tokens: u32,
+    usage: UsageBody,
+    timings: Option<TimingsBody>,
+}
+
+/// State of a choice.
+#[derive(Default)]
+struct ChoiceState {
+    /// Text of the prompt, until it is sent; all choices of a prompt share it.
+    echo: Option<Arc<str>>,
+    offset: TextOffset,
+}
+
+/// Prompt that is echoed with log probabilities.
+struct EchoedPrompt {
+    tokens: Vec<u32>,
+    logprobs: Vec<PromptLogprobs>,
+}
+
+/// Last chunk of a choice.
+struct Ending {
+    index: u32,
+    text: String,
+    logprobs: Option<TextLogprobs>,
+    reason: FinishReason,
+}
+
+#[derive(Serialize)]
+struct Chunk<'a> {
+    id: &'a str,
+    object: &'static str,
+    created: u64,
+    model: &'a str,
+    system_fingerprint: &'a str,
+    choices: &'a [Choice<'a>],
+    #[serde(skip_serializing_if = "Option::is_none")]
+    usage: Option<Option<UsageBody>>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    timings: Option<TimingsBody>,
+}
+
+#[derive(Serialize)]
+struct Choice<'a> {
+    index: u32,
+    text: &'a str,
+    logprobs: Option<TextLogprobs>,
+    finish_reason: Option<&'static str>,
+}
+
+impl CompletionStream {
+    /// Creates the encoder; `echoed` are the texts of the prompts that precede their outputs.
+    pub(crate) fn new(started: &Started, output: Output, echoed: &[String], timings: bool) -> Self {
+        let choices_per_prompt = started.choices();
+        let count = started.streams.len() * choices_per_prompt as usize;
+        let echoed: Vec<Arc<str>> = echoed.iter().map(|text| text.as_str().into()).collect();
+        let choice = |index: usize| {
+            let echo = echoed.get(index / choices_per_prompt as usize).cloned();
+            ChoiceState { offset: TextOffset::after(echo.as_deref().unwrap_or_default()), echo }
+        };
+        let prompts = started.scored_prompts(output.echo && output.logprobs.is_some()).into_iter();
+        Self {
+            id: started.id("cmpl-"),
+            created: started.created,
+            model: started.model.clone(),
+            fingerprint: String::new(),
+            bundle: started.bundle().filter(|_| output.logprobs.is_some()),
+            output,
+            with_timings: timings,
+            choices_per_prompt,
+            choices: (0..count).map(choice).collect(),
+            prompts: prompts.map(|tokens| EchoedPrompt { tokens, logprobs: Vec::new() }).collect(),
+            open: count,
+            uncounted: started.streams.len(),
+            last: None,
+            prompt_tokens: 0,
+            completion_tokens: 0,
+            usage: UsageBody::default(),
+            timings: None,
+        }
+    }
+
+    /// Writes a chunk of one choice.
+    fn choice(&self, choice: Choice<'_>, timings: Option<TimingsBody>, out: &mut EventWriter) {
+        let so_far = || UsageBody::so_far(self.prompt_tokens, self.completion_tokens);
+        self.chunk(&[choice], self.output.stream_options.of_chunk(so_far), timings, out);
+    }
+
+    /// Writes the last chunk of a choice.
+    fn finish(&self, ending: Ending, timings: Option<TimingsBody>, out: &mut EventWriter) {
+        let Ending { index, text, logprobs, reason } = ending;
+        let finish_reason = Some(finish_reason(reason, false));
+        self.choice(Choice { index, text: &text, logprobs, finish_reason }, timings, out);
+    }
+
+    fn chunk(
+        &self,
+        choices: &[Choice<'_>],
+        usage: Option<Option<UsageBody>>,
+        timings: Option<TimingsBody>,
+        out: &mut EventWriter,
+    ) {
+        let (id, model, system_fingerprint) = (&*self.id, &*self.model, &*self.fingerprint);
+        let (object, created) = ("text_completion", self.created);
+        out.data(&Chunk { id, object, created, model, system_fingerprint, choices, usage, timings });
+    }
+
+    /// Returns the index of a prompt's choice among those of the call.
+    fn index(&self, prompt: usize, choice: u32) -> u32 {
+        prompt as u32 * self.choices_per_prompt + choice
+    }
+
+    /// Takes the text of the prompt that precedes the first output of a choice, with its log probabilities if
+    /// they are wanted.
+    fn take_echo(&mut self, prompt: usize, index: u32) -> (String, Option<TextLogprobs>) {
+        let echo = self.choices.get_mut(index as usize).and_then(|choice| choice.echo.take());
+        let Some(text) = echo else { return (String::new(), None) };
+        let scored = self.prompts.get(prompt).zip(self.bundle.as_ref());
+        let logprobs = scored.map(|(EchoedPrompt { tokens, logprobs }, model)| {
+            let alternatives = self.output.logprobs.unwrap_or(0);
+            TextLogprobs::echo(tokens, logprobs, alternatives, model.tokenizer.vocabulary())
+        });
+        (text.as_ref().to_owned(), logprobs)
+    }
+}
+
+impl Encoder for CompletionStream {
+    const EVENTS_ARE_COUNTED: bool = false;
+
+    fn event(&mut self, prompt: usize, event: GenerationEvent, out: &mut EventWriter) {
+        match event {
+            GenerationEvent::Started(started) => {
+                self.fingerprint = started.fingerprint;
+                self.prompt_tokens += started.prompt_tokens;
+            }
+            GenerationEvent::FingerprintChanged { fingerprint, .. } => self.fingerprint = fingerprint,
+            GenerationEvent::PromptLogprobs { positions, .. } => {
+                if let Some(prompt) = self.prompts.get_mut(prompt) {
+                    prompt.logprobs.extend(positions);
+                }
+            }
+            GenerationEvent::Delta(delta) => {
+                let index = self.index(prompt, delta.choice);
+                self.completion_tokens += delta.token_ids.len() as u32;
+                let (mut text, echoed) = self.take_echo(prompt, index);
+                text.push_str(&delta.text);
+                let state = self.choices.get_mut(index as usize);
+                let logprobs = self.bundle.as_ref().zip(state).map(|(model, state)| {
+                    let mut body = echoed.unwrap_or_default();
+                    body.extend(&delta.logprobs, model.tokenizer.vocabulary(), &mut state.offset);
+                    body
+                });
+                if !text.is_empty() || logprobs.is_some() {
+                    self.choice(Choice { index, text: &text, logprobs, finish_reason: None }, None, out);
+                }
+            }
+            GenerationEvent::Finished(finished) => {
+                let index = self.index(prompt, finished.choice);
+                let (text, logprobs) = self.take_echo(prompt, index);
+                let ending = Ending { index, text, logprobs, reason: finished.reason };
+                self.open = self.open.saturating_sub(1);
+                if self.with_timings && self.open == 0 && !self.output.stream_options.include_usage() {
+                    self.last = Some(ending);
+                } else {
+                    self.finish(ending, None, out);
+                }
+            }
+            GenerationEvent::Completed(completed) => {
+                self.usage.add(&completed.usage);
+                if prompt == 0 && self.with_timings {
+                    self.timings = Some(completed.timings.into());
+                }
+                self.uncounted = self.uncounted.saturating_sub(1);
+                if let Some(ending) = self.last.take_if(|_| self.uncounted == 0) {
+                    self.finish(ending, self.timings, out);
+                }
+            }
+        }
+    }
+
+    fn end(&mut self, out: &mut EventWriter) {
+        if self.output.stream_options.include_usage() {
+            self.chunk(&[], Some(Some(self.usage)), self.timings, out);
+        }
+        out.text(None, b"[DONE]");
+    }
+
+    fn failure(&mut self, outcome: &Outcome, out: &mut EventWriter) {
+        out.text(None, &envelope(Dialect::OpenAi, outcome));
+    }
+}

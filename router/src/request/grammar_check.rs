@@ -1,0 +1,84 @@
+//! Grammars of requests: compiled at admission, so that a worker gets none that it would refuse.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use inflight_contract::{Constraint, Grammar};
+
+use crate::clock;
+use crate::dispatcher::ServedModel;
+use crate::metrics as names;
+use crate::outcome::{Outcome, Overload};
+use crate::request::tokenizing::CHARGE_MAX;
+
+/// Text of the token that ends reasoning, and of the one that begins it.
+const REASONING_END: &str = "</think>";
+const REASONING_BEGIN: &str = "<think>";
+
+/// Grammar to be compiled.
+pub(crate) struct GrammarCheck {
+    served: ServedModel,
+    constraint: Arc<Constraint>,
+    /// Client's field that gives the grammar.
+    field: &'static str,
+}
+
+impl GrammarCheck {
+    /// Creates the work of a request.
+    ///
+    /// # Errors
+    /// The grammar is too large.
+    pub(crate) fn new(
+        served: ServedModel,
+        constraint: Arc<Constraint>,
+        field: &'static str,
+    ) -> Result<Self, Outcome> {
+        constraint.grammar.check().map_err(|error| Outcome::field(field, error))?;
+        Ok(Self { served, constraint, field })
+    }
+
+    /// Whether the outcome is known without compiling.
+    pub(crate) fn is_known(&self) -> bool {
+        self.served.model.grammars().is_checked(self.grammar())
+    }
+
+    /// Compiles the grammar, or takes the outcome from the cache. Returns the processor time that it took, and the outcome. Dropping the
+    /// future ends the compilation.
+    pub(crate) async fn run(&self) -> (Duration, Result<(), Outcome>) {
+        let (grammars, known) = (self.served.model.grammars(), self.is_known());
+        let begun = clock::now();
+        let outcome = grammars.check(self.grammar()).await;
+        let elapsed = || clock::now().saturating_duration_since(begun);
+        if !known {
+            metrics::histogram!(names::GRAMMAR_SECONDS).record(elapsed().as_secs_f64());
+        }
+        let label = if known { "hit" } else { "miss" };
+        metrics::counter!(names::GRAMMAR_LOOKUPS, "outcome" => label).increment(1);
+        metrics::gauge!(names::GRAMMARS).set(grammars.counters().entries as f64);
+        match outcome {
+            Ok(cpu) => (cpu, Ok(())),
+            Err(error) if error.is_transient() => {
+                let retry = Duration::from_secs(1);
+                let full = Overload::of_router(error.to_string(), "grammar_processes", retry);
+                // No tenant pays for what this machine lacks.
+                (Duration::ZERO, Err(Outcome::Full(Box::new(full))))
+            }
+            Err(error) => {
+                metrics::counter!(names::GRAMMARS_REFUSED).increment(1);
+                (elapsed().min(CHARGE_MAX), Err(Outcome::field(self.field, error)))
+            }
+        }
+    }
+
+    fn grammar(&self) -> &Grammar {
+        &self.constraint.grammar
+    }
+}
+
+/// Returns the token that ends the reasoning which a prompt has opened; `None` if the output begins with the answer.
+pub(crate) fn reasoning_end(served: &ServedModel, prompt: &[u32]) -> Option<u32> {
+    let tokenizer = &served.model.tokenizer;
+    let (begin, end) = (tokenizer.token_id(REASONING_BEGIN)?, tokenizer.token_id(REASONING_END)?);
+    let last = prompt.iter().rev().find(|token| **token == begin || **token == end)?;
+    (*last == begin).then_some(end)
+}
