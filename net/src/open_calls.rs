@@ -1,52 +1,24 @@
-//! Tower layer that counts a connection's open calls, from request headers to the last response byte.
+//! Middleware that counts a connection's open calls, from request headers to the last response byte.
 
 use std::pin::Pin;
 use std::task::{Context, Poll};
 
-use futures::future::BoxFuture;
 use hyper::body::{Body as HttpBody, Bytes, Frame, SizeHint};
 use tonic::Status;
 use tonic::body::Body;
 use tonic::codegen::http::{Request, Response};
-use tower::{Layer, Service};
 
 use crate::connection::Peer;
+use crate::middleware::{Answer, Middleware, Next};
 
-/// Layer that counts every call as open on its connection ([`Peer::call`]), for the idle limits.
+/// Counts every call as open on its connection ([`Peer::call`]), for the idle limits.
 #[derive(Debug, Clone, Copy, Default)]
-pub struct OpenCallsLayer;
+pub struct OpenCalls;
 
-impl<S> Layer<S> for OpenCallsLayer {
-    type Service = OpenCalls<S>;
-
-    fn layer(&self, inner: S) -> OpenCalls<S> {
-        OpenCalls { inner }
-    }
-}
-
-/// Service created by [`OpenCallsLayer`].
-#[derive(Debug, Clone)]
-pub struct OpenCalls<S> {
-    inner: S,
-}
-
-impl<S> Service<Request<Body>> for OpenCalls<S>
-where
-    S: Service<Request<Body>, Response = Response<Body>>,
-    S::Future: Send + 'static,
-    S::Error: 'static,
-{
-    type Response = Response<Body>;
-    type Error = S::Error;
-    type Future = BoxFuture<'static, Result<Response<Body>, S::Error>>;
-
-    fn poll_ready(&mut self, context: &mut Context<'_>) -> Poll<Result<(), S::Error>> {
-        self.inner.poll_ready(context)
-    }
-
-    fn call(&mut self, request: Request<Body>) -> Self::Future {
+impl Middleware for OpenCalls {
+    fn call<E: Send + 'static>(&self, request: Request<Body>, next: Next<'_, E>) -> Answer<E> {
         let open = request.extensions().get::<Peer>().map(Peer::call);
-        let response = self.inner.call(request);
+        let response = next.call(request);
         Box::pin(async move { response.await.map(|response| hold(response, open)) })
     }
 }

@@ -5,7 +5,9 @@ use std::io;
 use std::sync::Arc;
 
 use futures::Stream;
-use inflight_net::{Framing, HttpServer, Protocols, ReceiveBudget, ReceiveLayer, SharedPool, UnreadBudget};
+use inflight_net::{
+    Framing, HttpServer, Protocols, ReceiveBudget, ReceiveLayer, SharedPool, UnreadBudget, middleware,
+};
 use inflight_proto::FILE_DESCRIPTOR_SET;
 use inflight_proto::kserve::grpc_inference_service_server::GrpcInferenceServiceServer;
 use inflight_proto::v1::admin_server::AdminServer;
@@ -21,14 +23,14 @@ use tonic::transport::server::Connected;
 use tonic_health::pb::health_server::{Health, HealthServer};
 use tower::ServiceBuilder;
 
-use crate::layers::admission::{Admission, AdmissionLayer};
-use crate::layers::arrival::{ArrivalLayer, receive_limits};
-use crate::layers::auth::AuthLayer;
-use crate::layers::cors::CorsLayer;
-use crate::layers::faults::FaultLayer;
+use crate::layers::admission::{Admission, AdmissionControl};
+use crate::layers::arrival::{Arrivals, receive_limits};
+use crate::layers::auth::Authentication;
+use crate::layers::cors::Cors;
+use crate::layers::faults::Faults;
 use crate::layers::key_failures::KeyFailures;
 use crate::layers::refusal::{self, Refuse};
-use crate::layers::request_id::RequestIdLayer;
+use crate::layers::request_id::RequestIds;
 use crate::layers::sites::Sites;
 use crate::options::{HttpOptions, Options};
 use crate::outcome::Outcome;
@@ -104,9 +106,9 @@ impl Shared {
         let refuse: Refuse = refusal::grpc;
         let service = ServiceBuilder::new()
             .layer(ReceiveLayer::new(budget, limits))
-            .layer(ArrivalLayer { open: self.open.clone(), refuse })
-            .layer(self.authentication(None, refuse))
-            .layer(AdmissionLayer { admission: self.admission.clone(), refuse })
+            .layer(middleware(Arrivals { open: self.open.clone(), refuse }))
+            .layer(middleware(self.authentication(None, refuse)))
+            .layer(middleware(AdmissionControl { admission: self.admission.clone(), refuse }))
             .service(routes.prepare());
         Ok(server.serve(incoming, service, self.drain.clone()))
     }
@@ -127,7 +129,7 @@ impl Shared {
         let draining = move || drain.is_cancelled();
         let api = HttpApi::new(ingress, admission, &self.options, http, metrics, draining)
             .with_ui(self.operations.clone().map(Ui::new));
-        // Of the layers outside of `FaultLayer`.
+        // Of the layers outside of `Faults`.
         let fault =
             || http::refuse("", Outcome::Internal("the call failed on a fault of the server".to_owned()));
         let server = self.server("http", Protocols::Any, fault);
@@ -136,21 +138,21 @@ impl Shared {
         let refuse: Refuse = http::refuse;
         let sites = Sites { origins: http.cors_origins.clone(), hosts: http.hosts.clone() };
         let service = ServiceBuilder::new()
-            .layer(CorsLayer { origins: http.cors_origins.clone().into() })
-            .layer(RequestIdLayer)
-            .layer(FaultLayer)
+            .layer(middleware(Cors { origins: http.cors_origins.clone().into() }))
+            .layer(middleware(RequestIds))
+            .layer(middleware(Faults { refuse }))
             .layer(ReceiveLayer::new(budget, limits))
-            .layer(ArrivalLayer { open: self.open.clone(), refuse })
-            .layer(self.authentication(Some(Arc::new(sites)), refuse))
-            .layer(AdmissionLayer { admission: self.admission.clone(), refuse })
+            .layer(middleware(Arrivals { open: self.open.clone(), refuse }))
+            .layer(middleware(self.authentication(Some(Arc::new(sites)), refuse)))
+            .layer(middleware(AdmissionControl { admission: self.admission.clone(), refuse }))
             .map_response(|response: Response<axum::body::Body>| response.map(Body::new))
             .service(api.routes());
         server.serve(incoming, service, self.drain.clone())
     }
 
-    fn authentication(&self, sites: Option<Arc<Sites>>, refuse: Refuse) -> AuthLayer {
+    fn authentication(&self, sites: Option<Arc<Sites>>, refuse: Refuse) -> Authentication {
         let connections = SharedPool::new(self.options.connections.connections_max as u64);
-        AuthLayer {
+        Authentication {
             tenants: self.tenants.clone(),
             failures: self.key_failures.clone(),
             sites,

@@ -12,8 +12,8 @@ use inflight_grammar::{GrammarError, MemoryBudget, Vocabulary};
 use inflight_grammar_service::Grammars;
 use inflight_models::{self as models, FingerprintCache, ModelDir};
 use inflight_net::{
-    Acceptor, ConnectionLimits, Framing, HttpServer, OpenCallsLayer, Protocols, ReceiveBudget, ReceiveLayer,
-    ReceiveLimits, ServerTls, TlsError, Turns, UnreadBudget, create_private_file,
+    Acceptor, ConnectionLimits, Framing, HttpServer, OpenCalls, Protocols, ReceiveBudget, ReceiveLayer,
+    ReceiveLimits, ServerTls, TlsError, Turns, UnreadBudget, create_private_file, middleware,
 };
 use inflight_proto::v1::worker_server::WorkerServer;
 use inflight_proto::{FILE_DESCRIPTOR_SET, PROTOCOL_VERSION, v1};
@@ -35,7 +35,7 @@ use crate::engine::{Engine, EngineOptions};
 use crate::options::{Device, Drafts, Options, OptionsError};
 use crate::self_test::SelfTest;
 use crate::session::{
-    AuthenticationLayer, Authenticator, BUNDLES_MAX, COMMANDS_MAX, COMPILED_AT_ONCE, COMPILED_KIB_MAX, Clock,
+    Authentication, Authenticator, BUNDLES_MAX, COMMANDS_MAX, COMPILED_AT_ONCE, COMPILED_KIB_MAX, Clock,
     EngineExecution, EngineThread, Message, MeteredSemaphore, OBSERVERS_MAX, QUEUED_KIB_MAX, ServiceTables,
     SessionContext, Watchdog, WorkerService,
 };
@@ -390,8 +390,8 @@ impl Core {
             .add_service(reflection_v1alpha)
             .add_service(service);
         let service = ServiceBuilder::new()
-            .layer(OpenCallsLayer)
-            .layer(AuthenticationLayer(sessions.authenticator.clone()))
+            .layer(middleware(OpenCalls))
+            .layer(middleware(Authentication(sessions.authenticator.clone())))
             .layer(ReceiveLayer::new(receive_budget(sessions_max, submit_bytes_max), move |path: &str| {
                 receive_limits(path, submit_bytes_max)
             }))

@@ -1,16 +1,13 @@
 //! Admission of requests by the limits of their tenant.
 
-use std::future::Future;
-use std::pin::Pin;
 use std::sync::{Arc, Mutex, PoisonError};
-use std::task::{Context, Poll};
 use std::time::Instant;
 
 use inflight_contract::{Priority, Weight};
+use inflight_net::{Answer, Middleware, Next};
 use inflight_router_core::{DailyLimit, OverLimit, QueueLimits, RateCharge};
 use tonic::body::Body;
-use tonic::codegen::http::{Request, Response};
-use tower::{Layer, Service};
+use tonic::codegen::http::Request;
 
 use crate::clock;
 use crate::dispatcher::SharedDispatcher;
@@ -188,44 +185,15 @@ impl AdmissionSlot {
     }
 }
 
-/// Layer that counts calls against their tenant's limits before their messages are read.
+/// Counts calls against their tenant's limits before their messages are read.
 #[derive(Clone)]
-pub(crate) struct AdmissionLayer {
+pub(crate) struct AdmissionControl {
     pub(crate) admission: Admission,
     pub(crate) refuse: Refuse,
 }
 
-impl<S> Layer<S> for AdmissionLayer {
-    type Service = AdmissionService<S>;
-
-    fn layer(&self, inner: S) -> AdmissionService<S> {
-        AdmissionService { admission: self.admission.clone(), refuse: self.refuse, inner }
-    }
-}
-
-/// Service of [`AdmissionLayer`].
-#[derive(Clone)]
-pub(crate) struct AdmissionService<S> {
-    admission: Admission,
-    refuse: Refuse,
-    inner: S,
-}
-
-impl<S> Service<Request<Body>> for AdmissionService<S>
-where
-    S: Service<Request<Body>, Response = Response<Body>>,
-    S::Future: Send + 'static,
-    S::Error: 'static,
-{
-    type Response = Response<Body>;
-    type Error = S::Error;
-    type Future = Pin<Box<dyn Future<Output = Result<Response<Body>, S::Error>> + Send>>;
-
-    fn poll_ready(&mut self, context: &mut Context<'_>) -> Poll<Result<(), S::Error>> {
-        self.inner.poll_ready(context)
-    }
-
-    fn call(&mut self, mut request: Request<Body>) -> Self::Future {
+impl Middleware for AdmissionControl {
+    fn call<E: Send + 'static>(&self, mut request: Request<Body>, next: Next<'_, E>) -> Answer<E> {
         let caller = request.extensions().get::<Caller>().cloned();
         // Each request of this stream is admitted on its own.
         let counted = caller.filter(|_| request.uri().path() != MODEL_STREAM_INFER);
@@ -233,7 +201,7 @@ where
         match entered {
             Ok(entered) => {
                 request.extensions_mut().insert(AdmissionSlot(Arc::new(Mutex::new(entered))));
-                Box::pin(self.inner.call(request))
+                next.call(request)
             }
             Err(outcome) => {
                 metrics::counter!(names::REQUESTS, "outcome" => outcome.label()).increment(1);

@@ -1,15 +1,11 @@
 //! Outermost layer: arrival time, deadline, and limits on receiving messages.
 
-use std::future::Future;
-use std::pin::Pin;
-use std::task::{Context, Poll};
 use std::time::{Duration, Instant};
 
-use inflight_net::{Framing, Peer, ReceiveBudget, ReceiveLimits, hold};
+use inflight_net::{Answer, Framing, Middleware, Next, Peer, ReceiveBudget, ReceiveLimits, hold};
 use tokio_util::task::TaskTracker;
 use tonic::body::Body;
-use tonic::codegen::http::{HeaderMap, HeaderValue, Request, Response};
-use tower::{Layer, Service};
+use tonic::codegen::http::{HeaderMap, HeaderValue, Request};
 
 use crate::clock;
 use crate::layers::paths::{MODEL_STREAM_INFER, is_open};
@@ -18,7 +14,7 @@ use crate::metrics as names;
 use crate::options::Options;
 use crate::outcome::{Outcome, Overload};
 
-/// CallArrival time and deadline of a call.
+/// Arrival time and deadline of a call.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct CallArrival {
     pub(crate) at: Instant,
@@ -37,11 +33,11 @@ impl CallArrival {
     }
 }
 
-/// Layer that records each call's arrival and deadline, and responds DEADLINE_EXCEEDED if the deadline passes
+/// Records each call's arrival and deadline, and responds DEADLINE_EXCEEDED if the deadline passes
 /// before the response headers. API calls count as open until the last byte of their response, so that a
 /// drain waits for them; health and reflection calls, of which a health watch never ends, do not.
 #[derive(Clone)]
-pub(crate) struct ArrivalLayer {
+pub(crate) struct Arrivals {
     /// Open API calls.
     pub(crate) open: TaskTracker,
     pub(crate) refuse: Refuse,
@@ -82,9 +78,9 @@ pub(crate) fn receive_budget_exhausted(bytes_max: u64, retry: Duration) -> Outco
     Outcome::Full(Box::new(Overload::of_router(what, "receive_bytes", retry)))
 }
 
-impl ArrivalLayer {
+impl Arrivals {
     /// Rejects a call without authentication above the limit of open calls on its connection.
-    fn check_calls(&self, request: &Request<Body>) -> Result<(), Outcome> {
+    fn check_calls(request: &Request<Body>) -> Result<(), Outcome> {
         let Some(peer) = request.extensions().get::<Peer>().filter(|_| is_open(request.uri().path())) else {
             return Ok(());
         };
@@ -105,51 +101,23 @@ impl ArrivalLayer {
     }
 }
 
-impl<S> Layer<S> for ArrivalLayer {
-    type Service = ArrivalService<S>;
-
-    fn layer(&self, inner: S) -> ArrivalService<S> {
-        ArrivalService { inner, layer: self.clone() }
-    }
-}
-
-/// Service of [`ArrivalLayer`].
-#[derive(Clone)]
-pub(crate) struct ArrivalService<S> {
-    inner: S,
-    layer: ArrivalLayer,
-}
-
-impl<S> Service<Request<Body>> for ArrivalService<S>
-where
-    S: Service<Request<Body>, Response = Response<Body>>,
-    S::Future: Send + 'static,
-    S::Error: 'static,
-{
-    type Response = Response<Body>;
-    type Error = S::Error;
-    type Future = Pin<Box<dyn Future<Output = Result<Response<Body>, S::Error>> + Send>>;
-
-    fn poll_ready(&mut self, context: &mut Context<'_>) -> Poll<Result<(), S::Error>> {
-        self.inner.poll_ready(context)
-    }
-
-    fn call(&mut self, mut request: Request<Body>) -> Self::Future {
+impl Middleware for Arrivals {
+    fn call<E: Send + 'static>(&self, mut request: Request<Body>, next: Next<'_, E>) -> Answer<E> {
         let arrival = CallArrival::of(request.headers());
         request.extensions_mut().insert(arrival);
-        if let Err(outcome) = self.layer.check_calls(&request) {
-            let response = (self.layer.refuse)(request.uri().path(), outcome);
+        let refuse = self.refuse;
+        if let Err(outcome) = Self::check_calls(&request) {
+            let response = refuse(request.uri().path(), outcome);
             return Box::pin(async move { Ok(response) });
         }
         let is_probe = is_open(request.uri().path());
-        let counted = (!is_probe).then(|| self.layer.open.token());
+        let counted = (!is_probe).then(|| self.open.token());
         let peer = request.extensions().get::<Peer>();
         // Keeps the connection from being idle, and delays a drain for API calls.
         let open = (peer.map(if is_probe { Peer::probe } else { Peer::call }), counted);
-        let refuse = self.layer.refuse;
         let path = request.uri().path().to_owned();
         let expiry = arrival.deadline.map(|deadline| tokio::time::sleep_until(deadline.into()));
-        let response = self.inner.call(request);
+        let response = next.call(request);
         Box::pin(async move {
             let response = match expiry {
                 None => response.await?,
@@ -185,8 +153,11 @@ fn parse_timeout(value: &HeaderValue) -> Option<Duration> {
 
 #[cfg(test)]
 mod tests {
+    use inflight_net::middleware;
     use tonic::codegen::Bytes;
+    use tonic::codegen::http::Response;
     use tonic::{Code, Status};
+    use tower::{Layer as _, Service as _};
 
     use super::*;
     use crate::layers::refusal;
@@ -213,7 +184,7 @@ mod tests {
         });
         let mut request = Request::new(Body::empty());
         request.headers_mut().insert("grpc-timeout", HeaderValue::from_static("5m"));
-        let response = ArrivalLayer { open: TaskTracker::new(), refuse: refusal::grpc }
+        let response = middleware(Arrivals { open: TaskTracker::new(), refuse: refusal::grpc })
             .layer(never)
             .call(request)
             .await
@@ -231,7 +202,8 @@ mod tests {
         let open = TaskTracker::new();
         let mut request = Request::new(Body::empty());
         *request.uri_mut() = "/inflight.v1.Inference/Generate".parse().unwrap();
-        let mut edge = ArrivalLayer { open: open.clone(), refuse: refusal::grpc }.layer(answering);
+        let arrivals = Arrivals { open: open.clone(), refuse: refusal::grpc };
+        let mut edge = middleware(arrivals).layer(answering);
         let call = edge.call(request);
         assert_eq!(open.len(), 1);
         let response = call.await.unwrap();

@@ -1,16 +1,12 @@
 //! Authentication of calls by API key or client certificate.
 
-use std::future::Future;
-use std::pin::Pin;
 use std::sync::Arc;
-use std::task::{Context, Poll};
 use std::time::{Duration, SystemTime};
 
-use inflight_net::{Peer, PoolShare, ReservedBytes, ResponseAccount, SharedPool};
+use inflight_net::{Answer, Middleware, Next, Peer, PoolShare, ReservedBytes, ResponseAccount, SharedPool};
 use tonic::body::Body;
 use tonic::codegen::http::header::HOST;
-use tonic::codegen::http::{HeaderMap, Request, Response, Version};
-use tower::{Layer, Service};
+use tonic::codegen::http::{HeaderMap, Request, Version};
 
 use crate::layers::admission::reject;
 use crate::layers::key_failures::KeyFailures;
@@ -21,10 +17,9 @@ use crate::metrics as names;
 use crate::outcome::{Outcome, Overload};
 use crate::tenants::{AuthenticationError, Caller, Tenant, Tenants};
 
-/// Layer that authenticates calls and adds their [`Caller`] to the extensions. Without configured tenants
-/// every call passes.
+/// Authenticates calls and adds their [`Caller`] to the extensions. Without configured tenants every call passes.
 #[derive(Debug, Clone)]
-pub(crate) struct AuthLayer {
+pub(crate) struct Authentication {
     pub(crate) tenants: Option<Arc<Tenants>>,
     pub(crate) failures: Arc<KeyFailures>,
     /// Sites whose pages may call without a key; `None` where no browser calls.
@@ -34,34 +29,7 @@ pub(crate) struct AuthLayer {
     pub(crate) refuse: Refuse,
 }
 
-impl<S> Layer<S> for AuthLayer {
-    type Service = AuthService<S>;
-
-    fn layer(&self, inner: S) -> AuthService<S> {
-        let (tenants, failures, sites) = (self.tenants.clone(), self.failures.clone(), self.sites.clone());
-        AuthService {
-            tenants,
-            failures,
-            sites,
-            connections: self.connections.clone(),
-            refuse: self.refuse,
-            inner,
-        }
-    }
-}
-
-/// Service of [`AuthLayer`].
-#[derive(Debug, Clone)]
-pub(crate) struct AuthService<S> {
-    tenants: Option<Arc<Tenants>>,
-    failures: Arc<KeyFailures>,
-    sites: Option<Arc<Sites>>,
-    connections: SharedPool,
-    refuse: Refuse,
-    inner: S,
-}
-
-impl<S> AuthService<S> {
+impl Authentication {
     /// Checks that a call without a key comes from no page of another site.
     fn check_site(&self, request: &Request<Body>) -> Result<(), Outcome> {
         let address = request.extensions().get::<Peer>().and_then(Peer::address);
@@ -96,21 +64,8 @@ impl<S> AuthService<S> {
     }
 }
 
-impl<S> Service<Request<Body>> for AuthService<S>
-where
-    S: Service<Request<Body>, Response = Response<Body>>,
-    S::Future: Send + 'static,
-    S::Error: 'static,
-{
-    type Response = Response<Body>;
-    type Error = S::Error;
-    type Future = Pin<Box<dyn Future<Output = Result<Response<Body>, S::Error>> + Send>>;
-
-    fn poll_ready(&mut self, context: &mut Context<'_>) -> Poll<Result<(), S::Error>> {
-        self.inner.poll_ready(context)
-    }
-
-    fn call(&mut self, mut request: Request<Body>) -> Self::Future {
+impl Middleware for Authentication {
+    fn call<E: Send + 'static>(&self, mut request: Request<Body>, next: Next<'_, E>) -> Answer<E> {
         let authenticated = if let Err(outcome) = Self::check_host(&request) {
             Err(outcome)
         } else if is_open(request.uri().path()) {
@@ -126,7 +81,7 @@ where
             })
         };
         match authenticated {
-            Ok(None) => Box::pin(self.inner.call(request)),
+            Ok(None) => next.call(request),
             Ok(Some(caller)) => {
                 // Callers of the anonymous tenant have shown no credentials: at a limit, their connections are evicted first.
                 if let Some(peer) = request.extensions().get::<Peer>().filter(|_| !caller.is_anonymous()) {
@@ -142,7 +97,7 @@ where
                     }
                 }
                 request.extensions_mut().insert(caller);
-                Box::pin(self.inner.call(request))
+                next.call(request)
             }
             Err(outcome) => {
                 metrics::counter!(names::REQUESTS, "outcome" => outcome.label()).increment(1);

@@ -1,11 +1,8 @@
 //! Cross-origin resource sharing, for clients in browsers.
 
-use std::future::Future;
-use std::pin::Pin;
 use std::sync::Arc;
-use std::task::{Context, Poll};
 
-use inflight_net::Peer;
+use inflight_net::{Answer, Middleware, Next, Peer};
 use tonic::body::Body;
 use tonic::codegen::http::header::{
     ACCESS_CONTROL_ALLOW_HEADERS, ACCESS_CONTROL_ALLOW_METHODS, ACCESS_CONTROL_ALLOW_ORIGIN,
@@ -13,19 +10,18 @@ use tonic::codegen::http::header::{
     ACCESS_CONTROL_REQUEST_METHOD, ORIGIN, VARY,
 };
 use tonic::codegen::http::{HeaderMap, HeaderValue, Method, Request, Response, StatusCode};
-use tower::{Layer, Service};
 
 /// Origin that stands for all.
 const ANY: &str = "*";
 
-/// Layer that answers preflight requests and marks responses for the allowed origins; without origins it
-/// does nothing.
+/// Answers preflight requests and marks responses for the allowed origins; without origins it does
+/// nothing.
 #[derive(Debug, Clone)]
-pub(crate) struct CorsLayer {
+pub(crate) struct Cors {
     pub(crate) origins: Arc<[String]>,
 }
 
-impl CorsLayer {
+impl Cors {
     /// Returns the value of `access-control-allow-origin`, if the request's origin is allowed. The live view is for its own
     /// page only.
     fn allowed(&self, path: &str, headers: &HeaderMap) -> Option<HeaderValue> {
@@ -40,38 +36,10 @@ impl CorsLayer {
     }
 }
 
-impl<S> Layer<S> for CorsLayer {
-    type Service = Cors<S>;
-
-    fn layer(&self, inner: S) -> Cors<S> {
-        Cors { layer: self.clone(), inner }
-    }
-}
-
-/// Service of [`CorsLayer`].
-#[derive(Debug, Clone)]
-pub(crate) struct Cors<S> {
-    layer: CorsLayer,
-    inner: S,
-}
-
-impl<S, B> Service<Request<B>> for Cors<S>
-where
-    S: Service<Request<B>, Response = Response<Body>>,
-    S::Future: Send + 'static,
-    S::Error: 'static,
-{
-    type Response = Response<Body>;
-    type Error = S::Error;
-    type Future = Pin<Box<dyn Future<Output = Result<Response<Body>, S::Error>> + Send>>;
-
-    fn poll_ready(&mut self, context: &mut Context<'_>) -> Poll<Result<(), S::Error>> {
-        self.inner.poll_ready(context)
-    }
-
-    fn call(&mut self, request: Request<B>) -> Self::Future {
-        let Some(origin) = self.layer.allowed(request.uri().path(), request.headers()) else {
-            return Box::pin(self.inner.call(request));
+impl Middleware for Cors {
+    fn call<E: Send + 'static>(&self, request: Request<Body>, next: Next<'_, E>) -> Answer<E> {
+        let Some(origin) = self.allowed(request.uri().path(), request.headers()) else {
+            return next.call(request);
         };
         if request.method() == Method::OPTIONS
             && request.headers().contains_key(ACCESS_CONTROL_REQUEST_METHOD)
@@ -81,7 +49,7 @@ where
             let response = preflight(origin, request.headers());
             return Box::pin(async move { Ok(response) });
         }
-        let response = self.inner.call(request);
+        let response = next.call(request);
         Box::pin(async move {
             let mut response = response.await?;
             let headers = response.headers_mut();

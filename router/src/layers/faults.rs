@@ -1,73 +1,47 @@
 //! Faults of handlers and layers: a call that panics gets the error envelope of its API, with the headers of every
 //! response.
 
-use std::convert::Infallible;
-use std::future::Future;
-use std::panic::AssertUnwindSafe;
-use std::pin::Pin;
-use std::task::{Context, Poll};
+use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use futures::FutureExt as _;
+use inflight_net::{Answer, Middleware, Next};
 use tonic::body::Body;
-use tonic::codegen::http::{Request, Response};
-use tower::{Layer, Service};
+use tonic::codegen::http::Request;
 
+use crate::layers::refusal::Refuse;
 use crate::outcome::Outcome;
-use crate::protocols::http::errors::refuse;
 
-/// Layer that answers calls whose handler panicked. The panic hook has logged the message.
+/// Answers calls whose handler panicked. The panic hook has logged the message.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct FaultLayer;
-
-impl<S> Layer<S> for FaultLayer {
-    type Service = Faults<S>;
-
-    fn layer(&self, inner: S) -> Faults<S> {
-        Faults { inner }
-    }
+pub(crate) struct Faults {
+    pub(crate) refuse: Refuse,
 }
 
-/// Service of [`FaultLayer`].
-#[derive(Debug, Clone)]
-pub(crate) struct Faults<S> {
-    inner: S,
-}
-
-impl<S, B> Service<Request<B>> for Faults<S>
-where
-    S: Service<Request<B>, Response = Response<Body>, Error = Infallible> + Clone + Send + 'static,
-    S::Future: Send,
-    B: Send + 'static,
-{
-    type Response = Response<Body>;
-    type Error = Infallible;
-    type Future = Pin<Box<dyn Future<Output = Result<Response<Body>, Infallible>> + Send>>;
-
-    fn poll_ready(&mut self, context: &mut Context<'_>) -> Poll<Result<(), Infallible>> {
-        self.inner.poll_ready(context)
-    }
-
-    fn call(&mut self, request: Request<B>) -> Self::Future {
-        // The service that is ready makes the call.
-        let next = self.inner.clone();
-        let mut inner = std::mem::replace(&mut self.inner, next);
-        let path = request.uri().path().to_owned();
-        Box::pin(async move {
-            let call = AssertUnwindSafe(async move { inner.call(request).await });
-            call.catch_unwind().await.unwrap_or_else(|_| {
-                let fault = "the call failed on a fault of the server";
-                Ok(refuse(&path, Outcome::Internal(fault.to_owned())))
-            })
-        })
+impl Middleware for Faults {
+    fn call<E: Send + 'static>(&self, request: Request<Body>, next: Next<'_, E>) -> Answer<E> {
+        let (path, refuse) = (request.uri().path().to_owned(), self.refuse);
+        let refused =
+            move || refuse(&path, Outcome::Internal("the call failed on a fault of the server".to_owned()));
+        match catch_unwind(AssertUnwindSafe(|| next.call(request))) {
+            Ok(call) => Box::pin(async move {
+                AssertUnwindSafe(call).catch_unwind().await.unwrap_or_else(|_| Ok(refused()))
+            }),
+            Err(_) => Box::pin(async move { Ok(refused()) }),
+        }
     }
 }
 
 #[cfg(test)]
 mod tests {
+    use std::convert::Infallible;
+
     use http_body_util::BodyExt as _;
+    use inflight_net::middleware;
+    use tonic::codegen::http::Response;
     use tower::{ServiceBuilder, ServiceExt as _, service_fn};
 
     use super::*;
+    use crate::protocols::http::refuse;
 
     #[tokio::test]
     async fn a_call_that_panics_gets_the_envelope_of_its_api() {
@@ -81,12 +55,12 @@ mod tests {
                 r#"{"error":{"message":"the call failed on a fault of the server","type":"server_error","param":null,"code":null}}"#,
             ),
         ] {
-            let handler = service_fn(|request: Request<()>| async move {
+            let handler = service_fn(|request: Request<Body>| async move {
                 assert_eq!(request.uri().path(), "/", "a fault for the test");
                 Ok::<_, Infallible>(Response::new(Body::empty()))
             });
-            let service = ServiceBuilder::new().layer(FaultLayer).service(handler);
-            let response = service.oneshot(Request::post(path).body(()).unwrap()).await.unwrap();
+            let service = ServiceBuilder::new().layer(middleware(Faults { refuse })).service(handler);
+            let response = service.oneshot(Request::post(path).body(Body::empty()).unwrap()).await.unwrap();
             assert_eq!(response.status().as_u16(), 500);
             let body = response.into_body().collect().await.unwrap().to_bytes();
             assert_eq!(body, expected);

@@ -1,13 +1,11 @@
 //! Request ids: the client's or a random one, returned in the headers of every response.
 
-use std::future::Future;
-use std::pin::Pin;
 use std::sync::{Arc, OnceLock};
-use std::task::{Context, Poll};
 
+use inflight_net::{Answer, Middleware, Next};
+use tonic::body::Body;
 use tonic::codegen::http::header::HeaderName;
-use tonic::codegen::http::{HeaderMap, HeaderValue, Request, Response};
-use tower::{Layer, Service};
+use tonic::codegen::http::{HeaderMap, HeaderValue, Request};
 
 use crate::layers::paths::is_anthropic;
 use crate::outcome::Outcome;
@@ -67,42 +65,16 @@ impl RequestId {
     }
 }
 
-/// Layer that gives every call an id.
+/// Gives every call an id.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct RequestIdLayer;
+pub(crate) struct RequestIds;
 
-impl<S> Layer<S> for RequestIdLayer {
-    type Service = RequestIds<S>;
-
-    fn layer(&self, inner: S) -> RequestIds<S> {
-        RequestIds { inner }
-    }
-}
-
-/// Service of [`RequestIdLayer`].
-#[derive(Debug, Clone)]
-pub(crate) struct RequestIds<S> {
-    inner: S,
-}
-
-impl<S, B, R> Service<Request<B>> for RequestIds<S>
-where
-    S: Service<Request<B>, Response = Response<R>>,
-    S::Future: Send + 'static,
-{
-    type Response = S::Response;
-    type Error = S::Error;
-    type Future = Pin<Box<dyn Future<Output = Result<Response<R>, S::Error>> + Send>>;
-
-    fn poll_ready(&mut self, context: &mut Context<'_>) -> Poll<Result<(), S::Error>> {
-        self.inner.poll_ready(context)
-    }
-
-    fn call(&mut self, mut request: Request<B>) -> Self::Future {
+impl Middleware for RequestIds {
+    fn call<E: Send + 'static>(&self, mut request: Request<Body>, next: Next<'_, E>) -> Answer<E> {
         let id = RequestId::of(request.headers());
         let anthropic = is_anthropic(request.uri().path());
         request.extensions_mut().insert(id.clone());
-        let response = self.inner.call(request);
+        let response = next.call(request);
         Box::pin(async move {
             let mut response = response.await?;
             if let Ok(value) = HeaderValue::from_str(id.get()) {

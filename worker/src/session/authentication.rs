@@ -1,16 +1,13 @@
 //! Authentication of the worker's callers by proofs of the shared secret, beside any client certificate that TLS requires.
 
 use std::sync::Arc;
-use std::task::{Context, Poll};
 use std::time::{Duration, Instant};
 
-use futures::future::BoxFuture;
-use inflight_net::{Peer, SecretFile};
+use inflight_net::{Answer, Middleware, Next, Peer, SecretFile};
 use inflight_proto::{Challenges, ProofError};
 use tonic::Status;
 use tonic::body::Body;
-use tonic::codegen::http::{Request, Response};
-use tower::{Layer, Service};
+use tonic::codegen::http::Request;
 
 use crate::metrics as names;
 
@@ -85,46 +82,18 @@ impl Authenticator {
     }
 }
 
-/// Layer that rejects calls without authentication; without an authenticator it passes every call.
+/// Rejects calls without authentication; without an authenticator it passes every call.
 #[derive(Clone)]
-pub(crate) struct AuthenticationLayer(pub(crate) Option<Authenticator>);
+pub(crate) struct Authentication(pub(crate) Option<Authenticator>);
 
-impl<S> Layer<S> for AuthenticationLayer {
-    type Service = Authentication<S>;
-
-    fn layer(&self, inner: S) -> Authentication<S> {
-        Authentication { inner, authenticator: self.0.clone() }
-    }
-}
-
-/// Service created by [`AuthenticationLayer`].
-#[derive(Clone)]
-pub(crate) struct Authentication<S> {
-    inner: S,
-    authenticator: Option<Authenticator>,
-}
-
-impl<S> Service<Request<Body>> for Authentication<S>
-where
-    S: Service<Request<Body>, Response = Response<Body>>,
-    S::Future: Send + 'static,
-    S::Error: 'static,
-{
-    type Response = Response<Body>;
-    type Error = S::Error;
-    type Future = BoxFuture<'static, Result<Response<Body>, S::Error>>;
-
-    fn poll_ready(&mut self, context: &mut Context<'_>) -> Poll<Result<(), S::Error>> {
-        self.inner.poll_ready(context)
-    }
-
-    fn call(&mut self, mut request: Request<Body>) -> Self::Future {
-        if let Some(authenticator) = &self.authenticator
+impl Middleware for Authentication {
+    fn call<E: Send + 'static>(&self, mut request: Request<Body>, next: Next<'_, E>) -> Answer<E> {
+        if let Some(authenticator) = &self.0
             && request.uri().path() != CHALLENGE_PATH
             && let Err(status) = authenticator.authenticate(&mut request)
         {
             return Box::pin(async move { Ok(status.into_http()) });
         }
-        Box::pin(self.inner.call(request))
+        next.call(request)
     }
 }

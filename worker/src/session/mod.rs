@@ -31,7 +31,7 @@ use tonic::{Request, Response, Status, Streaming};
 
 use crate::bundle::Bundle;
 use crate::engine::{Command, Request as EngineRequest, RequestKey, SessionId};
-pub(crate) use authentication::{AuthenticationLayer, Authenticator};
+pub(crate) use authentication::{Authentication, Authenticator};
 use compiling::Compiling;
 pub(crate) use compiling::{COMPILED_AT_ONCE, COMPILED_KIB_MAX};
 pub use engine_thread::EngineExecution;
