@@ -1,9 +1,9 @@
 //! The router: API, text, dispatcher, worker sessions and response streams.
 //!
 //! A call passes the `layers` (arrival, authentication, admission). Its protocol in `protocols` reads a draft, which `request`
-//! checks, tokenizes and admits. It waits in the dispatcher's queue until a worker's grant has room. The worker's session appends tokens to the request's
-//! journal; the task that writes the client's stream reads them, detokenizes and ends the call. When a
-//! session is lost, its requests return to the queue and are resubmitted to other workers.
+//! checks, tokenizes and admits. It waits in the dispatcher's queue until a worker's grant has room. The worker's session appends
+//! tokens to the request's journal; the task that writes the client's stream reads them (`output`), detokenizes and ends the call.
+//! When a session is lost, its requests return to the queue and are resubmitted to other workers.
 
 #![forbid(unsafe_code)]
 

@@ -31,9 +31,10 @@ use crate::live::request::NewRequest;
 use crate::live::tracker::Tracker;
 use crate::options::Options;
 use crate::outcome::Outcome;
+use crate::request::admitted_call::AdmittedCall;
 use crate::stats::RouterStats;
 use recorder::Recorder;
-use request::{ActiveRequest, AdmittedCall};
+use request::ActiveRequest;
 use state::DispatcherState;
 pub(crate) use state::{ReportedPool, ServedModel, WorkerConnection, WorkerMessage};
 

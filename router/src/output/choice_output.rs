@@ -5,9 +5,10 @@ mod parsed;
 use inflight_contract::{FinishReason, PositionLogprobs};
 use inflight_output_parser::{OutputEvent, OutputParser};
 
-use crate::dispatcher::request::{AdmittedCall, UnreadOutput};
+use crate::dispatcher::request::UnreadOutput;
 use crate::outcome::Outcome;
 use crate::output::event::{Delta, Finished};
+use crate::request::admitted_call::AdmittedCall;
 use crate::request::cursor::ChoicePosition;
 use crate::text::{Detokenizer, StopMatcher, Tokenizer, Vocabulary};
 

@@ -16,14 +16,13 @@ use tracing::Span;
 use crate::clock;
 use crate::cluster::bundle::Model;
 use crate::dispatcher::Ticket;
-use crate::dispatcher::request::{
-    ActiveRequest, AdmittedCall, ClientStream, FingerprintChange, StreamRead, UnreadOutput,
-};
+use crate::dispatcher::request::{ActiveRequest, ClientStream, FingerprintChange, StreamRead, UnreadOutput};
 use crate::layers::admission::TokenCharge;
 use crate::metrics as names;
 use crate::outcome::Outcome;
 use crate::output::choice_output::ChoiceOutput;
 use crate::output::event::{Completed, GenerationEvent, Started, Timings, Usage};
+use crate::request::admitted_call::AdmittedCall;
 use crate::request::cursor::Cursor;
 use crate::usage::log::UsageSlot;
 use crate::usage::{UsageRecord, timestamp};

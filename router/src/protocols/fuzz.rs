@@ -10,7 +10,7 @@ use crate::protocols::openai::chat;
 use crate::protocols::openai::completions;
 use crate::protocols::openai::responses;
 use crate::protocols::openai::tokenize;
-use crate::request::draft::{GenerationRequest, Input};
+use crate::request::draft::{Draft, Input};
 
 /// Longest error message, beyond what it quotes of the body.
 const MESSAGE_BYTES: usize = 1024;
@@ -23,7 +23,7 @@ const MESSAGE_BYTES: usize = 1024;
 pub(crate) fn read(body: &[u8]) -> bool {
     let parsed = serde_json::from_slice::<Value>(body).ok();
     let mut accepted = false;
-    let single = |read: Result<GenerationRequest, Outcome>| read.map(|request| vec![request]);
+    let single = |read: Result<Draft, Outcome>| read.map(|request| vec![request]);
     let chat = single(chat::read(body).map(|(request, _)| request));
     let messages = single(messages::read(body).map(|(request, _)| request));
     for (read, table, limit) in [
@@ -63,7 +63,7 @@ fn honoured(parsed: Option<Value>, table: &FieldTable) -> Option<Value> {
     Some(Value::Object(fields))
 }
 
-fn check(body: &[u8], parsed: Option<&Value>, requests: &[GenerationRequest], limit: &str) {
+fn check(body: &[u8], parsed: Option<&Value>, requests: &[Draft], limit: &str) {
     let mut bytes = 0;
     for request in requests {
         bytes += match &request.input {
@@ -85,7 +85,7 @@ fn check(body: &[u8], parsed: Option<&Value>, requests: &[GenerationRequest], li
 }
 
 /// Compares numbers and a plain prompt with those of the general parser.
-fn check_values(parsed: &Value, request: &GenerationRequest, limit: &str) {
+fn check_values(parsed: &Value, request: &Draft, limit: &str) {
     let number = |name: &str| parsed[name].as_f64().map(|number| number as f32);
     let sampling = &request.sampling;
     for (name, found) in [("temperature", sampling.temperature), ("top_p", sampling.top_p)] {

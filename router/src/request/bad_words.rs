@@ -9,6 +9,8 @@ use crate::request::prompt::encoding;
 
 const WORDS_MAX: usize = 256;
 const WORD_BYTES_MAX: usize = 128;
+use crate::request::tokenizing::{TokenizeTerms, Tokenizing};
+
 /// Number of words above which tokenizing them would delay other streams of the thread: each call of the
 /// tokenizer has a cost of its own.
 const FEW_WORDS: usize = 16;
@@ -78,9 +80,18 @@ impl BadWords {
         Ok(None)
     }
 
-    /// Returns their tokens.
-    pub(crate) fn into_tokens(self) -> Vec<Vec<u32>> {
-        self.tokens
+    /// Returns their tokens, in turns with other tenants if they are many.
+    pub(crate) async fn tokenize(
+        mut self,
+        tokenizing: &Tokenizing,
+        terms: &TokenizeTerms,
+    ) -> Result<Vec<Vec<u32>>, Outcome> {
+        if self.are_many() {
+            let done = tokenizing.run(terms, self.piece(), self, Self::run).await?;
+            return Ok(done.tokens);
+        }
+        self.run()?;
+        Ok(self.tokens)
     }
 }
 

@@ -12,7 +12,7 @@ use crate::layers::arrival::CallArrival;
 use crate::metrics as names;
 use crate::options::Options;
 use crate::outcome::{Outcome, Overload};
-use crate::request::draft::{GenerationRequest, Input};
+use crate::request::draft::{Draft, Input};
 
 /// Maximum number of held requests that are tokenized and queued at the same time after a worker has connected. Without this limit
 /// they would overflow the tokenize queue.
@@ -49,7 +49,7 @@ impl Drop for Held {
 
 /// Returns the approximate size of a request in bytes, decoded: more than one may come in a message, and numbers in JSON may have fewer
 /// bytes than in memory.
-fn decoded_bytes(request: &GenerationRequest) -> u64 {
+fn decoded_bytes(request: &Draft) -> u64 {
     let prompt = match &request.input {
         Input::Text(text) | Input::RawText(text) => text.len(),
         Input::TokenIds(ids) => size_of_val(&ids[..]),
@@ -81,7 +81,7 @@ impl ColdStart {
     /// No worker has served it within the timeout or the request's deadline, too many requests are held, or the router drains.
     pub(crate) async fn served(
         &self,
-        request: &GenerationRequest,
+        request: &Draft,
         tenant: Option<&Holder>,
         message_bytes: u64,
         arrival: CallArrival,
@@ -201,6 +201,6 @@ mod tests {
         assert_eq!(one.expected("m", &served(&["m"])), None);
         assert_eq!(one.expected("other", &served(&[])), None);
         assert_eq!(of(&["m", "n"]).expected("", &served(&[])), None);
-        assert_eq!(decoded_bytes(&GenerationRequest::new(String::new(), Input::TokenIds(vec![1; 10]))), 40);
+        assert_eq!(decoded_bytes(&Draft::new(String::new(), Input::TokenIds(vec![1; 10]))), 40);
     }
 }

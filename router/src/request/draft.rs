@@ -20,7 +20,7 @@ pub(crate) enum Input {
 
 /// Request to generate text, not validated.
 #[derive(Debug, Clone, PartialEq)]
-pub(crate) struct GenerationRequest {
+pub(crate) struct Draft {
     /// Model name; empty: the only one served.
     pub(crate) model: String,
     pub(crate) input: Input,
@@ -54,7 +54,7 @@ pub(crate) struct GenerationRequest {
     pub(crate) constraint_field: &'static str,
 }
 
-impl GenerationRequest {
+impl Draft {
     /// Bytes that the JSON values of tools and calls take in memory beside the message: many times those of their text.
     pub(crate) fn decoded_json_bytes(&self) -> usize {
         /// Of a value as schemas and as templates have it.
@@ -78,7 +78,7 @@ pub(crate) struct Resume {
     pub(crate) tokens: Option<Vec<Vec<u32>>>,
 }
 
-impl GenerationRequest {
+impl Draft {
     /// Returns a request with default parameters.
     pub(crate) fn new(model: String, input: Input) -> Self {
         Self {

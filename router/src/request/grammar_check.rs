@@ -9,7 +9,7 @@ use crate::clock;
 use crate::dispatcher::ServedModel;
 use crate::metrics as names;
 use crate::outcome::{Outcome, Overload};
-use crate::request::tokenizing::CHARGE_MAX;
+use crate::request::tokenizing::{CHARGE_MAX, TokenizeTerms, Tokenizing};
 
 /// Text of the token that ends reasoning, and of the one that begins it.
 const REASONING_END: &str = "</think>";
@@ -68,6 +68,23 @@ impl GrammarCheck {
                 (elapsed().min(CHARGE_MAX), Err(Outcome::field(self.field, error)))
             }
         }
+    }
+
+    /// Compiles the grammar, in turns with other tenants, unless the outcome is known.
+    pub(crate) async fn compile(self, compiling: &Tokenizing, terms: &TokenizeTerms) -> Result<(), Outcome> {
+        if self.is_known() {
+            return self.run().await.1;
+        }
+        let turn = compiling.turn(terms).await?;
+        let (cpu, outcome) = match terms.deadline {
+            None => self.run().await,
+            Some(deadline) => {
+                let run = tokio::time::timeout_at(deadline.into(), self.run()).await;
+                run.map_err(|_| Outcome::DeadlineExceeded)?
+            }
+        };
+        turn.finish(cpu);
+        outcome
     }
 
     fn grammar(&self) -> &Grammar {

@@ -11,7 +11,7 @@ use inflight_output_parser::{
 use crate::cluster::bundle::Model;
 use crate::options::Options;
 use crate::outcome::Outcome;
-use crate::request::draft::GenerationRequest;
+use crate::request::draft::Draft;
 use crate::request::tool_use::{ToolChoice, ToolUse};
 
 /// How the output of an admitted request is parsed.
@@ -26,7 +26,7 @@ pub(crate) struct OutputPlan {
 impl OutputPlan {
     /// Returns the plan of a request for a model with its name, and sets the constraint of its output; `None` if the output is text as it is.
     pub(crate) fn new(
-        request: &mut GenerationRequest,
+        request: &mut Draft,
         (name, model): (&str, &Model),
         options: &Options,
     ) -> Result<Option<Self>, Outcome> {
@@ -157,7 +157,7 @@ fn request_constraint(
 }
 
 /// Sets the constraint of a request.
-fn constrain(constraint: Option<Constraint>, request: &mut GenerationRequest) -> Result<(), Outcome> {
+fn constrain(constraint: Option<Constraint>, request: &mut Draft) -> Result<(), Outcome> {
     let Some(constraint) = constraint else { return Ok(()) };
     if request.sampling.constraint.is_some() {
         let reason =

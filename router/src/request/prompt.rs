@@ -10,6 +10,7 @@ use crate::layers::admission::TokenCharge;
 use crate::options::Options;
 use crate::outcome::Outcome;
 use crate::request::draft::Input;
+use crate::request::tokenizing::{TokenizeTerms, Tokenizing};
 use crate::text::{Conversation, PromptText, TokenizerError};
 
 /// Text size above which tokenizing would delay other streams of the thread, in bytes.
@@ -189,6 +190,19 @@ impl PromptJob {
     pub(crate) fn run(&mut self) -> Result<(), Outcome> {
         while self.step()?.is_some() {}
         Ok(())
+    }
+
+    /// Tokenizes the prompt, in turns with other tenants if it is large.
+    pub(crate) async fn tokenize(
+        mut self,
+        tokenizing: &Tokenizing,
+        terms: &TokenizeTerms,
+    ) -> Result<Self, Outcome> {
+        if self.is_large() {
+            return tokenizing.run(terms, self.first(), self, Self::step).await;
+        }
+        self.run()?;
+        Ok(self)
     }
 
     /// Returns the tokens.

@@ -560,7 +560,7 @@ fn scarcity_never_changes_the_answer() {
         }
     }
     // Each dtype of weights and of the KV cache otherwise.
-    let (all, every) = if is_thorough() { (CASES, 1) } else { (CASES / 2, 2) };
+    let (all, every) = if is_thorough() { (CASES, 1) } else { (CASES / 2, 4) };
     let formats: Vec<StorageFormat> = FORMATS.into_iter().step_by(every).collect();
     let coverages: Vec<_> = formats.iter().map(|_| RefCell::new(Coverage::default())).collect();
     for seed in seeds() {

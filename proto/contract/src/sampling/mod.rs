@@ -1,6 +1,7 @@
 //! Sampling parameters: what a request asks for, the table of numeric parameters, and validation.
 
 mod error;
+mod list_bytes;
 mod overrides;
 mod params;
 mod spec;

@@ -2,6 +2,7 @@
 
 use std::sync::Arc;
 
+use super::list_bytes::{own_list_bytes, shared_list_bytes};
 use super::{SamplingNumber, SamplingSpec};
 use crate::{Constraint, sampling_numbers};
 
@@ -92,11 +93,9 @@ impl SamplingOverrides {
     /// Bytes of its lists. With `shared`, also of those that the requests of one message share.
     pub fn list_bytes(&self, shared: bool) -> usize {
         let words: usize = self.bad_words.iter().map(String::len).sum();
-        let word_ids: usize = self.bad_word_token_ids.iter().map(|word| size_of_val(&word[..])).sum();
-        let own = size_of_val(&self.logit_bias[..]) + words + word_ids;
-        let grammar =
-            || self.constraint.as_ref().map_or(0, |one| one.grammar.texts().iter().map(String::len).sum());
-        own + if shared { size_of_val(&self.allowed_token_ids[..]) + grammar() } else { 0 }
+        let own = words + own_list_bytes(&self.logit_bias, &self.bad_word_token_ids);
+        let shared = shared.then(|| shared_list_bytes(&self.allowed_token_ids, self.constraint.as_deref()));
+        own + shared.unwrap_or(0)
     }
 }
 

@@ -3,7 +3,8 @@
 use std::ops::Deref;
 use std::sync::Arc;
 
-use super::SamplingSpec;
+use super::list_bytes::{own_list_bytes, shared_list_bytes};
+use super::{SamplingError, SamplingSpec};
 
 /// Sampling parameters validated by [`SamplingSpec::validate`]; they dereference to the spec and are
 /// immutable.
@@ -19,6 +20,27 @@ impl SamplingParams {
     /// Returns whether decoding is greedy: `temperature` is 0.
     pub fn is_greedy(&self) -> bool {
         self.0.temperature == 0.0
+    }
+
+    /// Adds sequences of token ids that the output does not contain.
+    ///
+    /// # Errors
+    /// [`SamplingError`] if they are too many or too long, together with those that the parameters have.
+    pub fn add_bad_words(&mut self, words: Vec<Vec<u32>>) -> Result<(), SamplingError> {
+        if words.is_empty() {
+            return Ok(());
+        }
+        self.0.bad_word_token_ids.extend(words);
+        self.0.check_bad_words()?;
+        self.0.sort_bad_words();
+        Ok(())
+    }
+
+    /// Bytes of the lists. With `shared`, also of those that the requests of one message share.
+    pub fn list_bytes(&self, shared: bool) -> usize {
+        let SamplingSpec { logit_bias, bad_word_token_ids, allowed_token_ids, constraint, .. } = &self.0;
+        let own = own_list_bytes(logit_bias, bad_word_token_ids);
+        own + if shared { shared_list_bytes(allowed_token_ids, constraint.as_deref()) } else { 0 }
     }
 
     /// Lets a constraint that does not say where it begins begin after `token`.

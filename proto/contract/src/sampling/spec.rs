@@ -200,8 +200,7 @@ impl SamplingSpec {
         self.stop_token_ids.sort_unstable();
         self.stop_token_ids.dedup();
         self.allowed_token_ids = Self::sorted(self.allowed_token_ids);
-        self.bad_word_token_ids.sort_unstable();
-        self.bad_word_token_ids.dedup();
+        self.sort_bad_words();
         Ok(SamplingParams(self))
     }
 
@@ -216,7 +215,12 @@ impl SamplingSpec {
         ids.into()
     }
 
-    fn check_bad_words(&self) -> Result<(), SamplingError> {
+    pub(super) fn sort_bad_words(&mut self) {
+        self.bad_word_token_ids.sort_unstable();
+        self.bad_word_token_ids.dedup();
+    }
+
+    pub(super) fn check_bad_words(&self) -> Result<(), SamplingError> {
         let words = &self.bad_word_token_ids;
         let most = Self::BAD_WORD_TOKENS_MAX;
         if let Some((index, word)) =

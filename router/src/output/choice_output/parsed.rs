@@ -6,10 +6,11 @@
 use inflight_contract::{FinishReason, PositionLogprobs};
 use inflight_output_parser::{OutputEvent, OutputParser};
 
-use crate::dispatcher::request::{AdmittedCall, UnreadOutput};
+use crate::dispatcher::request::UnreadOutput;
 use crate::outcome::Outcome;
 use crate::output::choice_output::{ChoiceEnding, ChoiceOutput, TakenOutput};
 use crate::output::event::{Delta, content};
+use crate::request::admitted_call::AdmittedCall;
 use crate::text::Vocabulary;
 
 impl ChoiceOutput {

@@ -21,9 +21,9 @@ use crate::protocols::http::structured;
 use crate::protocols::http::usage::TimingsBody;
 use crate::protocols::http::{Call, HttpApi, Started, json};
 use crate::protocols::openai::chat::NO_MESSAGES;
-use crate::request::checked;
-use crate::request::draft::{GenerationRequest, Input};
+use crate::request::draft::{Draft, Input};
 use crate::request::ingress::rejected;
+use crate::request::limits;
 use crate::request::message_list::MessageList;
 use crate::request::tool_use::ToolUse;
 use crate::text::Message;
@@ -147,19 +147,19 @@ fn read_tools(fields: &Fields<'_>, input: &mut Input) -> Result<Option<ToolUse>,
 }
 
 /// Reads a request, and whether its response is streamed.
-pub(crate) fn read(body: &[u8]) -> Result<(GenerationRequest, bool), Outcome> {
+pub(crate) fn read(body: &[u8]) -> Result<(Draft, bool), Outcome> {
     let fields = FIELDS.read(body)?;
     let max_tokens = fields.count("max_tokens")?;
     let max_tokens = max_tokens.ok_or_else(|| Outcome::field("max_tokens", "max_tokens is missing"))?;
     let mut input = conversation(&fields)?;
     let tools = read_tools(&fields, &mut input)?;
-    let mut request = GenerationRequest::new(fields.model()?, input);
+    let mut request = Draft::new(fields.model()?, input);
     (request.tools, request.parse_output) = (tools, true);
     request.sampling.temperature = fields.number("temperature")?;
     request.sampling.top_p = fields.number("top_p")?;
     request.sampling.top_k = fields.get("top_k", "an integer")?;
     let stop = fields.texts("stop_sequences")?;
-    checked::check_stops("stop_sequences", &stop)?;
+    limits::check_stops("stop_sequences", &stop)?;
     request.stop = StopConditions { max_tokens: Some(max_tokens), stop, ..StopConditions::default() };
     if let Some(grammar) = output_format(&fields)? {
         structured::constrain(&mut request, grammar);

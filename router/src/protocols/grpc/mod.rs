@@ -22,9 +22,11 @@ use crate::output::collected::{Collected, CollectedCall, CollectedChoice};
 use crate::output::event::{Completed, Delta, Finished, GenerationEvent, Started, Timings, Usage};
 use crate::output::response_stream::{GenerationEvents, ResponseStream};
 use crate::protocols::http::{SMALL_BODY_BYTES, read_aside};
+use crate::request::context::RequestContext;
 use crate::request::cursor::CursorTracker;
-use crate::request::draft::{GenerationRequest, Input, Resume};
-use crate::request::ingress::{Ingress, RequestContext, rejected};
+use crate::request::draft::{Draft, Input, Resume};
+use crate::request::ingress::Ingress;
+use crate::request::ingress::rejected;
 use tools::MessageParts;
 
 /// Inference service of the router.
@@ -215,7 +217,7 @@ fn message(event: GenerationEvent, cursor: Vec<u8>) -> v1::GenerateResponse {
     v1::GenerateResponse { event: Some(event) }
 }
 
-fn generation_request(message: v1::GenerateRequest) -> Result<GenerationRequest, Outcome> {
+fn generation_request(message: v1::GenerateRequest) -> Result<Draft, Outcome> {
     use v1::generate_request::Input as Prompt;
     let tools = message.tools.map(tools::tool_use).transpose()?.flatten();
     let parse_output = message.parse_output || tools.is_some();
@@ -230,7 +232,7 @@ fn generation_request(message: v1::GenerateRequest) -> Result<GenerationRequest,
         Some(Prompt::Chat(chat)) => tools::conversation(chat, tools.as_ref())?,
     };
     let resumable = message.resumable || message.resume.is_some();
-    Ok(GenerationRequest {
+    Ok(Draft {
         model: message.model,
         input,
         truncate_prompt_tokens: message.truncate_prompt_tokens,

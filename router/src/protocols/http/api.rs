@@ -14,7 +14,7 @@ use crate::options::{HttpOptions, Options};
 use crate::outcome::Outcome;
 use crate::protocols::page::Ui;
 use crate::request::cursor::CursorKeys;
-use crate::request::draft::{GenerationRequest, Resume};
+use crate::request::draft::{Draft, Resume};
 use crate::request::ingress::Ingress;
 
 /// Renders the metrics of the process for Prometheus.
@@ -68,7 +68,7 @@ impl HttpApi {
     /// Starts the generation of every prompt of a call. Each is admitted as a request of its own.
     pub(crate) async fn start(
         &self,
-        mut requests: Vec<GenerationRequest>,
+        mut requests: Vec<Draft>,
         streamed: bool,
         call: Call,
     ) -> Result<Started, Outcome> {
@@ -105,7 +105,7 @@ const LAST_EVENT_ID: &str = "Last-Event-ID";
 
 /// Makes the stream of a single prompt resumable, and resumes it from the client's last event.
 fn set_position(
-    requests: &mut [GenerationRequest],
+    requests: &mut [Draft],
     streamed: bool,
     path: String,
     last_event_id: Option<String>,

@@ -5,7 +5,7 @@ use tonic::codegen::http::{Extensions, HeaderMap};
 
 use crate::layers::request_id::RequestId;
 use crate::outcome::Outcome;
-use crate::request::ingress::RequestContext;
+use crate::request::context::RequestContext;
 
 /// Header of a client that resumes a stream of server-sent events.
 const LAST_EVENT_ID: HeaderName = HeaderName::from_static("last-event-id");

@@ -12,8 +12,8 @@ use crate::outcome::Outcome;
 use crate::protocols::http::fields::{Field, Fields, honoured, ignored, refused};
 use crate::protocols::http::structured;
 use crate::protocols::http::usage::UsageBody;
-use crate::request::checked::check_shared;
-use crate::request::draft::GenerationRequest;
+use crate::request::draft::Draft;
+use crate::request::limits::check_shared;
 
 /// Fields of OpenAI's chat and text completions: the numeric parameters that OpenAI's API has, and others.
 pub(crate) static SAMPLING: [Field; count(false) + STANDARD.len()] = with_numbers(false, STANDARD);
@@ -99,7 +99,7 @@ const OTHERS: &[Field] = &[
 ];
 
 /// Reads the fields of [`SAMPLING`] and [`EXTENSIONS`] into a request.
-pub(crate) fn read(fields: &Fields<'_>, request: &mut GenerationRequest) -> Result<(), Outcome> {
+pub(crate) fn read(fields: &Fields<'_>, request: &mut Draft) -> Result<(), Outcome> {
     let token_ids = |name: &str| fields.get::<Vec<u32>>(name, "an array of token ids");
     if fields.count("best_of")?.is_some_and(|best_of| best_of != 1) {
         return Err(Outcome::field("best_of", "best_of must be 1; use n for more choices"));

@@ -4,8 +4,8 @@ use std::sync::Arc;
 
 use super::generations::Generations;
 use crate::cluster::bundle::Model;
-use crate::dispatcher::request::AdmittedCall;
 use crate::output::response_stream::ResponseStream;
+use crate::request::admitted_call::AdmittedCall;
 use crate::request::cursor::CursorTracker;
 
 /// Generations of a call that were accepted.

@@ -8,7 +8,7 @@ use serde_json::value::RawValue;
 
 use crate::outcome::Outcome;
 use crate::protocols::http::fields::{Field, Fields, honoured, is_empty, parse, parse_object, wrong_type};
-use crate::request::draft::GenerationRequest;
+use crate::request::draft::Draft;
 
 /// Meaning of `response_format`.
 pub(crate) const RESPONSE_FORMAT: &str =
@@ -33,7 +33,7 @@ pub(crate) type NamedGrammar = (&'static str, Grammar);
 ///
 /// # Errors
 /// A field has another type, or several give a grammar.
-pub(crate) fn read(fields: &Fields<'_>, request: &mut GenerationRequest) -> Result<(), Outcome> {
+pub(crate) fn read(fields: &Fields<'_>, request: &mut Draft) -> Result<(), Outcome> {
     let mut named: Vec<NamedGrammar> = Vec::new();
     named.extend(format("response_format", "response_format", fields.raw("response_format"))?);
     if let Some(value) = fields.raw("guided_json") {
@@ -60,7 +60,7 @@ pub(crate) fn read(fields: &Fields<'_>, request: &mut GenerationRequest) -> Resu
 }
 
 /// Sets the constraint of a request.
-pub(crate) fn constrain(request: &mut GenerationRequest, (field, grammar): NamedGrammar) {
+pub(crate) fn constrain(request: &mut Draft, (field, grammar): NamedGrammar) {
     request.constraint_field = field;
     request.sampling.constraint = Some(Arc::new(Constraint { grammar, begins_after: None }));
 }
@@ -181,7 +181,7 @@ mod tests {
         FieldTable { api: "test", fields: &[&[honoured("response_format", "")], GUIDED] };
 
     fn read_body(body: &str) -> Result<(Option<Grammar>, &'static str), Outcome> {
-        let mut request = GenerationRequest::new(String::new(), Input::TokenIds(Vec::new()));
+        let mut request = Draft::new(String::new(), Input::TokenIds(Vec::new()));
         read(&FIELDS.read(body.as_bytes()).unwrap(), &mut request)?;
         let grammar = request.sampling.constraint.map(|constraint| constraint.grammar.clone());
         Ok((grammar, request.constraint_field))

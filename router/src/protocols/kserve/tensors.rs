@@ -8,7 +8,7 @@ use inflight_proto::kserve::model_infer_request::InferInputTensor;
 use inflight_proto::kserve::{InferParameter, InferTensorContents, ModelInferRequest};
 
 use crate::outcome::Outcome;
-use crate::request::draft::{GenerationRequest, Input};
+use crate::request::draft::{Draft, Input};
 
 /// Returns the input tensors of a model: name and datatype.
 pub(crate) fn inputs() -> impl Iterator<Item = (&'static str, &'static str)> {
@@ -46,7 +46,7 @@ enum Value {
 /// Decoded request.
 #[derive(Debug, PartialEq)]
 pub(crate) struct InferRequest {
-    pub(crate) request: GenerationRequest,
+    pub(crate) request: Draft,
     /// Whether text is streamed.
     pub(crate) stream: bool,
     /// Timeout of the request in microseconds.
@@ -113,7 +113,7 @@ impl InferRequest {
         Ok(Self {
             stream: said.flag("stream")?.unwrap_or(false),
             timeout_us: timeout.filter(|timeout| *timeout > 0),
-            request: GenerationRequest {
+            request: Draft {
                 sampling: said.sampling()?,
                 stop: StopConditions {
                     max_tokens: said.number("max_tokens")?,
@@ -127,7 +127,7 @@ impl InferRequest {
                 require_fingerprint: said.text("require_fingerprint")?.unwrap_or_default(),
                 resumable: false,
                 resume: None,
-                ..GenerationRequest::new(request.model_name, input)
+                ..Draft::new(request.model_name, input)
             },
         })
     }

@@ -25,7 +25,7 @@ use crate::protocols::http::{SMALL_POSITIONS, aside, read_body};
 use crate::protocols::openai::chat_stream::ChatStream;
 use crate::protocols::openai::logprobs::{ChatLogprobs, PromptBody, check_outputs, check_prompts};
 use crate::protocols::openai::tools::{self, ToolForm};
-use crate::request::draft::{GenerationRequest, Input};
+use crate::request::draft::{Draft, Input};
 use crate::request::ingress::rejected;
 use crate::request::message_list::MessageList;
 use crate::text::Message;
@@ -176,9 +176,9 @@ pub(crate) struct Output {
     prompt_logprobs: Option<u32>,
 }
 
-pub(crate) fn read(body: &[u8]) -> Result<(GenerationRequest, Output), Outcome> {
+pub(crate) fn read(body: &[u8]) -> Result<(Draft, Output), Outcome> {
     let fields = FIELDS.read(body)?;
-    let mut request = GenerationRequest::new(fields.model()?, Input::Chat(messages(&fields)?.into()));
+    let mut request = Draft::new(fields.model()?, Input::Chat(messages(&fields)?.into()));
     request.parse_output = true;
     tools::apply(tools::read(&fields, ToolForm::Nested, &FIELDS)?, &mut request);
     sampling::read(&fields, &mut request)?;
@@ -367,7 +367,7 @@ async fn complete(
 mod tests {
     use super::*;
 
-    fn read_with(more: &str) -> Result<(GenerationRequest, Output), Outcome> {
+    fn read_with(more: &str) -> Result<(Draft, Output), Outcome> {
         read(format!(r#"{{"messages": [{{"role": "developer", "content": "hi"}}]{more}}}"#).as_bytes())
     }
 

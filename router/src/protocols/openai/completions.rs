@@ -24,7 +24,7 @@ use crate::protocols::openai::completion_stream::CompletionStream;
 use crate::protocols::openai::logprobs::{
     PromptBody, TextLogprobs, TextOffset, check_outputs, check_prompts,
 };
-use crate::request::draft::{GenerationRequest, Input};
+use crate::request::draft::{Draft, Input};
 use crate::request::ingress::rejected;
 
 /// Fields of `/v1/completions`.
@@ -139,12 +139,12 @@ pub(crate) struct Output {
     prompt_logprobs: Option<u32>,
 }
 
-pub(crate) fn read(body: &[u8]) -> Result<(Vec<GenerationRequest>, Output), Outcome> {
+pub(crate) fn read(body: &[u8]) -> Result<(Vec<Draft>, Output), Outcome> {
     let fields = FIELDS.read(body)?;
     let logprobs = sampling::alternatives(&fields, "logprobs")?;
     let echo = fields.flag("echo")?;
     let stream_options = StreamOptions::read(&fields)?;
-    let mut template = GenerationRequest::new(fields.model()?, Input::TokenIds(Vec::new()));
+    let mut template = Draft::new(fields.model()?, Input::TokenIds(Vec::new()));
     sampling::read(&fields, &mut template)?;
     let prompt_logprobs = template.sampling.prompt_logprobs;
     // Absent is less than 0.
@@ -154,7 +154,7 @@ pub(crate) fn read(body: &[u8]) -> Result<(Vec<GenerationRequest>, Output), Outc
     template.sampling.logprobs = logprobs;
     template.parse_special = fields.get("parse_special", "true or false")?;
     template.return_token_ids = stream_options.continuous();
-    let request = |input| GenerationRequest { input, ..template.clone() };
+    let request = |input| Draft { input, ..template.clone() };
     Ok((prompts(&fields)?.into_iter().map(request).collect(), output))
 }
 
@@ -200,7 +200,7 @@ pub(crate) async fn create(api: Arc<HttpApi>, call: Call, body: Bytes) -> Result
 }
 
 /// Returns the text of a prompt that is given as text and used whole.
-fn text_of(request: &GenerationRequest) -> Option<String> {
+fn text_of(request: &Draft) -> Option<String> {
     match &request.input {
         Input::Text(text) | Input::RawText(text) if request.truncate_prompt_tokens.is_none() => {
             Some(text.clone())

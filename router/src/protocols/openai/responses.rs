@@ -21,7 +21,7 @@ use crate::protocols::openai::logprobs::{PositionBody, check_outputs};
 use crate::protocols::openai::response_events::ResponseEvents;
 use crate::protocols::openai::response_object::{Ended, OutputItem, RequestEcho, ToolEcho};
 use crate::protocols::openai::tools::{self, ToolForm};
-use crate::request::draft::{GenerationRequest, Input};
+use crate::request::draft::{Draft, Input};
 use crate::request::ingress::rejected;
 use crate::request::message_list::MessageList;
 use crate::request::tool_call::message_call;
@@ -209,7 +209,7 @@ pub(crate) struct Output {
     tools: ToolEcho,
 }
 
-pub(crate) fn read(body: &[u8]) -> Result<(GenerationRequest, Output), Outcome> {
+pub(crate) fn read(body: &[u8]) -> Result<(Draft, Output), Outcome> {
     let fields = FIELDS.read(body)?;
     let instructions = fields.text("instructions")?;
     let input = conversation(&fields, instructions.as_deref())?;
@@ -218,7 +218,7 @@ pub(crate) fn read(body: &[u8]) -> Result<(GenerationRequest, Output), Outcome> 
         let reason = "max_output_tokens is 0; ask for at least one token";
         return Err(Outcome::field("max_output_tokens", reason));
     }
-    let mut request = GenerationRequest::new(fields.model()?, input);
+    let mut request = Draft::new(fields.model()?, input);
     request.parse_output = true;
     tools::apply(tools::read(&fields, ToolForm::Flat, &FIELDS)?, &mut request);
     request.sampling.temperature = fields.number("temperature")?;

@@ -5,7 +5,7 @@ use serde_json::value::RawValue;
 
 use crate::outcome::Outcome;
 use crate::protocols::http::fields::{FieldTable, Fields, is_empty, parse, parse_object};
-use crate::request::draft::{GenerationRequest, Input};
+use crate::request::draft::{Draft, Input};
 use crate::request::tool_call::message_call;
 use crate::request::tool_use::{Tool, ToolChoice, ToolDefinition, ToolUse};
 use crate::text::MessageCall;
@@ -124,7 +124,7 @@ fn choice(fields: &Fields<'_>, form: ToolForm) -> Result<ToolChoice, Outcome> {
 }
 
 /// Gives a request its tools.
-pub(crate) fn apply(tools: Option<ToolUse>, request: &mut GenerationRequest) {
+pub(crate) fn apply(tools: Option<ToolUse>, request: &mut Draft) {
     if let (Input::Chat(chat), Some(tools)) = (&mut request.input, &tools) {
         chat.tools = tools.definitions();
     }
