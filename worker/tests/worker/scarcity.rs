@@ -559,7 +559,7 @@ fn scarcity_never_changes_the_answer() {
             None => skipped("scarcity", &format!("this machine has no {name}")),
         }
     }
-    // Each dtype of weights and of the KV cache otherwise.
+    // Otherwise one format without and one with quantized weights.
     let (all, every) = if is_thorough() { (CASES, 1) } else { (CASES / 2, 4) };
     let formats: Vec<StorageFormat> = FORMATS.into_iter().step_by(every).collect();
     let coverages: Vec<_> = formats.iter().map(|_| RefCell::new(Coverage::default())).collect();
