@@ -1,4 +1,4 @@
-//! An admitted request: the validated call, and the hand-off between the dispatcher and its client's stream.
+//! An active request: the hand-off between the dispatcher and its client's stream.
 
 use std::collections::VecDeque;
 use std::sync::{Arc, OnceLock, Weak};

@@ -8,9 +8,10 @@ use inflight_output_parser::{OutputEvent, OutputParser};
 use crate::dispatcher::request::UnreadOutput;
 use crate::outcome::Outcome;
 use crate::output::event::{Delta, Finished};
+use crate::output::stop::StopMatcher;
 use crate::request::admitted_call::AdmittedCall;
 use crate::request::cursor::ChoicePosition;
-use crate::text::{Detokenizer, StopMatcher, Tokenizer, Vocabulary};
+use crate::text::{Detokenizer, Tokenizer, Vocabulary};
 
 /// Output state of one choice.
 pub(crate) struct ChoiceOutput {

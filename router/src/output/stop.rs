@@ -2,9 +2,9 @@
 
 /// Match of a stop string.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct StopMatch {
+pub(crate) struct StopMatch {
     /// Index of the stop string.
-    pub stop: usize,
+    pub(crate) stop: usize,
 }
 
 #[derive(Debug, Clone)]
@@ -56,7 +56,7 @@ impl Pattern {
 /// The match that is completed first wins; of several completed at the same byte the longest. The division of
 /// the text into pieces has no effect. Cost: stop strings times bytes.
 #[derive(Debug, Clone)]
-pub struct StopMatcher {
+pub(crate) struct StopMatcher {
     patterns: Vec<Pattern>,
     /// Longest suffix of the text that may still become part of a match.
     held: String,
@@ -64,7 +64,7 @@ pub struct StopMatcher {
 
 impl StopMatcher {
     /// Creates a matcher; empty stop strings are ignored.
-    pub fn new(stops: &[String]) -> Self {
+    pub(crate) fn new(stops: &[String]) -> Self {
         let wanted = stops.iter().enumerate().filter(|(_, stop)| !stop.is_empty());
         Self {
             patterns: wanted.map(|(index, stop)| Pattern::new(index, stop)).collect(),
@@ -73,13 +73,13 @@ impl StopMatcher {
     }
 
     /// Whether there are no stop strings; text then passes unchanged.
-    pub fn is_empty(&self) -> bool {
+    pub(crate) fn is_empty(&self) -> bool {
         self.patterns.is_empty()
     }
 
     /// Searches the next piece and appends the released text to `out`. With `armed` false, matches count as
     /// plain text. Nothing may be pushed after a match.
-    pub fn push(&mut self, piece: &str, armed: bool, out: &mut String) -> Option<StopMatch> {
+    pub(crate) fn push(&mut self, piece: &str, armed: bool, out: &mut String) -> Option<StopMatch> {
         if self.patterns.is_empty() {
             out.push_str(piece);
             return None;
@@ -108,13 +108,13 @@ impl StopMatcher {
     }
 
     /// Appends the held-back text and searches anew: what follows continues no match.
-    pub fn interrupt(&mut self, out: &mut String) {
+    pub(crate) fn interrupt(&mut self, out: &mut String) {
         self.finish(out);
         self.patterns.iter_mut().for_each(|pattern| pattern.matched = 0);
     }
 
     /// Appends the held-back text: it has ended without a match.
-    pub fn finish(&mut self, out: &mut String) {
+    pub(crate) fn finish(&mut self, out: &mut String) {
         out.push_str(&self.held);
         self.held.clear();
     }

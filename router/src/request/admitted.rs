@@ -124,7 +124,7 @@ impl Admitted {
     pub(super) fn submit(self, dispatch: &Arc<SharedDispatcher>) -> Result<ResponseStream, Outcome> {
         let Self { call, model, held, span } = self;
         let charge = held.charge(call.tokens().saturating_sub(call.charged_tokens()))?;
-        let (guard, usage) = held.into_guard();
+        let (guard, usage, _cold_start) = held.into_guard();
         let ticket = dispatch.submit(call, span.clone(), guard)?;
         Ok(ResponseStream::new(ticket, model, span, charge, usage))
     }

@@ -6,11 +6,10 @@ use inflight_router_core::TokenizePiece;
 use crate::dispatcher::ServedModel;
 use crate::outcome::Outcome;
 use crate::request::prompt::encoding;
+use crate::request::tokenizing::{TokenizeTerms, Tokenizing};
 
 const WORDS_MAX: usize = 256;
 const WORD_BYTES_MAX: usize = 128;
-use crate::request::tokenizing::{TokenizeTerms, Tokenizing};
-
 /// Number of words above which tokenizing them would delay other streams of the thread: each call of the
 /// tokenizer has a cost of its own.
 const FEW_WORDS: usize = 16;

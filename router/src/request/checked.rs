@@ -37,7 +37,7 @@ pub(super) struct Texts {
 
 /// Valid fields of a request, with what it holds of the router's limits.
 pub(super) struct ValidRequest {
-    /// Fields that need no check against the model. Without the prompt and the sampling parameters.
+    /// Fields without the prompt and the sampling parameters; the limits of the output's length are checked with the prompt's.
     pub(super) draft: Draft,
     pub(super) served: ServedModel,
     pub(super) terms: RequestTerms,

@@ -1,4 +1,4 @@
-//! What a request holds of the router's limits, from its arrival to the end of its stream.
+//! What a request holds of the router's limits until it is queued; the guard of its call holds from then on what its stream needs.
 
 use std::sync::Arc;
 
@@ -22,22 +22,23 @@ use crate::usage::log::{UsageLog, UsageSlot};
 /// Bytes that a request may keep without a reservation.
 const KEPT_FREE: usize = 16 << 10;
 
-/// Resources of a request that count against the router's limits.
+/// Resources of a request that count against the router's limits. Its place among the open streams is released last: a call that
+/// takes it finds the rest released, too.
 pub(super) struct Held {
-    permit: PoolShare,
-    open: TaskTrackerToken,
-    admission_guard: Option<AdmissionGuard>,
-    usage: Option<UsageSlot>,
+    /// Receive budget of what it keeps of its message until it ends.
+    kept: Option<ReservedBytes>,
+    /// Permit of a request that waited for a cold start.
+    cold_start: Option<OwnedSemaphorePermit>,
+    /// Receive budget of JSON values that its message has many of, until it is admitted.
+    decoded: Option<ReservedBytes>,
     /// Receive budget of its message, until it is admitted.
     received: Option<Arc<ReservedBytes>>,
     /// Whether an earlier request of the call has the same message.
     shares_message: bool,
-    /// Receive budget of JSON values that its message has many of, until it is admitted.
-    decoded: Option<ReservedBytes>,
-    /// Receive budget of what it keeps of its message until it ends.
-    kept: Option<ReservedBytes>,
-    /// Permit of a request that waited for a cold start, held until it is queued.
-    cold_start: Option<OwnedSemaphorePermit>,
+    admission_guard: Option<AdmissionGuard>,
+    usage: Option<UsageSlot>,
+    open: TaskTrackerToken,
+    permit: PoolShare,
 }
 
 /// Counts an open stream.
@@ -121,16 +122,17 @@ impl Held {
         self.admission_guard.as_ref().map(|guard| guard.take_tokens(tokens)).transpose()
     }
 
-    /// Returns the guard of a request that is queued, and its place in the usage log.
-    pub(super) fn into_guard(self) -> (CallGuard, Option<UsageSlot>) {
-        let Self { permit, open, admission_guard, usage, kept, .. } = self;
+    /// Returns the guard of the call of a request that is queued, its place in the usage log, and the permit of a cold start, to be
+    /// dropped once the request is queued.
+    pub(super) fn into_guard(self) -> (CallGuard, Option<UsageSlot>, Option<OwnedSemaphorePermit>) {
+        let Self { permit, open, admission_guard, usage, kept, cold_start, .. } = self;
         let guard = CallGuard::default()
             .with(permit)
             .with(open)
             .with(OpenStream::new())
             .with(admission_guard)
             .with(kept);
-        (guard, usage)
+        (guard, usage, cold_start)
     }
 
     /// Reserves `bytes` more of the receive budget than the message has, unless they are few.

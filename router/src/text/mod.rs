@@ -12,7 +12,6 @@ mod token_bound;
 mod tokenizer;
 mod tokenizer_error;
 
-pub use crate::output::stop::{StopMatch, StopMatcher};
 pub use added_tokens::AddedTokens;
 pub use conversation::{Conversation, Message, MessageCall};
 pub use detokenizer::Detokenizer;

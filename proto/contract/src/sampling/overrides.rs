@@ -33,7 +33,7 @@ macro_rules! overrides {
         }
 
         impl SamplingOverrides {
-            /// Sets a numeric parameter; the value is rounded to its type.
+            /// Sets a numeric parameter; the value becomes the nearest one of its type, without a fraction if that is an integer.
             pub fn set_number(&mut self, number: &SamplingNumber, value: f64) {
                 const SET: &[fn(&mut SamplingOverrides, f64)] =
                     &[$(|overrides, value| overrides.$name = Some(value as $kind)),*];
@@ -117,4 +117,27 @@ pub struct StopConditions {
 impl StopConditions {
     /// Names of the fields, as errors of validation use them.
     pub const FIELDS: &[&str] = &["max_tokens", "min_tokens", "stop", "stop_token_ids", "ignore_eos"];
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Names of the fields of a struct, from its debug output; none of the values is a struct.
+    fn names(debug: &str) -> Vec<&str> {
+        let (_, fields) = debug.trim_end_matches(" }").split_once(" { ").unwrap();
+        fields.split(", ").map(|field| field.split_once(": ").unwrap().0).collect()
+    }
+
+    #[test]
+    fn the_lists_of_field_names_are_complete() {
+        let check = |debug: &str, listed: &[&str]| {
+            let (mut found, mut listed) = (names(debug), listed.to_vec());
+            found.sort_unstable();
+            listed.sort_unstable();
+            assert_eq!(found, listed);
+        };
+        check(&format!("{:?}", SamplingOverrides::default()), SamplingOverrides::FIELDS);
+        check(&format!("{:?}", StopConditions::default()), StopConditions::FIELDS);
+    }
 }

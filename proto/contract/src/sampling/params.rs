@@ -6,8 +6,7 @@ use std::sync::Arc;
 use super::list_bytes::{own_list_bytes, shared_list_bytes};
 use super::{SamplingError, SamplingSpec};
 
-/// Sampling parameters validated by [`SamplingSpec::validate`]; they dereference to the spec and are
-/// immutable.
+/// Sampling parameters validated by [`SamplingSpec::validate`]; they dereference to the spec, and what changes them keeps them valid.
 #[derive(Debug, Clone, PartialEq)]
 pub struct SamplingParams(pub(super) SamplingSpec);
 
@@ -30,8 +29,12 @@ impl SamplingParams {
         if words.is_empty() {
             return Ok(());
         }
+        let before = self.0.bad_word_token_ids.len();
         self.0.bad_word_token_ids.extend(words);
-        self.0.check_bad_words()?;
+        if let Err(error) = self.0.check_bad_words() {
+            self.0.bad_word_token_ids.truncate(before);
+            return Err(error);
+        }
         self.0.sort_bad_words();
         Ok(())
     }

@@ -73,7 +73,7 @@ macro_rules! spec {
                 GET[number.row](self)
             }
 
-            /// Sets a numeric parameter; the value is rounded to its type.
+            /// Sets a numeric parameter; the value becomes the nearest one of its type, without a fraction if that is an integer.
             pub fn set_number(&mut self, number: &SamplingNumber, value: f64) {
                 const SET: &[fn(&mut SamplingSpec, f64)] = &[$(|spec, value| spec.$name = value as $kind),*];
                 SET[number.row](self, value);
@@ -284,7 +284,12 @@ mod tests {
     fn the_identity_is_that_of_the_first_release_while_later_numbers_are_absent() {
         let spec = SamplingSpec {
             temperature: 0.5,
+            top_p: 0.875,
             top_k: 40,
+            min_p: 0.25,
+            presence_penalty: 1.5,
+            frequency_penalty: -1.25,
+            repetition_penalty: 1.125,
             logprobs: Some(2),
             n: 3,
             min_tokens: 4,
@@ -296,13 +301,15 @@ mod tests {
             ..SamplingSpec::default()
         };
         let one = 1f32.to_bits();
-        let numbers = [0.5f32.to_bits(), one, 40, 0, 0, 0, one, 3, 3, 4, 1, 100];
+        let [temperature, top_p, min_p, presence, frequency, repetition] =
+            [0.5f32, 0.875, 0.25, 1.5, -1.25, 1.125].map(f32::to_bits);
+        let numbers = [temperature, top_p, 40, min_p, presence, frequency, repetition, 3, 3, 4, 1, 100];
         let lists = [1, 7, 2, 3, one, 2, 5, 6, 2, 8, 9];
         assert_eq!(spec.identity(100), [&numbers[..], &lists].concat());
         // Each numeric parameter changes the identity.
         for number in SAMPLING_NUMBERS {
             let mut other = spec.clone();
-            other.set_number(number, number.absent + 1.0);
+            other.set_number(number, number.absent + 3.0);
             assert_ne!(other.identity(100), spec.identity(100), "{}", number.name);
         }
     }

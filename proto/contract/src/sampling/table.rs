@@ -1,7 +1,9 @@
-//! The table of numeric sampling parameters. Every place that handles them all follows it: the wire, the HTTP and KServe fields, the
+//! The table of numeric sampling parameters. What handles them all follows it: the wire, the fields of completions over HTTP, KServe's, the
 //! model's generation_config.json, the command line's flags, validation and the digest of resumable streams.
 
 /// Calls the macro `$callback` with the table of numeric sampling parameters, after `$argument`.
+///
+/// Rows are only appended: the digests of resumable streams depend on their order.
 ///
 /// Columns: `absent` is the default without one in generation_config.json, `range` the lowest and highest value with the text for
 /// messages, `model` whether generation_config.json may set the default, `off` a value of HTTP clients that means `absent`, `http` the
@@ -156,7 +158,7 @@ macro_rules! rows {
         absent: $absent:expr, range: $low:expr, $high:expr, $range:literal, model: $model:literal, off: $off:expr,
         http: $http:literal, extension: $extension:literal, flag: $value:literal, $help:literal,
     })*) => {
-        /// All numeric sampling parameters, in the order of their documentation.
+        /// All numeric sampling parameters, in the order of the table.
         pub const SAMPLING_NUMBERS: &[SamplingNumber] = &[$(SamplingNumber {
             name: stringify!($name),
             kind: <$kind as Number>::KIND,

@@ -131,8 +131,8 @@ pub(crate) fn read(fields: &Fields<'_>, request: &mut Draft) -> Result<(), Outco
     check_shared(request)
 }
 
-/// Reads the numeric parameters that an API honours.
-pub(crate) fn read_numbers(fields: &Fields<'_>, sampling: &mut SamplingOverrides) -> Result<(), Outcome> {
+/// Reads all numeric parameters.
+fn read_numbers(fields: &Fields<'_>, sampling: &mut SamplingOverrides) -> Result<(), Outcome> {
     for number in SAMPLING_NUMBERS {
         let value = match number.kind {
             NumberKind::Float => fields.number(number.name)?.map(f64::from),
