@@ -1,4 +1,4 @@
-//! Middleware of a server as one function per layer; the rest of tower's `Layer` and `Service` is here once.
+//! Server middleware as one function per layer, with the boilerplate of tower's `Layer` and `Service` in one place.
 
 use std::task::{Context, Poll};
 
@@ -10,13 +10,13 @@ use tower::{Layer, Service};
 /// Response of a service to one call.
 pub type Answer<E> = BoxFuture<'static, Result<Response<Body>, E>>;
 
-/// What a layer does before and after the service below it.
+/// Logic of a layer around the calls of its inner service.
 pub trait Middleware: Clone {
     /// Answers a call: by `next`, or by a response of its own.
     fn call<E: Send + 'static>(&self, request: Request<Body>, next: Next<'_, E>) -> Answer<E>;
 }
 
-/// The service below a layer, which is ready for one call.
+/// Inner service of a layer, ready for one call.
 pub struct Next<'a, E>(&'a mut dyn FnMut(Request<Body>) -> Answer<E>);
 
 impl<E> Next<'_, E> {

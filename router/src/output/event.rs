@@ -70,7 +70,7 @@ pub(crate) struct Delta {
     pub(crate) token_ids: Vec<u32>,
     /// Log probabilities of the new tokens, if requested.
     pub(crate) logprobs: Vec<PositionLogprobs>,
-    /// Position of the choice after it; without meaning unless the stream is resumable.
+    /// Position of the choice after this delta; used in resumable streams only.
     pub(crate) position: ChoicePosition,
     /// Whether the client has received it before: the stream is being resumed.
     pub(crate) replayed: bool,

@@ -43,7 +43,7 @@ pub(super) struct ValidRequest {
     pub(super) terms: RequestTerms,
     pub(super) caller: Caller,
     pub(super) arrival: CallArrival,
-    /// Without the tokens of bad words.
+    /// Sampling parameters; the tokens of `bad_words` are added once they are tokenized.
     pub(super) sampling: SamplingParams,
     pub(super) output: Option<OutputPlan>,
     pub(super) truncation: Option<Truncation>,

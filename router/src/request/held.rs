@@ -58,7 +58,7 @@ impl Drop for OpenStream {
 }
 
 impl Held {
-    /// Takes the place of an open stream, and of a line in the usage log.
+    /// Reserves a place among the open streams and a line of the usage log.
     pub(super) fn new(context: RequestContext, resources: &Resources) -> Result<Self, Outcome> {
         let RequestContext { caller, admission_guard, received, shares_message, .. } = context;
         let permit = resources.streams.take(&caller)?;
@@ -102,7 +102,7 @@ impl Held {
         Ok(())
     }
 
-    /// Gives back the receive budget of the message, of which the request keeps nothing but what it has reserved.
+    /// Releases the receive budget of the message; what the request keeps of it has a reservation of its own.
     pub(super) fn end_reception(&mut self) {
         (self.received, self.decoded) = (None, None);
     }
@@ -135,7 +135,7 @@ impl Held {
         (guard, usage, cold_start)
     }
 
-    /// Reserves `bytes` more of the receive budget than the message has, unless they are few.
+    /// Reserves `bytes` of the receive budget beyond those of the message; none up to [`KEPT_FREE`].
     fn reserve(&self, bytes: usize, options: &Options) -> Result<Option<ReservedBytes>, Outcome> {
         let Some(received) = self.received.as_ref().filter(|_| bytes > KEPT_FREE) else { return Ok(None) };
         received.another(bytes as u64).map(Some).map_err(|status| {

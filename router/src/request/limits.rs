@@ -7,11 +7,13 @@ use crate::request::bad_words::BadWords;
 use crate::request::draft::{Draft, Input};
 use crate::request::message_list::MessageList;
 
-/// Limits on fields of the API that workers do not see.
+/// Maximum bytes of `tenant`, `request_id` and `require_fingerprint`.
 const NAME_BYTES_MAX: usize = 128;
+/// Maximum stop strings of a request.
 const STOPS_MAX: usize = 16;
+/// Maximum bytes of a stop string.
 const STOP_BYTES_MAX: usize = 256;
-/// Maximum bytes of a model's name, like of one that a worker gives.
+/// Maximum bytes of a model's name, as for the names that workers report.
 const MODEL_BYTES_MAX: usize = 512;
 
 /// Checks the number of messages. To be called before a request waits for anything.
@@ -22,7 +24,7 @@ pub(crate) fn check_input(input: &Input) -> Result<(), Outcome> {
     }
 }
 
-/// Checks the sizes of what each prompt of a call has a copy of. To be called before the copies are made.
+/// Checks the sizes of the fields that every prompt of a call copies. To be called before the copies are made.
 pub(crate) fn check_shared(request: &Draft) -> Result<(), Outcome> {
     if request.model.len() > MODEL_BYTES_MAX {
         let bytes = request.model.len();

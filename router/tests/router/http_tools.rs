@@ -8,7 +8,7 @@ use inflight_router::text::Tokenizer;
 use inflight_router::{HttpOptions, Options};
 use serde_json::{Value, json};
 
-use crate::cluster::bounded;
+use crate::cluster::{bounded, tokens};
 use crate::foreign_clients::run;
 use crate::http_client::{Call, Event, HttpCluster, with_http};
 use crate::worker::{Command, ScriptedSession, WorkerProfile};
@@ -446,6 +446,51 @@ async fn definitions_that_every_parameter_repeats_end_the_grammar_at_its_limit()
         let (status, error) = http.refused("/v1/chat/completions", &body.to_string()).await;
         assert_eq!((status, &error["param"]), (400, &json!("tools")), "{error}");
         assert!(error["message"].as_str().unwrap().contains("more than 262144 bytes"), "{error}");
+    })
+    .await;
+}
+
+#[tokio::test]
+async fn the_grammar_of_a_required_call_counts_in_the_receive_budget_until_the_stream_ends() {
+    bounded(async {
+        let value = "x".repeat(20_000);
+        let parameters = json!({"type": "object", "properties": {"a": {"enum": [value]}}});
+        let tools = json!([{"type": "function", "function": {"name": "f", "parameters": parameters}}]);
+        let body = |choice: &str| {
+            let messages = json!([{"role": "user", "content": "a"}]);
+            json!({"messages": messages, "tools": tools, "tool_choice": choice}).to_string()
+        };
+        let budget =
+            |receive_bytes_max| Options { message_bytes_max: 30_000, receive_bytes_max, ..options() };
+        // The message alone fits, and so does the grammar beside it in a larger budget.
+        for (receive_bytes_max, choice, fits) in
+            [(35_000, "auto", true), (35_000, "required", false), (60_000, "required", true)]
+        {
+            // The template shows the schema, a token a character.
+            let profile = WorkerProfile { context_tokens: 100_000, ..profile(TEMPLATE) };
+            let mut http = HttpCluster::over(profile, budget(receive_bytes_max)).await;
+            if !fits {
+                let (status, error) = http.refused("/v1/chat/completions", &body(choice)).await;
+                assert!(error["message"].as_str().unwrap().contains("--receive-bytes-max"), "{error}");
+                assert_eq!(status, 503, "{error}");
+                continue;
+            }
+            let first = http.post("/v1/chat/completions", &body(choice)).await;
+            let submit = http.session.submit().await;
+            if choice == "required" {
+                // Two thirds of the budget would be taken by the message and the grammar of a second call.
+                let (status, error) = http.refused("/v1/chat/completions", &body(choice)).await;
+                assert_eq!(status, 503, "{error}");
+            }
+            http.session.finish(&submit, 0, &tokens("b"), v1::FinishReason::Length);
+            assert_eq!(first.response().await.status, 200);
+            if choice == "required" {
+                let next = http.post("/v1/chat/completions", &body(choice)).await;
+                let submit = http.session.submit().await;
+                http.session.finish(&submit, 0, &tokens("b"), v1::FinishReason::Length);
+                assert_eq!(next.response().await.status, 200);
+            }
+        }
     })
     .await;
 }

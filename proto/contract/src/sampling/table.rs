@@ -1,7 +1,7 @@
-//! The table of numeric sampling parameters. What handles them all follows it: the wire, the fields of completions over HTTP, KServe's, the
-//! model's generation_config.json, the command line's flags, validation and the digest of resumable streams.
+//! Table of numeric sampling parameters. Derived from it: wire messages, fields of OpenAI's completions and of KServe, defaults of
+//! generation_config.json, command-line flags, validation, and the digest of resumable streams.
 
-/// Calls the macro `$callback` with the table of numeric sampling parameters, after `$argument`.
+/// Calls the macro `$callback` with the rows of the table.
 ///
 /// Rows are only appended: the digests of resumable streams depend on their order.
 ///
@@ -11,9 +11,8 @@
 /// command line's flag.
 #[macro_export]
 macro_rules! sampling_numbers {
-    ($callback:ident $(, $($argument:tt)*)?) => {
+    ($callback:ident) => {
         $callback! {
-            $($($argument)*)?
             /// Divisor of the logits, in [0, 100]; 0 is greedy.
             temperature: f32 {
                 absent: 1.0,
