@@ -92,12 +92,15 @@ pub(crate) fn hostile(number: usize) -> Grammar {
 
 /// Helper processes of a process, and the processes in which they compile.
 pub(crate) fn helpers(process: u32) -> Vec<u32> {
+    children(process).into_iter().flat_map(|child| std::iter::once(child).chain(helpers(child))).collect()
+}
+
+fn children(process: u32) -> Vec<u32> {
     let tasks = std::fs::read_dir(format!("/proc/{process}/task")).into_iter().flatten().flatten();
     let children = tasks.filter_map(|task| std::fs::read_to_string(task.path().join("children")).ok());
-    let children: Vec<u32> = children
+    children
         .flat_map(|all| all.split_whitespace().filter_map(|child| child.parse().ok()).collect::<Vec<_>>())
-        .collect();
-    children.iter().flat_map(|child| std::iter::once(*child).chain(helpers(*child))).collect()
+        .collect()
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -215,13 +218,14 @@ async fn helpers_that_are_killed_stopped_and_short_of_memory_lose_no_stream_and_
     while begun.elapsed() < Duration::from_secs(seconds) {
         interval.tick().await;
         for owner in &owners {
+            let direct = children(*owner);
             for process in helpers(*owner) {
                 seen.insert(process);
-                // Router and worker detect a stopped helper by its missing pongs. One without room for more memory fails at its next
-                // allocation.
+                // Router and worker detect a stopped helper by its missing pongs. A helper without room for more memory fails at its next
+                // allocation; a compilation without it would be refused, as one that takes too much.
                 hit += usize::from(match hit % 16 {
                     15 => kill(process, libc::SIGSTOP).is_ok(),
-                    3 | 11 => limit_memory(process, LITTLE_MEMORY).is_ok(),
+                    3 | 11 if direct.contains(&process) => limit_memory(process, LITTLE_MEMORY).is_ok(),
                     _ => kill(process, libc::SIGKILL).is_ok(),
                 });
             }

@@ -74,11 +74,12 @@ impl Child {
     /// No process can be started.
     pub(crate) fn fork(confinement: &Confinement, work: impl FnOnce() -> Vec<u8>) -> io::Result<Self> {
         let (output, answer) = rustix::pipe::pipe_with(rustix::pipe::PipeFlags::CLOEXEC)?;
+        let helper = rustix::process::getpid();
         // SAFETY: no other thread of this process runs or holds a lock (see `server`), so the child may do all that this thread may.
         match unsafe { libc::fork() } {
             -1 => Err(io::Error::last_os_error()),
             0 => {
-                let status = run(confinement, answer, work);
+                let status = run(helper, confinement, answer, work);
                 // SAFETY: ends the process, without the destructors and exit handlers that belong to the helper.
                 unsafe { libc::_exit(status) }
             }
@@ -170,8 +171,13 @@ impl Child {
 }
 
 /// Body of the process. Returns its exit status.
-fn run(confinement: &Confinement, answer: OwnedFd, work: impl FnOnce() -> Vec<u8>) -> i32 {
-    let Ok(mut output) = confine(confinement, &answer) else { return UNCONFINED };
+fn run(
+    helper: Pid,
+    confinement: &Confinement,
+    answer: OwnedFd,
+    work: impl FnOnce() -> Vec<u8>,
+) -> i32 {
+    let Ok(mut output) = confine(helper, confinement, &answer) else { return UNCONFINED };
     drop(answer);
     let worked = catch_unwind(AssertUnwindSafe(work));
     let used = clock_gettime(ClockId::ProcessCPUTime);
@@ -190,8 +196,12 @@ fn run(confinement: &Confinement, answer: OwnedFd, work: impl FnOnce() -> Vec<u8
 }
 
 /// Takes from this process all that its work does not need. Returns its output.
-fn confine(confinement: &Confinement, answer: &OwnedFd) -> io::Result<impl Write + use<>> {
+fn confine(helper: Pid, confinement: &Confinement, answer: &OwnedFd) -> io::Result<impl Write + use<>> {
     rustix::process::set_parent_process_death_signal(Some(Signal::KILL))?;
+    // The signal is not sent if the helper ended before this process asked for it.
+    if rustix::process::getppid() != Some(helper) {
+        return Err(io::Error::other("the helper has ended"));
+    }
     // Its input and its output are not the helper's, or it could answer other requests, but /dev/null, as the standard error.
     rustix::stdio::dup2_stdin(rustix::stdio::stderr())?;
     rustix::stdio::dup2_stdout(rustix::stdio::stderr())?;

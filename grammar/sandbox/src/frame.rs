@@ -20,7 +20,9 @@ pub(crate) enum Kind {
     Ping,
     /// From the helper: the state is prepared. Its payload says what could not be confined.
     Ready,
-    /// From the helper: the reason why a state or a request could not be begun.
+    /// From the helper: the reason why no helper can prepare the state.
+    Unusable,
+    /// From the helper: the reason why it could not prepare the state, or begin a request, for now.
     Failed,
     /// From the helper: the reason why this machine cannot confine the processes of requests.
     Unconfined,
@@ -34,12 +36,13 @@ pub(crate) enum Kind {
     Ended,
 }
 
-const KINDS: [Kind; 11] = [
+const KINDS: [Kind; 12] = [
     Kind::Prepare,
     Kind::Run,
     Kind::Cancel,
     Kind::Ping,
     Kind::Ready,
+    Kind::Unusable,
     Kind::Failed,
     Kind::Unconfined,
     Kind::Panicked,

@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 use rustix::process::{Pid, Signal, WaitOptions};
 use tokio::sync::{Semaphore, oneshot};
 
-use crate::Limits;
+use crate::{Limits, StateError};
 use crate::child::{ENDS, End};
 use crate::frame::{Frame, Kind};
 
@@ -29,6 +29,9 @@ const RESTART_LONGEST: Duration = Duration::from_secs(5);
 const QUEUED_MAX: usize = 64;
 /// Times that a request is run again after its helper has died.
 const RETRIES: usize = 3;
+/// Consecutive helpers that could confine nothing before the machine is blamed: a single one may have met a limit of processes or of
+/// memory that others had reached, or an operator's signal. At most [`RETRIES`], so that a request that waits learns the reason.
+const UNCONFINED_MAX: u32 = 3;
 
 /// Program of a helper, whose `main` calls [`crate::serve`] for these arguments.
 #[derive(Debug, Clone)]
@@ -78,7 +81,7 @@ pub enum HelperError {
     /// The state cannot be prepared: no request can be answered.
     #[error("{0}")]
     State(String),
-    /// This machine cannot confine the work: no request can be answered.
+    /// This machine cannot confine the work: no request can be answered until that changes.
     #[error("{0}")]
     Host(String),
     /// No process is available for now; says nothing about the request.
@@ -92,7 +95,7 @@ pub struct Helper {
 }
 
 /// Source of the bytes of the state that a helper prepares.
-type State = Box<dyn Fn() -> Result<Vec<u8>, String> + Send + Sync>;
+type State = Box<dyn Fn() -> Result<Vec<u8>, StateError> + Send + Sync>;
 
 struct Owner {
     options: HelperOptions,
@@ -121,8 +124,10 @@ struct Live {
     sent: HashMap<u64, oneshot::Sender<Result<Answer, HelperError>>>,
     /// Time of its last message, or of the first request that waits for one.
     heard: Option<Instant>,
-    /// Why the state cannot be prepared; it is not tried again.
+    /// Why requests are refused at once: the state is unusable, which ends all attempts, or the last helpers could confine nothing.
     failed: Option<HelperError>,
+    /// Consecutive helpers that could confine nothing.
+    unconfined: u32,
     /// Why the last start failed.
     last_failure: Option<String>,
     next_request: u64,
@@ -134,11 +139,32 @@ struct Sent<'a> {
     request: u64,
 }
 
+impl Live {
+    /// Decides what the end of a process means for requests, and returns it.
+    fn blame(&mut self, ended: HelperError) -> HelperError {
+        match ended {
+            HelperError::Host(reason) => {
+                self.unconfined = self.unconfined.saturating_add(1);
+                if self.unconfined < UNCONFINED_MAX {
+                    return HelperError::Unavailable(reason);
+                }
+                self.failed = Some(HelperError::Host(reason.clone()));
+                HelperError::Host(reason)
+            }
+            HelperError::State(reason) => {
+                self.failed = Some(HelperError::State(reason.clone()));
+                HelperError::State(reason)
+            }
+            other => other,
+        }
+    }
+}
+
 impl Helper {
     /// Creates a helper that is started by its first request or by [`Helper::start`]. `state` gives the bytes that it prepares.
     pub fn new(
         options: HelperOptions,
-        state: impl Fn() -> Result<Vec<u8>, String> + Send + Sync + 'static,
+        state: impl Fn() -> Result<Vec<u8>, StateError> + Send + Sync + 'static,
     ) -> Self {
         let slots = Semaphore::new(options.slots.max(1));
         let live = Mutex::default();
@@ -202,8 +228,9 @@ impl std::fmt::Debug for Helper {
 
 fn kill(live: &Live) {
     if let Some(process) = live.process {
-        // It has not been waited for, so the number is its own.
-        let _ = rustix::process::kill_process(process, Signal::KILL);
+        // It has not been waited for, so the number is its own. With its forks, which are in its group: one that is left, perhaps stopped,
+        // would keep the pipes open.
+        let _ = rustix::process::kill_process_group(process, Signal::KILL);
     }
 }
 
@@ -304,7 +331,8 @@ impl Owner {
             let begun = Instant::now();
             let ended = match (self.state)() {
                 Ok(state) => self.attempt(state),
-                Err(reason) => Err(HelperError::State(reason)),
+                Err(StateError::Unusable(reason)) => Err(HelperError::State(reason)),
+                Err(StateError::Unavailable(reason)) => Err(HelperError::Unavailable(reason)),
             };
             let mut live = self.lock();
             (live.process, live.requests) = (None, None);
@@ -313,17 +341,17 @@ impl Owner {
             let was_ready = std::mem::take(&mut live.was_ready);
             let waits = was_ready && !live.stopped;
             let unready = if waits { Vec::new() } else { std::mem::take(&mut live.unready) };
-            let error = ended.err().unwrap_or_else(|| gone("has ended"));
+            let error = live.blame(ended.err().unwrap_or_else(|| gone("has ended")));
             let purpose = self.options.purpose;
-            if let HelperError::State(reason) | HelperError::Host(reason) = &error {
-                live.failed = Some(error.clone());
+            unready.into_iter().for_each(|waiting| drop(waiting.send(Err(error.clone()))));
+            if let HelperError::State(reason) = &error {
                 tracing::warn!(
                     reason,
                     "the helper process for {purpose} cannot work, so {purpose} are refused"
                 );
+                return;
             }
-            unready.into_iter().for_each(|waiting| drop(waiting.send(Err(error.clone()))));
-            if live.stopped || live.failed.is_some() {
+            if live.stopped {
                 return;
             }
             // Once for each reason: a machine without processes fails every time.
@@ -359,9 +387,12 @@ impl Owner {
             (Some(input), Some(output)) => self.serve(state, input, output),
             _ => Err(gone("has no pipes")),
         };
-        // From here on its number may be another one's.
-        self.lock().process = None;
-        let _ = process.kill();
+        {
+            let mut live = self.lock();
+            kill(&live);
+            // From here on its number may be another one's.
+            live.process = None;
+        }
         let _ = process.wait();
         // The kernel kills its forks with it (PR_SET_PDEATHSIG). As PID 1 of a container, this process becomes their parent and reaps them.
         let group = Pid::from_raw(process.id().cast_signed());
@@ -379,11 +410,11 @@ impl Owner {
         let spawned = command.spawn().map_err(|error| {
             HelperError::Unavailable(format!("the process {} cannot be started: {error}", path.display()))
         });
-        let mut process = spawned?;
+        let process = spawned?;
         let mut live = self.lock();
         live.process = Pid::from_raw(process.id().cast_signed());
         if live.stopped {
-            let _ = process.kill();
+            kill(&live);
         }
         drop(live);
         Ok(process)
@@ -411,7 +442,7 @@ impl Owner {
                 let unready = {
                     let mut live = self.lock();
                     (live.requests, live.was_ready) = (Some(requests), true);
-                    live.last_failure = None;
+                    (live.last_failure, live.failed, live.unconfined) = (None, None, 0);
                     std::mem::take(&mut live.unready)
                 };
                 unready.into_iter().for_each(|waiting| drop(waiting.send(Ok(()))));
@@ -453,8 +484,11 @@ impl Owner {
                     );
                     Ok(())
                 }
-                Ok(Some(Frame { kind: Kind::Failed, payload, .. })) => {
+                Ok(Some(Frame { kind: Kind::Unusable, payload, .. })) => {
                     Err(HelperError::State(String::from_utf8_lossy(&payload).into_owned()))
+                }
+                Ok(Some(Frame { kind: Kind::Failed, payload, .. })) => {
+                    Err(HelperError::Unavailable(String::from_utf8_lossy(&payload).into_owned()))
                 }
                 Ok(Some(Frame { kind: Kind::Unconfined, payload, .. })) => {
                     Err(HelperError::Host(String::from_utf8_lossy(&payload).into_owned()))
@@ -504,6 +538,7 @@ impl Owner {
             | Kind::Ping
             | Kind::Pong
             | Kind::Ready
+            | Kind::Unusable
             | Kind::Unconfined => Err(gone("sent a message that no helper sends")),
         }
     }

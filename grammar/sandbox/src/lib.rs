@@ -19,6 +19,17 @@ pub use server::serve;
 
 use std::time::Duration;
 
+/// Reason for which a state cannot be prepared.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum StateError {
+    /// The state is not usable; every attempt would fail.
+    #[error("{0}")]
+    Unusable(String),
+    /// The machine cannot prepare it for now, for instance because it is short of memory or threads; says nothing about the state.
+    #[error("{0}")]
+    Unavailable(String),
+}
+
 /// Limits of a request's process.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Limits {

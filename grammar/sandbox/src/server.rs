@@ -8,11 +8,11 @@ use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
-use rustix::process::Signal;
+use rustix::process::{Resource, Signal, getrlimit};
 
 use crate::child::{Child, Confinement, ENDS, End, Outcome, check_memory};
 use crate::frame::{Frame, Frames, Kind};
-use crate::{Limits, filter};
+use crate::{Limits, StateError, filter};
 
 /// Stack of the work, which takes memory only as it is used.
 const STACK_BYTES: usize = 128 << 20;
@@ -42,7 +42,7 @@ impl Limits {
 /// with it for each of its requests, in processes of their own. Returns when the owner closes the connection, which is standard
 /// input and output.
 pub fn serve<S: 'static>(
-    prepare: fn(&[u8]) -> Result<S, String>,
+    prepare: fn(&[u8]) -> Result<S, StateError>,
     work: fn(&S, &[u8]) -> Vec<u8>,
 ) -> ExitCode {
     let thread = std::thread::Builder::new().name("helper".to_owned()).stack_size(STACK_BYTES);
@@ -53,7 +53,10 @@ pub fn serve<S: 'static>(
     }
 }
 
-fn run<S>(prepare: fn(&[u8]) -> Result<S, String>, work: fn(&S, &[u8]) -> Vec<u8>) -> io::Result<()> {
+fn run<S>(
+    prepare: fn(&[u8]) -> Result<S, StateError>,
+    work: fn(&S, &[u8]) -> Vec<u8>,
+) -> io::Result<()> {
     rustix::process::set_parent_process_death_signal(Some(Signal::KILL))?;
     let (mut input, mut output) = (io::stdin().lock(), io::stdout().lock());
     let Some(Frame { kind: Kind::Prepare, payload, .. }) = Frame::read(&mut input)? else {
@@ -61,21 +64,24 @@ fn run<S>(prepare: fn(&[u8]) -> Result<S, String>, work: fn(&S, &[u8]) -> Vec<u8
     };
     // Without what the standard library may have read ahead: the owner sends nothing more until this process is ready.
     drop(input);
-    let prepared = match payload.split_first_chunk::<LIMITS_BYTES>() {
-        Some((limits, state)) => prepare(state).map(|state| (Limits::of_bytes(limits), state)),
-        None => Err("it got no limits".to_owned()),
+    let Some((limits, state)) = payload.split_first_chunk::<LIMITS_BYTES>() else {
+        return Err(io::Error::other("the owner sent no limits"));
     };
-    let (limits, state) = match prepared {
-        Ok(prepared) => prepared,
-        Err(reason) => return Frame::new(Kind::Failed, 0, reason.into_bytes()).write(&mut output),
-    };
-    let (confinement, unconfined) = match confinement(limits) {
+    let mut fail = |kind, reason: String| Frame::new(kind, 0, reason.into_bytes()).write(&mut output);
+    // Before the state, which takes seconds: where nothing can be confined, it is tried again and again.
+    let (confinement, unconfined) = match confinement(Limits::of_bytes(limits)) {
         Ok(confined) => confined,
-        Err(reason) => return Frame::new(Kind::Unconfined, 0, reason.into_bytes()).write(&mut output),
+        Err(reason) => return fail(Kind::Unconfined, reason),
+    };
+    let state = match prepare(state) {
+        Ok(state) => state,
+        Err(StateError::Unusable(reason)) => return fail(Kind::Unusable, reason),
+        Err(StateError::Unavailable(reason)) => return fail(Kind::Failed, reason),
     };
     drop(payload);
     Frame::new(Kind::Ready, 0, unconfined.into_bytes()).write(&mut output)?;
-    Server { confinement, children: Vec::new() }.serve(&state, work, &mut output)
+    let space_max = getrlimit(Resource::As).maximum;
+    Server { confinement, space_max, children: Vec::new() }.serve(&state, work, &mut output)
 }
 
 /// Attempts to start a process without work, and the pause between them: one may be killed from outside, or meet a limit of processes or of
@@ -133,6 +139,8 @@ fn confinement(limits: Limits) -> Result<(Confinement, String), String> {
 
 struct Server {
     confinement: Confinement,
+    /// Limit of this process's address space when it was ready, in bytes.
+    space_max: Option<u64>,
     children: Vec<(u64, Child)>,
 }
 
@@ -214,6 +222,10 @@ impl Server {
     ) -> io::Result<()> {
         let request = frame.request;
         match frame.kind {
+            // Its processes would run out of memory before their own limit, which would look like their work's fault.
+            Kind::Run if getrlimit(Resource::As).maximum != self.space_max => {
+                return Err(io::Error::other("another process has limited the memory of this one"));
+            }
             Kind::Run => match Child::fork(&self.confinement, || work(state, &frame.payload)) {
                 Ok(child) => self.children.push((request, child)),
                 Err(error) => {

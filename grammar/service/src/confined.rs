@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use inflight_contract::Grammar;
 use inflight_grammar::{Compiler, GrammarError, Vocabulary};
-use inflight_sandbox::{Helper, HelperError, HelperOptions, Limits};
+use inflight_sandbox::{Helper, HelperError, HelperOptions, Limits, StateError};
 use serde::{Deserialize, Serialize};
 
 /// Limits of one compilation. Usual schemas take 1 to 20 ms and a few MiB.
@@ -28,7 +28,7 @@ impl Confinement {
 
     pub(crate) fn helper(
         self,
-        state: impl Fn() -> Result<Vec<u8>, String> + Send + Sync + 'static,
+        state: impl Fn() -> Result<Vec<u8>, StateError> + Send + Sync + 'static,
     ) -> Helper {
         let Self { program, slots } = self;
         Helper::new(HelperOptions { purpose: "grammars", program, limits: LIMITS, slots }, state)
@@ -63,7 +63,7 @@ pub(crate) fn state(
     vocabulary: &Vocabulary,
     vocab_size: u32,
     eos_token_ids: &[u32],
-) -> Result<Vec<u8>, String> {
+) -> Result<Vec<u8>, StateError> {
     let ids = || 0..u32::try_from(vocabulary.len()).unwrap_or(u32::MAX);
     let state = State {
         vocab_size,
@@ -72,7 +72,15 @@ pub(crate) fn state(
         lengths: ids().map(|id| vocabulary.bytes(id).len() as u32).collect(),
         special: ids().map(|id| vocabulary.is_special(id)).collect(),
     };
-    postcard::to_allocvec(&state).map_err(|error| error.to_string())
+    postcard::to_allocvec(&state).map_err(|error| StateError::Unusable(error.to_string()))
+}
+
+/// Returns why a helper has no state.
+pub(crate) fn state_error(error: &GrammarError) -> StateError {
+    match error.is_transient() {
+        true => StateError::Unavailable(error.to_string()),
+        false => StateError::Unusable(error.to_string()),
+    }
 }
 
 /// Compiles a grammar in a process of its own. Returns the processor time that it took.
@@ -105,9 +113,9 @@ pub fn serve() -> ExitCode {
     inflight_sandbox::serve(prepare, compile)
 }
 
-fn prepare(state: &[u8]) -> Result<Compiler, String> {
+fn prepare(state: &[u8]) -> Result<Compiler, StateError> {
     let State { vocab_size, eos_token_ids, bytes, lengths, special } =
-        postcard::from_bytes(state).map_err(|error| error.to_string())?;
+        postcard::from_bytes(state).map_err(|error| StateError::Unusable(error.to_string()))?;
     let mut rest = &bytes[..];
     let tokens = lengths.iter().zip(special).map(|(length, special)| {
         let (token, behind) = rest.split_at(rest.len().min(*length as usize));
@@ -115,7 +123,7 @@ fn prepare(state: &[u8]) -> Result<Compiler, String> {
         (token, special)
     });
     let vocabulary = Vocabulary::from_tokens(tokens.collect::<Vec<_>>());
-    Compiler::new(&vocabulary, vocab_size, &eos_token_ids).map_err(|error| error.to_string())
+    Compiler::new(&vocabulary, vocab_size, &eos_token_ids).map_err(|error| state_error(&error))
 }
 
 fn compile(compiler: &Compiler, request: &[u8]) -> Vec<u8> {

@@ -79,7 +79,7 @@ impl Grammars {
         let (source, vocab_size, eos) =
             (Arc::clone(&self.source), self.vocab_size, self.eos_token_ids.clone());
         let state = move || {
-            let vocabulary = source().map_err(|error| error.to_string())?;
+            let vocabulary = source().map_err(|error| confined::state_error(&error))?;
             confined::state(&vocabulary, vocab_size, &eos)
         };
         Self { helper: Some(confinement.helper(state)), ..self }

@@ -1,16 +1,34 @@
 //! Helper of the tests: its work does what hostile input makes parsers do.
 
+use std::ffi::OsStr;
+use std::os::unix::ffi::OsStrExt;
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
+
+use inflight_sandbox::StateError;
 
 fn main() -> ExitCode {
     inflight_sandbox::serve(prepare, work)
 }
 
 /// The state is what requests get back, behind their own text.
-fn prepare(state: &[u8]) -> Result<Vec<u8>, String> {
+fn prepare(state: &[u8]) -> Result<Vec<u8>, StateError> {
     match state {
-        b"broken" => Err("the state is broken".to_owned()),
+        b"broken" => Err(StateError::Unusable("the state is broken".to_owned())),
+        // A state that the first helper cannot prepare: the one that finds the file and removes it.
+        [b'?', path @ ..] if std::fs::remove_file(OsStr::from_bytes(path)).is_ok() => {
+            Err(StateError::Unavailable("no thread can be started".to_owned()))
+        }
+        b"orphan" => {
+            // SAFETY: the child only waits for a signal.
+            if unsafe { libc::fork() } == 0 {
+                loop {
+                    // SAFETY: takes no arguments.
+                    unsafe { libc::pause() };
+                }
+            }
+            Ok(Vec::new())
+        }
         _ => Ok(state.to_vec()),
     }
 }
@@ -20,10 +38,6 @@ fn work(state: &Vec<u8>, request: &[u8]) -> Vec<u8> {
     match request {
         b"spin" => loop {
             std::hint::spin_loop();
-        },
-        b"sleep" => loop {
-            // Refused by the filter of system calls, so it spins where that is enforced.
-            std::thread::sleep(Duration::from_secs(1));
         },
         b"abort" => std::process::abort(),
         b"exit" => std::process::exit(0),
