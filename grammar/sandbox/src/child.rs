@@ -171,12 +171,7 @@ impl Child {
 }
 
 /// Body of the process. Returns its exit status.
-fn run(
-    helper: Pid,
-    confinement: &Confinement,
-    answer: OwnedFd,
-    work: impl FnOnce() -> Vec<u8>,
-) -> i32 {
+fn run(helper: Pid, confinement: &Confinement, answer: OwnedFd, work: impl FnOnce() -> Vec<u8>) -> i32 {
     let Ok(mut output) = confine(helper, confinement, &answer) else { return UNCONFINED };
     drop(answer);
     let worked = catch_unwind(AssertUnwindSafe(work));

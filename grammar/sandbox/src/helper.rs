@@ -12,9 +12,9 @@ use std::time::{Duration, Instant};
 use rustix::process::{Pid, Signal, WaitOptions};
 use tokio::sync::{Semaphore, oneshot};
 
-use crate::{Limits, StateError};
 use crate::child::{ENDS, End};
 use crate::frame::{Frame, Kind};
+use crate::{Limits, StateError};
 
 /// Maximum time to prepare a state; a helper that takes longer is started again.
 const PREPARE_TIMEOUT: Duration = Duration::from_secs(120);

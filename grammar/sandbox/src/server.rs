@@ -53,10 +53,7 @@ pub fn serve<S: 'static>(
     }
 }
 
-fn run<S>(
-    prepare: fn(&[u8]) -> Result<S, StateError>,
-    work: fn(&S, &[u8]) -> Vec<u8>,
-) -> io::Result<()> {
+fn run<S>(prepare: fn(&[u8]) -> Result<S, StateError>, work: fn(&S, &[u8]) -> Vec<u8>) -> io::Result<()> {
     rustix::process::set_parent_process_death_signal(Some(Signal::KILL))?;
     let (mut input, mut output) = (io::stdin().lock(), io::stdout().lock());
     let Some(Frame { kind: Kind::Prepare, payload, .. }) = Frame::read(&mut input)? else {

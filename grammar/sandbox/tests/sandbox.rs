@@ -160,7 +160,8 @@ async fn a_helper_is_replaced_although_a_process_that_it_leaves_keeps_its_pipes_
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_state_that_a_helper_cannot_prepare_for_now_is_prepared_by_the_next() {
-    let file = std::path::Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("first-{}", std::process::id()));
+    let file =
+        std::path::Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("first-{}", std::process::id()));
     std::fs::write(&file, "").unwrap();
     let state = format!("?{}", file.display());
     let helper = helper(1, state.clone());
