@@ -1,6 +1,8 @@
 //! Tenants: their keys, certificates and limits, from a file that is reloaded on changes.
 
 mod caller;
+mod charge;
+mod error;
 mod file;
 
 use std::collections::BTreeMap;
@@ -16,6 +18,8 @@ use time::OffsetDateTime;
 use time::format_description::well_known::Rfc3339;
 
 pub(crate) use caller::{Caller, Credential};
+pub(crate) use charge::TokenCharge;
+pub use error::TenantsError;
 use file::TenantsFile;
 
 /// Interval of checking the file for changes.
@@ -24,27 +28,6 @@ const CHECK_INTERVAL: Duration = Duration::from_secs(1);
 const NAME_BYTES_MAX: usize = 128;
 /// Digits of a digest that identify a key without a name in the usage log.
 const KEY_ID_DIGITS: usize = 12;
-
-/// Invalid tenants' file.
-#[derive(Debug, thiserror::Error)]
-pub enum TenantsError {
-    /// Unreadable file.
-    #[error("cannot read the tenants' file {}: {source}", path.display())]
-    Read {
-        /// Path of the file.
-        path: PathBuf,
-        /// I/O error.
-        source: std::io::Error,
-    },
-    /// Invalid contents.
-    #[error("{}: {reason}", path.display())]
-    Invalid {
-        /// Path of the file.
-        path: PathBuf,
-        /// What is wrong, and where.
-        reason: String,
-    },
-}
 
 /// Tenant with its usage of limits at this router.
 #[derive(Debug)]

@@ -29,8 +29,8 @@ pub use budget::{BudgetExceeded, DailyBudget, DailyLimit};
 pub use dispatch_rate::DispatchRate;
 pub use dispatcher::{
     ChoiceOutput, ClientCommand, Command, Dispatcher, DispatcherLoad, DispatcherOptions, Event, Failure,
-    Lane, Notice, RequestPlaced, RequestSpec, ResolveError, ResubmissionReason, ResumedChoice, Submission,
-    Violation, WorkerCommand, WorkerInfo, WorkerUsage, prompt_chains,
+    Lane, Notice, RequestPlaced, RequestSpec, ResolveError, ResubmissionReason, ResumedChoice, RetryWait,
+    Submission, Violation, WorkerCommand, WorkerInfo, WorkerUsage, prompt_chains,
 };
 pub use failure_throttle::{FailureLimits, FailureThrottle};
 pub use fair_queue::{

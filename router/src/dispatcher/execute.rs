@@ -8,6 +8,7 @@ use inflight_router_core::{ClientCommand, Command, Event, Failure, RequestId, Wo
 
 use super::request::DeliveryEffect;
 use super::state::DispatcherState;
+use super::transition::Transition;
 use super::{Aftermath, SharedDispatcher};
 use crate::clock;
 use crate::metrics as names;
@@ -58,11 +59,7 @@ impl SharedDispatcher {
         }
         for command in commands.drain(..) {
             match command {
-                Command::Worker { worker, command } => Self::send(state, worker, command),
-                Command::Notice(notice) if self.live.is_some() => {
-                    state.track(&notice, now);
-                    state.report(notice);
-                }
+                Command::Worker { worker, command } => Self::send(state, worker, command, now),
                 Command::Client { request, command } => {
                     let effect = self.pass(state, request, command, now, aftermath);
                     if effect == DeliveryEffect::Overfull && !behind.contains(&request) {
@@ -81,19 +78,20 @@ impl SharedDispatcher {
                     tracing::info!(routers, "router count changed; limits are divided among routers");
                     metrics::gauge!(names::ROUTERS).set(routers);
                 }
-                Command::Notice(notice) => state.report(notice),
+                Command::Notice(notice) => state.report(notice, now),
             }
         }
         state.commands = commands;
         behind
     }
 
-    fn send(state: &DispatcherState, worker: WorkerId, command: WorkerCommand) {
+    fn send(state: &DispatcherState, worker: WorkerId, command: WorkerCommand, now: Instant) {
         let submits = matches!(command, WorkerCommand::Submit(_));
         if let WorkerCommand::Submit(submission) = &command
-            && let Some(live) = state.tracker(submission.request)
+            && let Some(active) = state.requests.get(submission.request)
         {
-            live.submitted(worker, submission.id, submission.attempt);
+            let (submission, attempt) = (submission.id, submission.attempt);
+            active.observe(&Transition::Submitted { worker, submission, attempt }, now);
         }
         state.send(worker, command);
         if submits {
@@ -115,40 +113,19 @@ impl SharedDispatcher {
         match command {
             ClientCommand::Reject(failure) => active.reject(self.outcome(failure, &active.call.model)),
             ClientCommand::Placed(placed) => {
-                if placed.changed_after.is_some() {
-                    metrics::counter!(names::FINGERPRINT_CHANGES).increment(1);
-                    tracing::warn!(
-                        request_id = active.call.request_id,
-                        worker = state.address(placed.worker),
-                        fingerprint = &*placed.fingerprint,
-                        "stream continues on a worker with another fingerprint; its tokens may differ"
-                    );
-                }
-                if let Some(live) = &active.live {
-                    live.dispatched(placed.worker, state.placement, now);
-                }
-                let worker = state.address(placed.worker);
-                active.place(placed, worker, now, readers);
+                let address = state.address(placed.worker);
+                active.place(placed, address, now, readers);
             }
             ClientCommand::Deliver(output) => {
                 return active.deliver(output, self.options.client_buffer_tokens, now, readers);
             }
-            ClientCommand::Pause => {
-                if let Some(live) = &active.live {
-                    live.paused(now);
-                }
-                active.pause(readers);
-            }
+            ClientCommand::Pause => active.pause(now, readers),
             ClientCommand::Fail(failure) => {
                 // The stream may not be polled: its client does not read.
                 if matches!(failure, Failure::DeadlineExceeded | Failure::ClientStalled { .. }) {
                     state.ended.push(request);
                 }
-                let outcome = self.outcome(failure, &active.call.model);
-                if let Some(live) = &active.live {
-                    live.ended(outcome.label(), now);
-                }
-                active.fail(outcome, now, readers);
+                active.fail(self.outcome(failure, &active.call.model), now, readers);
             }
         }
         DeliveryEffect::Taken

@@ -2,12 +2,13 @@
 
 mod execute;
 mod handoff;
-mod live;
 mod notices;
+pub(crate) mod observer;
 mod phase_spans;
 mod recorder;
 pub(crate) mod request;
 mod state;
+pub(crate) mod transition;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::hash::{DefaultHasher, Hash as _, Hasher as _};
@@ -33,10 +34,12 @@ use crate::options::Options;
 use crate::outcome::Outcome;
 use crate::request::admitted_call::AdmittedCall;
 use crate::stats::RouterStats;
+use observer::{Billing, RequestObserver};
 use recorder::Recorder;
 use request::ActiveRequest;
 use state::DispatcherState;
 pub(crate) use state::{ReportedPool, ServedModel, WorkerConnection, WorkerMessage};
+use transition::Transition;
 
 /// The router's dispatcher, shared by the tasks of clients and workers. Driven by events (arrival, update,
 /// lost session, tick); nothing polls.
@@ -77,9 +80,7 @@ impl Ticket {
 
     /// Resumes a paused request whose client reads again.
     pub(crate) fn resume(&self) {
-        if let Some(live) = &self.active.live {
-            live.continued(clock::now());
-        }
+        self.active.observe(&Transition::Resumed, clock::now());
         self.dispatch.handle(Event::ClientResumed { request: self.active.id() });
     }
 }
@@ -226,12 +227,14 @@ impl SharedDispatcher {
         models.into_values().collect()
     }
 
-    /// Queues a request, and dispatches it at once if a worker has room. Spans of its phases are children of `span`.
+    /// Queues a request, and dispatches it at once if a worker has room. `span` is recorded until the end of its stream; spans of its
+    /// phases are children of it.
     pub(crate) fn submit(
         self: &Arc<Self>,
         call: AdmittedCall,
         span: tracing::Span,
         guard: CallGuard,
+        billing: Billing,
     ) -> Result<Ticket, Outcome> {
         // Hashing is slow, so it happens outside the lock. Each block size has its own chain.
         let sizes = self.lock().core.block_sizes(call.lane);
@@ -239,16 +242,16 @@ impl SharedDispatcher {
         let cacheable = if call.sampling.prompt_logprobs.is_some() { &[] } else { &call.prompt[..] };
         let chains = prompt_chains(&call.tenant, cacheable, &sizes);
         let spec = Box::new(call.spec(chains, |deadline| self.since_epoch(deadline)));
-        let live = self.track(&call);
+        let observer = RequestObserver::new(&call, span, billing, self.track(&call));
         let mut state = self.lock();
         let request =
-            state.requests.insert_with_key(|id| Arc::new(ActiveRequest::new(id, call, span, guard, live)));
+            state.requests.insert_with_key(|id| Arc::new(ActiveRequest::new(id, call, guard, observer)));
         let active = state.requests[request].clone();
         let aftermath = self.apply(&mut state, Event::Arrived { request, call: spec });
         let rejected = active.rejection();
         if rejected.is_some() {
             state.requests.remove(request);
-            active.live.iter().for_each(Tracker::rejected);
+            active.observe(&Transition::Rejected, clock::now());
         }
         drop(state);
         aftermath.finish();
@@ -265,10 +268,7 @@ impl SharedDispatcher {
         let aftermath = self.apply(&mut state, Event::Released { request });
         state.requests.remove(request);
         drop(state);
-        if let Some(live) = &active.live {
-            live.ended(Outcome::Cancelled.label(), clock::now());
-        }
-        active.end_spans();
+        active.observe(&Transition::Released, clock::now());
         active.guard.end();
         aftermath.finish();
     }
@@ -344,7 +344,6 @@ impl SharedDispatcher {
         state.set_slow_gauges();
         state.flush_recording();
         if let Some(hub) = &self.live {
-            state.track_held(now);
             hub.tick(now, self.routers());
         }
         drop(state);

@@ -1,26 +1,30 @@
-//! Logs and metrics of the dispatcher's notices.
+//! Logs, metrics and the live view of the dispatcher's notices. Those of a request go to its observer.
 
-use inflight_router_core::{Notice, RequestId, ResubmissionReason, WorkerId};
+use std::sync::Arc;
+use std::time::Instant;
+
+use inflight_router_core::{Notice, RequestId, WorkerId};
 
 use super::state::DispatcherState;
+use super::transition::Transition;
+use crate::live::worker::LiveWorker;
 use crate::metrics as names;
 
 impl DispatcherState {
-    /// Reports a notice to logs and metrics.
-    pub(super) fn report(&self, notice: Notice) {
+    /// Reports a notice.
+    pub(super) fn report(&self, notice: Notice, now: Instant) {
         match notice {
             Notice::Bypassed => metrics::counter!(names::QUEUE_BYPASSES).increment(1),
             Notice::StaleUpdates { updates } => {
                 metrics::counter!(names::STALE_UPDATES).increment(updates.into());
             }
             Notice::Unbilled { request, tokens } => {
-                if let Some(active) = self.requests.get(request) {
-                    active.count_unbilled(tokens as usize);
-                }
+                self.observe(request, &Transition::Discarded { tokens: tokens as usize }, now);
             }
-            Notice::Resubmitted { request, reason, attempt, quarantined } => {
-                self.report_resubmission(request, reason, attempt, quarantined);
+            Notice::Resubmitted { request, reason, attempt, wait } => {
+                self.observe(request, &Transition::Resubmitted { reason, attempt, wait }, now);
             }
+            Notice::Requeued { request } => self.observe(request, &Transition::Requeued, now),
             Notice::Quarantined { request, worker } => tracing::warn!(
                 request_id = self.request_id(request),
                 worker = self.address(worker),
@@ -35,9 +39,15 @@ impl DispatcherState {
                     "ejecting worker after consecutive failures"
                 );
                 metrics::counter!(names::EJECTIONS).increment(1);
+                if let Some(live) = self.live_worker(worker) {
+                    live.ejected(now + duration);
+                }
             }
             Notice::Draining { worker } => {
-                tracing::info!(worker = self.address(worker), "worker is draining")
+                tracing::info!(worker = self.address(worker), "worker is draining");
+                if let Some(live) = self.live_worker(worker) {
+                    live.draining();
+                }
             }
             Notice::MixedFingerprints { worker, others } => self.report_mixed_fingerprints(worker, &others),
             Notice::Routers { before, now } if now < before => tracing::warn!(
@@ -48,34 +58,19 @@ impl DispatcherState {
             Notice::Routers { before, now } => tracing::info!(before, now, "workers report more routers"),
             Notice::PrefixIndexLost { worker } => self.count_of(names::PREFIX_INDEX_RESYNCS, worker),
             Notice::PrefixIndexOverfull { worker } => self.count_of(names::PREFIX_INDEX_OVERFULL, worker),
-            Notice::PromptPlaced { tokens, cached_tokens } => {
-                metrics::counter!(names::PLACED_TOKENS).increment(tokens.into());
-                metrics::counter!(names::PLACED_CACHED_TOKENS).increment(cached_tokens.into());
-            }
         }
     }
 
-    fn report_resubmission(
-        &self,
-        request: RequestId,
-        reason: ResubmissionReason,
-        attempt: u32,
-        quarantined: bool,
-    ) {
-        metrics::counter!(names::RESUBMISSIONS, "reason" => reason.label()).increment(1);
+    /// Passes a transition to the observer of an open request.
+    fn observe(&self, request: RequestId, transition: &Transition<'_>, now: Instant) {
         if let Some(active) = self.requests.get(request) {
-            active.retry(reason.label());
+            active.observe(transition, now);
         }
-        tracing::info!(
-            request_id = self.request_id(request),
-            reason = reason.label(),
-            attempt,
-            isolated = quarantined,
-            "resubmitting request"
-        );
-        if quarantined {
-            metrics::counter!(names::QUARANTINED_REQUESTS).increment(1);
-        }
+    }
+
+    /// Returns a worker of the live view, if there is one.
+    fn live_worker(&self, worker: WorkerId) -> Option<Arc<LiveWorker>> {
+        self.live.as_ref()?.worker(worker)
     }
 
     fn report_mixed_fingerprints(&self, worker: WorkerId, others: &[String]) {

@@ -7,23 +7,15 @@ use std::time::{Duration, Instant};
 
 use inflight_contract::{FinishReason, PositionLogprobs, PromptLogprobs};
 use inflight_router_core::{ChoiceOutput, RequestId, RequestPlaced};
+use tokio::sync::oneshot;
 
 use super::handoff::Handoff;
-use super::phase_spans::PhaseSpans;
+use super::observer::{RequestObserver, RequestTimes};
+use super::transition::Transition;
 use crate::call_guard::CallGuard;
-use crate::live::tracker::Tracker;
-use crate::metrics as names;
 use crate::outcome::Outcome;
 use crate::request::admitted_call::AdmittedCall;
 use crate::trace::TraceContext;
-
-/// Times of a request's progress.
-#[derive(Debug, Clone, Copy, Default)]
-pub(crate) struct RequestTimes {
-    pub(crate) placed: Option<Instant>,
-    pub(crate) first_token: Option<Instant>,
-    pub(crate) last_token: Option<Instant>,
-}
 
 /// Effect of a delivery on the stream's buffer.
 #[derive(Debug, PartialEq, Eq)]
@@ -85,8 +77,6 @@ pub(crate) struct ActiveRequest {
     stream: OnceLock<Weak<dyn ClientStream>>,
     /// Resources held against the router's limits.
     pub(crate) guard: CallGuard,
-    /// Reports to the live view; `None` without one.
-    pub(super) live: Option<Tracker>,
 }
 
 #[derive(Debug)]
@@ -95,25 +85,15 @@ struct StreamState {
     unread: Vec<UnreadOutput>,
     /// Unread log probabilities of prompt tokens; bounded by the prompt.
     prompt_logprobs: Vec<PromptLogprobs>,
-    /// Time of the last tokens by choice.
-    last_tokens: Vec<Option<Instant>>,
-    /// Gaps between tokens of the model, looked up once.
-    gaps: metrics::Histogram,
     /// Number of unread tokens, and of log probabilities of prompt tokens.
     unread_tokens: usize,
-    times: RequestTimes,
     rejection: Option<Outcome>,
     /// Set when the request has ended other than by the ends of its choices.
     failure: Option<Outcome>,
     paused: bool,
-    fingerprint: Option<Arc<str>>,
     /// Fingerprint changes not yet delivered to the stream.
     changes: VecDeque<FingerprintChange>,
-    /// Prompt tokens computed before the first token, without cached ones; `None` before that.
-    computed_prompt: Option<u32>,
-    /// Choices that have not ended.
-    running: u32,
-    spans: PhaseSpans,
+    observer: RequestObserver,
     stalled: bool,
     /// Time since which the stream has something unread, a failure included. A transport whose client does not
     /// read does not poll.
@@ -129,30 +109,11 @@ impl StreamState {
         self.unread_since.map_or(Duration::ZERO, |since| now.saturating_duration_since(since))
     }
 
-    /// Adds output.
-    fn push(&mut self, output: ChoiceOutput, now: Instant, live: Option<&Tracker>) {
-        let ChoiceOutput { choice, mut tokens, mut logprobs, prompt_logprobs, finish, computed_prompt } =
+    /// Adds output of the request of `call`.
+    fn push(&mut self, call: &AdmittedCall, output: ChoiceOutput, now: Instant) {
+        self.observer.observe(call, &Transition::Delivered(&output), now);
+        let ChoiceOutput { choice, mut tokens, mut logprobs, prompt_logprobs, finish, computed_prompt: _ } =
             output;
-        if !tokens.is_empty() {
-            self.times.first_token.get_or_insert(now);
-            self.times.last_token = Some(now);
-            if let Some(last) = self.last_tokens.get_mut(choice as usize)
-                && let Some(before) = last.replace(now)
-            {
-                let gap = now.saturating_duration_since(before);
-                self.gaps.record(gap);
-                if let Some(live) = live {
-                    live.gap(gap);
-                }
-            }
-        }
-        self.computed_prompt = self.computed_prompt.or(computed_prompt);
-        if finish.is_some() {
-            self.running = self.running.saturating_sub(1);
-            if self.running == 0 {
-                self.spans.end();
-            }
-        }
         self.unread_since.get_or_insert(now);
         self.unread_tokens += tokens.len() + prompt_logprobs.len();
         self.prompt_logprobs.extend(prompt_logprobs);
@@ -166,7 +127,7 @@ impl StreamState {
         unread.end = unread.end.or(finish);
         if !self.stalled && self.unread_tokens > Self::STALLED_TOKENS {
             self.stalled = true;
-            metrics::counter!(names::STALLED_STREAMS).increment(1);
+            self.observer.observe(call, &Transition::Stalled, now);
         }
     }
 
@@ -179,9 +140,9 @@ impl StreamState {
         let unread = unread.filter(|(unread, _)| !unread.tokens.is_empty() || unread.end.is_some());
         let fresh = unread.map(|(unread, choice)| (choice, std::mem::take(unread))).collect();
         StreamRead {
-            placed: self.times.placed.is_some(),
+            placed: self.observer.times().placed.is_some(),
             paused: std::mem::take(&mut self.paused),
-            fingerprint: self.fingerprint.clone(),
+            fingerprint: self.observer.fingerprint().cloned(),
             changes: self.changes.drain(..).collect(),
             prompt_logprobs: std::mem::take(&mut self.prompt_logprobs),
             fresh,
@@ -194,32 +155,25 @@ impl ActiveRequest {
     /// Unread time after which the transport is assumed not to poll.
     const UNPOLLED_MIN: Duration = Duration::from_millis(50);
 
-    pub(crate) fn new(
+    pub(super) fn new(
         id: RequestId,
         call: AdmittedCall,
-        span: tracing::Span,
         guard: CallGuard,
-        live: Option<Tracker>,
+        observer: RequestObserver,
     ) -> Self {
         let state = StreamState {
             unread: (0..call.sampling.n).map(|_| UnreadOutput::default()).collect(),
             prompt_logprobs: Vec::new(),
-            last_tokens: vec![None; call.sampling.n as usize],
-            gaps: metrics::histogram!(names::INTER_TOKEN_SECONDS, "model" => call.model.clone()),
             unread_tokens: 0,
-            times: RequestTimes::default(),
             rejection: None,
             failure: None,
             paused: false,
-            fingerprint: None,
             changes: VecDeque::new(),
-            computed_prompt: None,
-            running: call.sampling.n,
-            spans: PhaseSpans::new(span),
+            observer,
             stalled: false,
             unread_since: None,
         };
-        Self { id, call, state: Handoff::new(state), stream: OnceLock::new(), guard, live }
+        Self { id, call, state: Handoff::new(state), stream: OnceLock::new(), guard }
     }
 
     /// Returns its id in the dispatcher.
@@ -243,25 +197,27 @@ impl ActiveRequest {
         self.state.access(|state| state.rejection.clone())
     }
 
-    /// Records a dispatch to a worker.
-    pub(super) fn place(&self, placed: RequestPlaced, worker: &str, now: Instant, readers: &mut Vec<Waker>) {
+    /// Passes a transition to its observer.
+    pub(crate) fn observe(&self, transition: &Transition<'_>, now: Instant) {
+        self.state.access(|state| state.observer.observe(&self.call, transition, now));
+    }
+
+    /// Records that its client is about to get the last of its output: see [`RequestObserver::completed`].
+    pub(crate) fn complete(
+        &self,
+        completion_tokens: u32,
+        per_token: Option<Duration>,
+    ) -> Option<oneshot::Receiver<()>> {
+        self.state.access(|state| state.observer.completed(&self.call, completion_tokens, per_token))
+    }
+
+    /// Records a dispatch to the worker at `address`.
+    pub(super) fn place(&self, placed: RequestPlaced, address: &str, now: Instant, readers: &mut Vec<Waker>) {
         self.state.change(readers, |state| {
-            state.spans.attempt(worker);
+            state.observer.observe(&self.call, &Transition::Placed { placed: &placed, address }, now);
             state.paused = false;
-            if state.times.placed.is_none() {
-                state.times.placed = Some(now);
-                let waited = now.saturating_duration_since(self.call.arrived);
-                let model = self.call.model.clone();
-                metrics::histogram!(names::QUEUE_SECONDS, "model" => model.clone()).record(waited);
-                metrics::counter!(names::PROMPT_TOKENS, "model" => model)
-                    .increment(self.call.prompt.len() as u64);
-            }
-            if let Some(tokens) = placed.changed_after {
-                state
-                    .changes
-                    .push_back(FingerprintChange { fingerprint: placed.fingerprint.clone(), tokens });
-            }
-            state.fingerprint = Some(placed.fingerprint);
+            let RequestPlaced { fingerprint, changed_after, .. } = placed;
+            state.changes.extend(changed_after.map(|tokens| FingerprintChange { fingerprint, tokens }));
         });
     }
 
@@ -273,14 +229,8 @@ impl ActiveRequest {
         now: Instant,
         readers: &mut Vec<Waker>,
     ) -> DeliveryEffect {
-        if let Some(live) = &self.live {
-            live.delivered(output.tokens.len(), output.computed_prompt, now);
-            if let Some(reason) = output.finish {
-                live.choice_ended(output.choice, reason, now);
-            }
-        }
         self.state.change(readers, |state| {
-            state.push(output, now, self.live.as_ref());
+            state.push(&self.call, output, now);
             // If it was polled just now, the stream is behind, not its client.
             let overfull = state.unread_tokens > unread_max && state.unread_for(now) > Self::UNPOLLED_MIN;
             if overfull { DeliveryEffect::Overfull } else { DeliveryEffect::Taken }
@@ -288,37 +238,26 @@ impl ActiveRequest {
     }
 
     /// Records that it runs on no worker until its stream is read.
-    pub(super) fn pause(&self, readers: &mut Vec<Waker>) {
-        metrics::counter!(names::PAUSED_STREAMS).increment(1);
+    pub(super) fn pause(&self, now: Instant, readers: &mut Vec<Waker>) {
         self.state.change(readers, |state| {
+            state.observer.observe(&self.call, &Transition::Paused, now);
             state.paused = true;
-            state.spans.pause();
         });
-    }
-
-    /// Records that its worker does not finish it and another one will.
-    pub(super) fn retry(&self, reason: &'static str) {
-        self.state.access(|state| state.spans.retry(reason));
-    }
-
-    /// Ends its spans, when its call has ended.
-    pub(super) fn end_spans(&self) {
-        self.state.access(|state| state.spans.end());
     }
 
     /// Returns the trace context of the attempt that runs; that of the request if spans are not traced.
     pub(crate) fn trace(&self) -> TraceContext {
         // Outside the lock, because the context of a span is computed at its first use.
-        let span = self.state.access(|state| state.spans.current());
+        let span = self.state.access(|state| state.observer.phase());
         span.as_ref().and_then(TraceContext::traced).unwrap_or_else(|| self.call.trace.clone())
     }
 
     /// Ends it with an error; the first one counts.
     pub(super) fn fail(&self, outcome: Outcome, now: Instant, readers: &mut Vec<Waker>) {
         self.state.change(readers, |state| {
+            state.observer.observe(&self.call, &Transition::Failed(&outcome), now);
             state.failure.get_or_insert(outcome);
             state.unread_since.get_or_insert(now);
-            state.spans.end();
         });
     }
 
@@ -352,25 +291,13 @@ impl ActiveRequest {
     }
 
     pub(crate) fn times(&self) -> RequestTimes {
-        self.state.access(|state| state.times)
+        self.state.access(|state| state.observer.times())
     }
 
     /// Returns the prompt tokens found in a worker's prefix cache and the fingerprint of the last worker.
     pub(crate) fn served(&self) -> (u32, Option<Arc<str>>) {
-        let (computed, fingerprint) =
-            self.state.access(|state| (state.computed_prompt, state.fingerprint.clone()));
-        let prompt = self.call.prompt.len() as u32;
-        // The first choice to report has computed its resumed tokens, too.
-        let resumed = self.call.resumed.iter().map(Vec::len).max().unwrap_or(0) as u32;
-        let cached = |computed: u32| (prompt + resumed).saturating_sub(computed).min(prompt);
-        (computed.map_or(0, cached), fingerprint)
-    }
-
-    pub(crate) fn count_unbilled(&self, tokens: usize) {
-        if tokens > 0 {
-            metrics::counter!(names::UNBILLED_TOKENS, "model" => self.call.model.clone())
-                .increment(tokens as u64);
-        }
+        self.state
+            .access(|state| (state.observer.cached_prompt(&self.call), state.observer.fingerprint().cloned()))
     }
 }
 
@@ -383,6 +310,7 @@ mod tests {
     use inflight_router_core::{LaneId, QueueLimits};
 
     use super::*;
+    use crate::dispatcher::observer::Billing;
     use crate::trace::TraceContext;
 
     struct Count(AtomicU32);
@@ -422,7 +350,8 @@ mod tests {
             trace: TraceContext::default(),
         };
         let id = RequestId::default();
-        let active = ActiveRequest::new(id, call, tracing::Span::none(), CallGuard::default(), None);
+        let observer = RequestObserver::new(&call, tracing::Span::none(), Billing::default(), None);
+        let active = ActiveRequest::new(id, call, CallGuard::default(), observer);
         let token = || ChoiceOutput {
             choice: 0,
             tokens: vec![5],
@@ -440,7 +369,7 @@ mod tests {
         assert_eq!(active.deliver(token(), 1, now, &mut readers), DeliveryEffect::Taken);
         let later = now + 2 * ActiveRequest::UNPOLLED_MIN;
         assert_eq!(active.deliver(token(), 1, later, &mut readers), DeliveryEffect::Overfull);
-        active.pause(&mut readers);
+        active.pause(later, &mut readers);
         assert_eq!((readers.len(), woken.0.load(Ordering::Relaxed)), (1, 0), "once, after all commands");
         readers.drain(..).for_each(Waker::wake);
         assert_eq!(woken.0.load(Ordering::Relaxed), 1);

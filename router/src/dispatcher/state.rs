@@ -20,7 +20,6 @@ use super::recorder::Recorder;
 use super::request::ActiveRequest;
 use crate::cluster::bundle::Model;
 use crate::live::hub::Hub;
-use crate::live::tracker::Placement;
 use crate::metrics as names;
 
 /// Model as requests resolve it.
@@ -145,10 +144,6 @@ pub(super) struct DispatcherState {
     pub(super) recorder: Option<Recorder>,
     /// Live view; `None` without one.
     pub(super) live: Option<Arc<Hub>>,
-    /// Placement of the request that the next command is about.
-    pub(super) placement: Placement,
-    /// Requests that wait for their next attempt outside of the queue, for the live view.
-    pub(super) held: Vec<RequestId>,
 }
 
 impl DispatcherState {
@@ -177,8 +172,6 @@ impl DispatcherState {
             model_gauges: BTreeMap::new(),
             recorder,
             live,
-            placement: Placement::default(),
-            held: Vec::new(),
         }
     }
 

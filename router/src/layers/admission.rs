@@ -5,7 +5,7 @@ use std::time::Instant;
 
 use inflight_contract::{Priority, Weight};
 use inflight_net::{Answer, Middleware, Next};
-use inflight_router_core::{DailyLimit, OverLimit, QueueLimits, RateCharge};
+use inflight_router_core::{OverLimit, QueueLimits};
 use tonic::body::Body;
 use tonic::codegen::http::Request;
 
@@ -15,7 +15,7 @@ use crate::layers::paths::MODEL_STREAM_INFER;
 use crate::layers::refusal::Refuse;
 use crate::metrics as names;
 use crate::outcome::{Outcome, Overload};
-use crate::tenants::{Caller, Tenant};
+use crate::tenants::{Caller, Tenant, TokenCharge};
 
 /// Tenant, fair-share terms and queue bounds of a request.
 #[derive(Debug, Clone, PartialEq)]
@@ -77,61 +77,13 @@ impl AdmissionGuard {
     pub(crate) fn take_tokens(&self, tokens: u64) -> Result<TokenCharge, Outcome> {
         let now = clock::now().saturating_duration_since(self.admission.epoch);
         let routers = self.admission.dispatch.routers();
-        let mut state = self.tenant.lock();
-        let limits = state.limits;
-        let today = clock::since_unix_epoch();
-        let daily = limits.tokens_per_day.map(|per_day| DailyLimit { per_day, routers });
-        let reserved = daily.map_or(Ok(()), |limit| {
-            let reserved = state.budget.reserve(limit, tokens, today);
-            reserved.map_err(|exceeded| OverLimit::DailyTokens { limit, asked: tokens, exceeded })
-        });
-        let reserved_tokens = if daily.is_some() { tokens } else { 0 };
-        let taken = reserved.and_then(|()| {
-            let taken = state.gate.take_tokens(&limits, routers, tokens, now);
-            if taken.is_err() {
-                state.budget.settle(reserved_tokens, 0, today);
-            }
-            taken
-        });
-        drop(state);
-        let taken = taken.map_err(|over| reject(&over, &self.tenant))?;
-        Ok(TokenCharge { tenant: self.tenant.clone(), taken, reserved: reserved_tokens, tokens, used: 0 })
+        TokenCharge::take(&self.tenant, tokens, routers, now).map_err(|over| reject(&over, &self.tenant))
     }
 }
 
 impl Drop for AdmissionGuard {
     fn drop(&mut self) {
         self.tenant.lock().gate.leave();
-    }
-}
-
-/// Tokens charged to a tenant's rate and daily budget; unused ones are returned on drop.
-pub(crate) struct TokenCharge {
-    tenant: Arc<Tenant>,
-    /// Charge at the rate in force then; `None` without a limit.
-    taken: Option<RateCharge>,
-    /// Tokens reserved of the daily budget; 0 without one.
-    reserved: u64,
-    /// Maximum tokens of the request.
-    tokens: u64,
-    used: u64,
-}
-
-impl TokenCharge {
-    /// Marks tokens as used.
-    pub(crate) fn used(&mut self, tokens: u64) {
-        self.used = self.used.saturating_add(tokens).min(self.tokens);
-    }
-}
-
-impl Drop for TokenCharge {
-    fn drop(&mut self) {
-        let mut state = self.tenant.lock();
-        if let Some(taken) = self.taken {
-            state.gate.return_tokens(taken, self.tokens - self.used);
-        }
-        // Counted without a limit too, which a reload may set.
-        state.budget.settle(self.reserved, self.used, clock::since_unix_epoch());
     }
 }
 

@@ -263,11 +263,6 @@ impl LiveRequest {
         }
     }
 
-    /// Whether the request waits for the retry budget or in quarantine.
-    pub(super) fn is_held(&self) -> bool {
-        matches!(self.lock().state, State::Retry | State::Quarantined)
-    }
-
     /// Whether the request has this request id.
     pub(super) fn has_id(&self, request_id: &str) -> bool {
         *self.request_id == *request_id

@@ -5,11 +5,13 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use inflight_contract::FinishReason;
-use inflight_router_core::{SubmissionId, WorkerId};
+use inflight_router_core::{RequestPlaced, ResubmissionReason, RetryWait};
 
 use super::hub::Hub;
 use super::request::{LiveRequest, NewRequest, Place};
 use super::view::State;
+use crate::dispatcher::transition::Transition;
+use crate::outcome::Outcome;
 
 /// Reports a request to the live view.
 #[derive(Debug, Clone)]
@@ -18,29 +20,44 @@ pub(crate) struct Tracker {
     request: Arc<LiveRequest>,
 }
 
-/// Placement of a request, as the dispatcher knows it.
-#[derive(Debug, Clone, Copy, Default)]
-pub(crate) struct Placement {
-    /// Tokens of prompt and earlier output.
-    pub(crate) tokens: u32,
-    /// Tokens expected in the worker's prefix cache.
-    pub(crate) cached_tokens: u32,
-}
-
 impl Tracker {
     /// Adds a request to the live view.
     pub(crate) fn new(hub: &Arc<Hub>, new: &NewRequest<'_>, now: Instant) -> Self {
         Self { hub: hub.clone(), request: hub.arrive(new, now) }
     }
 
-    /// Forgets a request that was not admitted.
-    pub(crate) fn rejected(&self) {
-        self.hub.forget(self.request.number);
+    /// Reports a transition of the request.
+    pub(crate) fn observe(&self, transition: &Transition<'_>, now: Instant) {
+        match transition {
+            Transition::Rejected => self.hub.forget(self.request.number),
+            Transition::Placed { placed, .. } => self.dispatched(placed, now),
+            Transition::Submitted { worker, submission, attempt } => {
+                let forgotten = self.request.submitted(*submission, *attempt);
+                self.hub.submitted(*worker, *submission, &self.request, forgotten);
+            }
+            Transition::Delivered(output) => {
+                self.delivered(output.tokens.len(), output.computed_prompt, now);
+                if let Some(reason) = output.finish {
+                    self.choice_ended(output.choice, reason, now);
+                }
+            }
+            Transition::Paused => self.request.paused(now),
+            Transition::Resumed => self.request.continued(now),
+            Transition::Resubmitted { reason, wait, .. } => self.lost(*reason, *wait, now),
+            Transition::Requeued => self.request.queued(now, "ahead of new requests"),
+            Transition::Failed(outcome) => self.ended(outcome.label(), now),
+            // Only the first end has an effect.
+            Transition::Released => self.ended(Outcome::Cancelled.label(), now),
+            Transition::Stalled
+            | Transition::Discarded { .. }
+            | Transition::ChoiceFinished(_)
+            | Transition::Ended(_) => {}
+        }
     }
 
     /// Records a dispatch.
-    pub(crate) fn dispatched(&self, worker: WorkerId, placement: Placement, now: Instant) {
-        let Placement { tokens, cached_tokens } = placement;
+    fn dispatched(&self, placed: &RequestPlaced, now: Instant) {
+        let RequestPlaced { worker, tokens, cached_tokens, .. } = *placed;
         let name = self.hub.worker(worker).map(|worker| worker.name()).unwrap_or_default();
         let policy = self.hub.policy();
         let detail = format!(
@@ -52,14 +69,8 @@ impl Tracker {
         self.hub.count_dispatched(tokens);
     }
 
-    /// Records the id of a submission.
-    pub(crate) fn submitted(&self, worker: WorkerId, submission: SubmissionId, attempt: u32) {
-        let forgotten = self.request.submitted(submission, attempt);
-        self.hub.submitted(worker, submission, &self.request, forgotten);
-    }
-
     /// Counts delivered tokens. `computed` are the prompt tokens that were computed, with the first ones.
-    pub(crate) fn delivered(&self, tokens: usize, computed: Option<u32>, now: Instant) {
+    fn delivered(&self, tokens: usize, computed: Option<u32>, now: Instant) {
         if tokens == 0 {
             return;
         }
@@ -84,7 +95,7 @@ impl Tracker {
     }
 
     /// Records the end of a choice; with the last one the request ends.
-    pub(crate) fn choice_ended(&self, choice: u32, reason: FinishReason, now: Instant) {
+    fn choice_ended(&self, choice: u32, reason: FinishReason, now: Instant) {
         // To a client they are one.
         let reason = if reason == FinishReason::Complete { FinishReason::Stop } else { reason };
         if self.request.choice_ended(now, choice, reason.label()) {
@@ -92,42 +103,24 @@ impl Tracker {
         }
     }
 
-    /// Records that the request is paused until its client reads.
-    pub(crate) fn paused(&self, now: Instant) {
-        self.request.paused(now);
-    }
-
-    /// Records that the client reads again.
-    pub(crate) fn continued(&self, now: Instant) {
-        self.request.continued(now);
-    }
-
-    /// Records that the worker was lost or returned the request. `waits`: the next attempt waits outside the queue.
-    pub(crate) fn lost(&self, reason: &str, quarantined: bool, waits: bool, now: Instant) {
-        self.request.lost(now, reason);
-        if quarantined {
-            let detail =
-                "two workers in a row were lost before its first token; it waits for a worker of its own";
-            self.request.held(now, State::Quarantined, "quarantined", detail);
-        } else if waits {
-            self.request.held(now, State::Retry, "retry", "it waits for the retry budget");
-        } else {
-            self.request.queued(now, "ahead of new requests");
+    /// Records that the worker was lost or returned the request.
+    fn lost(&self, reason: ResubmissionReason, wait: RetryWait, now: Instant) {
+        self.request.lost(now, reason.label());
+        match wait {
+            RetryWait::Queue => self.request.queued(now, "ahead of new requests"),
+            RetryWait::Budget => {
+                self.request.held(now, State::Retry, "retry", "it waits for the retry budget");
+            }
+            RetryWait::Quarantine => {
+                let detail =
+                    "two workers in a row were lost before its first token; it waits for a worker of its own";
+                self.request.held(now, State::Quarantined, "quarantined", detail);
+            }
         }
     }
 
-    /// Whether the request was last recorded as waiting outside the queue.
-    pub(crate) fn is_held(&self) -> bool {
-        self.request.is_held()
-    }
-
-    /// Records that the next attempt no longer waits outside the queue.
-    pub(crate) fn requeued(&self, now: Instant) {
-        self.request.queued(now, "ahead of new requests");
-    }
-
     /// Records the end of the request; only the first call has an effect.
-    pub(crate) fn ended(&self, outcome: &str, now: Instant) {
+    fn ended(&self, outcome: &str, now: Instant) {
         if self.request.end(now, outcome) {
             self.hub.ended(&self.request);
         }

@@ -5,27 +5,23 @@ use std::future::Future as _;
 use std::pin::Pin;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::task::{Context, Poll, ready};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use futures::Stream;
 use inflight_contract::{FinishReason, PromptLogprobs};
 use tokio::sync::oneshot;
 use tokio::time::Sleep;
-use tracing::Span;
 
 use crate::clock;
 use crate::cluster::bundle::Model;
 use crate::dispatcher::Ticket;
 use crate::dispatcher::request::{ActiveRequest, ClientStream, FingerprintChange, StreamRead, UnreadOutput};
-use crate::layers::admission::TokenCharge;
-use crate::metrics as names;
+use crate::dispatcher::transition::{RequestEnd, Transition};
 use crate::outcome::Outcome;
 use crate::output::choice_output::ChoiceOutput;
 use crate::output::event::{Completed, GenerationEvent, Started, Timings, Usage};
 use crate::request::admitted_call::AdmittedCall;
 use crate::request::cursor::Cursor;
-use crate::usage::log::UsageSlot;
-use crate::usage::{UsageRecord, timestamp};
 
 /// Maximum entries of one event with log probabilities of the prompt.
 const PROMPT_LOGPROBS_MAX: usize = 512;
@@ -38,15 +34,9 @@ pub(crate) struct ResponseStream {
 }
 
 impl ResponseStream {
-    pub(crate) fn new(
-        ticket: Ticket,
-        model: Arc<Model>,
-        span: Span,
-        charge: Option<TokenCharge>,
-        usage: Option<UsageSlot>,
-    ) -> Self {
+    pub(crate) fn new(ticket: Ticket, model: Arc<Model>) -> Self {
         let active = ticket.active.clone();
-        let open = OpenStream::new(ticket, model.clone(), span, charge, usage);
+        let open = OpenStream::new(ticket, model.clone());
         let shared = Arc::new(SharedStream(Mutex::new(Phase::Open(Box::new(open)))));
         let stream: Weak<SharedStream> = Arc::downgrade(&shared);
         active.attach(stream);
@@ -162,26 +152,15 @@ struct OpenStream {
     /// Deadline timer, created at the first poll.
     expiry: Option<Pin<Box<Sleep>>>,
     ready: VecDeque<GenerationEvent>,
-    span: Span,
     /// Final outcome; `None` while the request runs.
     outcome: Option<Outcome>,
-    /// Tokens charged to its tenant's rate.
-    charge: Option<TokenCharge>,
-    /// Place of its line in the usage log.
-    usage: Option<UsageSlot>,
     /// Resolves once the line of a completed request is written, before which the last event is not sent: a
     /// client that has all of its output is billed even if the router is killed.
     written: Option<oneshot::Receiver<()>>,
 }
 
 impl OpenStream {
-    fn new(
-        ticket: Ticket,
-        model: Arc<Model>,
-        span: Span,
-        charge: Option<TokenCharge>,
-        usage: Option<UsageSlot>,
-    ) -> Self {
+    fn new(ticket: Ticket, model: Arc<Model>) -> Self {
         let call = &ticket.active.call;
         let choices = (0..call.sampling.n).map(|index| ChoiceOutput::new(index, call, &model.tokenizer));
         let choices = choices.collect();
@@ -196,10 +175,7 @@ impl OpenStream {
             held: Vec::new(),
             expiry: None,
             ready: VecDeque::new(),
-            span,
             outcome: None,
-            charge,
-            usage,
             written: None,
         }
     }
@@ -284,14 +260,20 @@ impl OpenStream {
     fn take_output(&mut self) -> Result<(), Outcome> {
         let mut withdrawn = Vec::new();
         for (index, mut fresh) in std::mem::take(&mut self.held) {
-            let call = &self.ticket.active.call;
+            let active = &self.ticket.active;
+            let call = &active.call;
+            let discard = |tokens: usize| {
+                if tokens > 0 {
+                    active.observe(&Transition::Discarded { tokens }, clock::now());
+                }
+            };
             let choice = &mut self.choices[index as usize];
             if choice.ended() {
-                self.ticket.active.count_unbilled(fresh.tokens.len());
+                discard(fresh.tokens.len());
                 continue;
             }
             if call.discard_output {
-                self.ticket.active.count_unbilled(fresh.tokens.len());
+                discard(fresh.tokens.len());
                 fresh =
                     UnreadOutput { end: fresh.end.map(|_| FinishReason::Length), ..UnreadOutput::default() };
             }
@@ -299,10 +281,10 @@ impl OpenStream {
             let received = fresh.tokens.len();
             let before = choice.tokens();
             let taken = choice.take(fresh, call, self.model.tokenizer.vocabulary())?;
-            self.ticket.active.count_unbilled(received - (choice.tokens() - before) as usize);
+            discard(received - (choice.tokens() - before) as usize);
             self.ready.extend(taken.deltas.into_iter().map(GenerationEvent::Delta));
             if let Some(finished) = taken.finished {
-                count_finished(&call.model, finished.reason);
+                self.observe(&Transition::ChoiceFinished(finished.reason));
                 if !worker_ended {
                     withdrawn.push(index);
                 }
@@ -343,6 +325,10 @@ impl OpenStream {
         }
     }
 
+    fn observe(&self, transition: &Transition<'_>) {
+        self.ticket.active.observe(transition, clock::now());
+    }
+
     fn delivered(&self) -> u32 {
         self.choices.iter().map(ChoiceOutput::delivered).sum()
     }
@@ -371,48 +357,8 @@ impl OpenStream {
         self.ready.push_back(GenerationEvent::Completed(Completed { usage, timings }));
         self.over = true;
         self.outcome = Some(Outcome::Completed);
-        self.written = self.usage.take().map(|slot| slot.record(self.usage_record(&Outcome::Completed)));
-        if longest > 1 {
-            let (model, operation) = (call.model.clone(), operation(call));
-            metrics::histogram!(names::PER_TOKEN_SECONDS,
-                "gen_ai_request_model" => model, "gen_ai_operation_name" => operation)
-            .record(between);
-        }
-    }
-
-    /// Returns the prompt tokens that count: all, if a worker has received them.
-    fn counted_prompt(&self) -> u64 {
-        let active = &self.ticket.active;
-        let received = active.times().placed.is_some() || active.call.charged_tokens() > 0;
-        if received { active.call.prompt.len() as u64 } else { 0 }
-    }
-
-    /// Returns the line of the usage log.
-    fn usage_record(&self, outcome: &Outcome) -> UsageRecord {
-        let active = &self.ticket.active;
-        let call = &active.call;
-        let times = active.times();
-        let (cached, fingerprint) = active.served();
-        let (now, ended) = (clock::now(), clock::since_unix_epoch());
-        let at = |at: Instant| timestamp(ended.saturating_sub(now.saturating_duration_since(at)));
-        UsageRecord {
-            id: String::new(),
-            tenant: call.tenant.clone(),
-            key: call.key_id.clone(),
-            request: call.request_id.clone(),
-            model: call.model.clone(),
-            fingerprint: fingerprint.as_deref().unwrap_or_default().to_owned(),
-            stream: call.cursor.as_ref().map(Cursor::stream_id),
-            resumed_tokens: call.cursor.as_ref().map(Cursor::tokens).filter(|_| call.resumes),
-            prompt_tokens: self.counted_prompt(),
-            cached_prompt_tokens: u64::from(cached),
-            completion_tokens: u64::from(self.delivered()),
-            arrived: at(call.arrived),
-            dispatched: times.placed.map(at),
-            first_token: times.first_token.map(at),
-            ended: timestamp(ended),
-            outcome: outcome.label().to_owned(),
-        }
+        let per_token = (longest > 1).then(|| Duration::from_secs_f64(between));
+        self.written = self.ticket.active.complete(self.delivered(), per_token);
     }
 
     fn end_with(&mut self, outcome: Outcome) -> Outcome {
@@ -453,72 +399,10 @@ impl OpenStream {
 
 impl Drop for OpenStream {
     fn drop(&mut self) {
-        let active = &self.ticket.active;
-        let call = &active.call;
         // Dropped before its end: the client has cancelled.
         let outcome = self.outcome.take().unwrap_or(Outcome::Cancelled);
-        let times = active.times();
-        let elapsed = clock::now().saturating_duration_since(call.arrived);
-        let tokens = self.delivered();
-        let prompt = self.counted_prompt();
-        if let Some(charge) = &mut self.charge {
-            charge.used((prompt + u64::from(tokens)).saturating_sub(call.charged_tokens()));
-        }
-        if let Some(usage) = self.usage.take() {
-            // Resolves at the write, for which nothing waits here.
-            drop(usage.record(self.usage_record(&outcome)));
-        }
-        let (model, operation) = (call.model.clone(), operation(call));
-        let error = match outcome {
-            Outcome::Completed => "",
-            _ => outcome.label(),
-        };
-        metrics::counter!(names::REQUESTS, "outcome" => outcome.label()).increment(1);
-        let reason = match outcome {
-            Outcome::Cancelled => FinishReason::Cancelled,
-            Outcome::DeadlineExceeded => FinishReason::Deadline,
-            _ => FinishReason::Error,
-        };
-        for _ in self.choices.iter().filter(|choice| !choice.ended()) {
-            count_finished(&model, reason);
-        }
-        let received = call.cursor.as_ref().map_or(0, Cursor::tokens);
-        metrics::counter!(names::COMPLETION_TOKENS, "model" => model.clone())
-            .increment(u64::from(tokens).saturating_sub(received));
-        metrics::histogram!(names::REQUEST_SECONDS, "gen_ai_request_model" => model.clone(),
-            "gen_ai_operation_name" => operation, "error_type" => error)
-        .record(elapsed);
-        if let Some(first) = times.first_token {
-            metrics::histogram!(names::FIRST_TOKEN_SECONDS,
-                "gen_ai_request_model" => model, "gen_ai_operation_name" => operation)
-            .record(first.saturating_duration_since(call.arrived));
-        }
-        self.span.record("outcome", outcome.label());
-        self.span.record("completion_tokens", tokens);
-        // The last exit of a span is its end: it was entered before, to tokenize.
-        let _entered = self.span.enter();
-        tracing::info!(
-            request_id = call.request_id,
-            model = call.model,
-            outcome = outcome.label(),
-            prompt_tokens = call.prompt.len(),
-            completion_tokens = tokens,
-            seconds = elapsed.as_secs_f64(),
-            "request ended"
-        );
+        let unfinished = self.choices.iter().filter(|choice| !choice.ended()).count();
+        let completion_tokens = self.delivered();
+        self.observe(&Transition::Ended(RequestEnd { outcome: &outcome, completion_tokens, unfinished }));
     }
-}
-
-fn count_finished(model: &str, reason: FinishReason) {
-    let reason = match reason {
-        // One reason to clients.
-        FinishReason::Complete => FinishReason::Stop,
-        reason => reason,
-    };
-    metrics::counter!(names::FINISHED_CHOICES, "model" => model.to_owned(), "reason" => reason.label())
-        .increment(1);
-}
-
-fn operation(call: &AdmittedCall) -> &'static str {
-    if call.chat { "chat" } else { "text_completion" }
 }

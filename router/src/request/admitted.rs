@@ -7,6 +7,7 @@ use tracing::Span;
 
 use crate::cluster::bundle::Model;
 use crate::dispatcher::SharedDispatcher;
+use crate::dispatcher::observer::Billing;
 use crate::outcome::Outcome;
 use crate::output::response_stream::ResponseStream;
 use crate::request::admitted_call::AdmittedCall;
@@ -125,8 +126,8 @@ impl Admitted {
         let Self { call, model, held, span } = self;
         let charge = held.charge(call.tokens().saturating_sub(call.charged_tokens()))?;
         let (guard, usage, _cold_start) = held.into_guard();
-        let ticket = dispatch.submit(call, span.clone(), guard)?;
-        Ok(ResponseStream::new(ticket, model, span, charge, usage))
+        let ticket = dispatch.submit(call, span, guard, Billing { charge, usage })?;
+        Ok(ResponseStream::new(ticket, model))
     }
 }
 

@@ -8,7 +8,7 @@ use tokio::sync::OwnedSemaphorePermit;
 use tokio_util::task::task_tracker::TaskTrackerToken;
 
 use crate::call_guard::CallGuard;
-use crate::layers::admission::{AdmissionGuard, TokenCharge};
+use crate::layers::admission::AdmissionGuard;
 use crate::layers::arrival::CallArrival;
 use crate::metrics as names;
 use crate::options::Options;
@@ -16,7 +16,7 @@ use crate::outcome::{Outcome, Overload};
 use crate::request::context::RequestContext;
 use crate::request::draft::Draft;
 use crate::request::resources::Resources;
-use crate::tenants::Caller;
+use crate::tenants::{Caller, TokenCharge};
 use crate::usage::log::{UsageLog, UsageSlot};
 
 /// Bytes that a request may keep without a reservation.

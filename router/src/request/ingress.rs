@@ -10,7 +10,7 @@ use tokio_util::task::TaskTracker;
 
 use crate::clock;
 use crate::dispatcher::{ServedModel, SharedDispatcher};
-use crate::layers::admission::{self, TokenCharge};
+use crate::layers::admission;
 use crate::metrics as names;
 use crate::options::Options;
 use crate::outcome::Outcome;
@@ -25,6 +25,7 @@ use crate::request::prompt::{PromptJob, SpecialTokens};
 use crate::request::resources::Resources;
 use crate::request::tokenized::Tokenized;
 use crate::request::tokenizing::TokenizeTerms;
+use crate::tenants::TokenCharge;
 use crate::usage::log::UsageLog;
 
 /// Request path shared by gRPC, KServe and HTTP.

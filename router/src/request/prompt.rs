@@ -6,11 +6,11 @@ use std::ops::Range;
 use inflight_router_core::TokenizePiece;
 
 use crate::dispatcher::ServedModel;
-use crate::layers::admission::TokenCharge;
 use crate::options::Options;
 use crate::outcome::Outcome;
 use crate::request::draft::Input;
 use crate::request::tokenizing::{TokenizeTerms, Tokenizing};
+use crate::tenants::TokenCharge;
 use crate::text::{Conversation, PromptText, TokenizerError};
 
 /// Text size above which tokenizing would delay other streams of the thread, in bytes.

@@ -6,8 +6,8 @@ use std::time::Duration;
 use inflight_contract::ModelLimits;
 use inflight_router_core::{
     BlockHashChain, ClientCommand, Command, Credits, Dispatcher, DispatcherOptions, Event, FairQueueOptions,
-    LaneId, Notice, QueueLimits, RequestId, RequestSpec, SessionId, Submission, Tier, WorkerCommand,
-    WorkerId, WorkerInfo, WorkerUpdate,
+    LaneId, QueueLimits, RequestId, RequestSpec, SessionId, Submission, Tier, WorkerCommand, WorkerId,
+    WorkerInfo, WorkerUpdate,
 };
 use inflight_worker_core::Time;
 use slotmap::SlotMap;
@@ -125,8 +125,8 @@ impl SimulatedRouter {
             for command in commands.drain(..) {
                 match command {
                     // Precedes the submission it belongs to.
-                    Command::Notice(Notice::PromptPlaced { cached_tokens, .. }) => {
-                        expected_tokens = cached_tokens
+                    Command::Client { command: ClientCommand::Placed(placed), .. } => {
+                        expected_tokens = placed.cached_tokens;
                     }
                     Command::Worker { worker, command } => self.send(worker, command, expected_tokens),
                     Command::Client { request, command } => events.extend(self.receive(request, command)?),

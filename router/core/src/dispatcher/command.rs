@@ -7,7 +7,8 @@ use inflight_contract::{FinishReason, PositionLogprobs, PromptLogprobs, Service}
 use serde::Serialize;
 
 use crate::{
-    Failure, IncarnationCounters, LaneId, RequestId, ResubmissionReason, SubmissionId, Violation, WorkerId,
+    Failure, IncarnationCounters, LaneId, RequestId, ResubmissionReason, RetryWait, SubmissionId, Violation,
+    WorkerId,
 };
 
 /// Action of the router after an event; actions are carried out in order.
@@ -131,6 +132,10 @@ pub struct RequestPlaced {
     pub fingerprint: Arc<str>,
     /// Tokens of each choice before a change of fingerprint, after which the output may differ.
     pub changed_after: Option<Vec<u32>>,
+    /// Tokens of prompt and earlier output.
+    pub tokens: u32,
+    /// Tokens expected in the worker's prefix cache.
+    pub cached_tokens: u32,
 }
 
 /// New output of one choice.
@@ -175,8 +180,13 @@ pub enum Notice {
         reason: ResubmissionReason,
         /// Number of the new attempt.
         attempt: u32,
-        /// Whether it is quarantined: it will run alone on a worker.
-        quarantined: bool,
+        /// What it waits for.
+        wait: RetryWait,
+    },
+    /// A request whose next attempt waited for the retry budget is in the queue now.
+    Requeued {
+        /// The request.
+        request: RequestId,
     },
     /// A worker is reserved for a quarantined request.
     Quarantined {
@@ -220,12 +230,5 @@ pub enum Notice {
     PrefixIndexOverfull {
         /// The worker.
         worker: WorkerId,
-    },
-    /// A prompt was placed on a worker.
-    PromptPlaced {
-        /// Tokens of prompt and earlier output.
-        tokens: u32,
-        /// Tokens expected in the worker's prefix cache.
-        cached_tokens: u32,
     },
 }

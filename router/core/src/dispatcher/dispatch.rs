@@ -93,7 +93,7 @@ impl Dispatcher {
                 }
             }
             Phase::Queued(position) if ended => self.queue.remove(&position),
-            Phase::Queued(_) | Phase::AwaitingRetry | Phase::Paused | Phase::Ended => {}
+            Phase::Queued(_) | Phase::AwaitingRetry | Phase::Quarantined | Phase::Paused | Phase::Ended => {}
         }
         if ended {
             request.phase = Phase::Ended;
@@ -144,7 +144,7 @@ impl Dispatcher {
             let Some(session) = self.sessions.get_mut(worker) else { continue };
             // A quarantined request waits outside the queue and needs a grant of its worker as well.
             let awaited = session.reserved.and_then(|reserved| self.requests.get(reserved.request));
-            let awaits_quarantined = awaited.is_some_and(|request| request.phase == Phase::AwaitingRetry);
+            let awaits_quarantined = awaited.is_some_and(|request| request.phase == Phase::Quarantined);
             session.send_backlog(waits || awaits_quarantined, &mut self.commands);
         }
     }
@@ -295,11 +295,12 @@ impl Dispatcher {
         let fingerprint = session.fingerprint.clone();
         let generated = request.journal.tokens();
         request.phase = Phase::Running { worker, session: session.id, submission };
-        let cached = self.placement.route(worker, submission, &request.spec, generated, commands);
+        let (tokens, cached_tokens) = self.placement.route(worker, submission, &request.spec, generated);
         let (mut virtual_start_time, mut min_waiting_virtual_time) = (None, None);
         if let Some(position) = &request.position {
             // The prompt of a resumed stream was charged at its first dispatch; of another one, the worker charges what is not cached.
-            let prompt = if generated > 0 { 0 } else { request.spec.prompt_tokens.saturating_sub(cached) };
+            let prompt =
+                if generated > 0 { 0 } else { request.spec.prompt_tokens.saturating_sub(cached_tokens) };
             // Before what it outranks: the tags of a burst, given at its dispatch, lag behind the service since.
             let (spec, queue) = (&request.spec, &self.queue);
             let own = queue.virtual_time_with(spec, OUTRANKING_PROMPTS * spec.prompt_tokens);
@@ -327,7 +328,8 @@ impl Dispatcher {
         let prompt_blocks =
             AdmissionCost::new(session.block_tokens).prompt(request.spec.prompt_tokens as usize);
         let choices = request.journal.choice_blocks(session.block_tokens);
-        request.send(ClientCommand::Placed(RequestPlaced { worker, fingerprint, changed_after }), commands);
+        let placed = RequestPlaced { worker, fingerprint, changed_after, tokens, cached_tokens };
+        request.send(ClientCommand::Placed(placed), commands);
         let RequestSpec { priority, tenant, .. } = &request.spec;
         session.submit(*priority, tenant, prompt_blocks, choices, submission, commands);
     }

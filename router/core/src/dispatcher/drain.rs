@@ -60,7 +60,7 @@ impl Dispatcher {
         let overdue = session.reserved.is_some_and(|reserved| {
             let waiting = self.requests.get(reserved.request);
             self.now.saturating_sub(reserved.since) > Self::RESERVED_MAX
-                && waiting.is_some_and(|request| request.phase == Phase::AwaitingRetry)
+                && waiting.is_some_and(|request| request.phase == Phase::Quarantined)
         });
         let begun = request.journal.tokens() > 0;
         let fingerprint = &session.fingerprint;

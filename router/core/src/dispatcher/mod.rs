@@ -17,6 +17,7 @@ mod quarantine;
 mod reason;
 mod request;
 mod resubmission;
+mod retry_wait;
 mod session;
 mod updates;
 mod violation;
@@ -38,6 +39,7 @@ use placement_state::PlacementState;
 pub use placement_state::prompt_chains;
 pub use reason::ResubmissionReason;
 use request::{Phase, Request};
+pub use retry_wait::RetryWait;
 use session::WorkerSession;
 pub use violation::Violation;
 
@@ -250,11 +252,6 @@ impl Dispatcher {
         (self.retries.len(), self.quarantined.len())
     }
 
-    /// Whether a request waits for its next attempt in the retry queue or in quarantine.
-    pub fn awaits_retry(&self, request: RequestId) -> bool {
-        self.requests.get(request).is_some_and(|request| request.phase == Phase::AwaitingRetry)
-    }
-
     /// Returns grant and usage of a worker with an open session.
     pub fn worker_usage(&self, worker: WorkerId) -> Option<WorkerUsage> {
         let session = self.sessions.get(&worker)?;
@@ -341,7 +338,7 @@ impl Dispatcher {
                 }
             }
             // The retry queue and the quarantine skip ended requests.
-            Phase::AwaitingRetry | Phase::Paused | Phase::Ended => {}
+            Phase::AwaitingRetry | Phase::Quarantined | Phase::Paused | Phase::Ended => {}
         }
         if let Some(position) = request.position.take() {
             self.queue.depart(&position);

@@ -96,21 +96,20 @@ impl PlacementState {
         self.placer.choose(&size(spec, generated), candidates)
     }
 
-    /// Records a dispatch to a worker.
+    /// Records a dispatch to a worker. Returns the tokens of prompt and earlier output, and how many of them are expected in the worker's
+    /// prefix cache.
     pub(super) fn route(
         &mut self,
         worker: WorkerId,
         submission: SubmissionId,
         spec: &RequestSpec,
         generated: usize,
-        commands: &mut Vec<Command>,
-    ) -> u32 {
+    ) -> (u32, u32) {
         let tokens = size(spec, generated).prompt_tokens;
         let estimate = self.workers.estimate(worker, tokens, &spec.chains);
         let cached_tokens = estimate.cached.tokens();
-        commands.push(Command::Notice(Notice::PromptPlaced { tokens, cached_tokens }));
         self.workers.route(worker, submission, tokens, &spec.chains, &estimate);
-        cached_tokens
+        (tokens, cached_tokens)
     }
 
     /// Returns the predicted time to first token of a request dispatched to a worker now; `None` if the

@@ -19,7 +19,7 @@ impl Dispatcher {
         for _ in 0..self.quarantined.len() {
             let Some(id) = self.quarantined.pop_front() else { break };
             let Some(request) = self.requests.get_mut(id) else { continue };
-            if request.phase != Phase::AwaitingRetry {
+            if request.phase != Phase::Quarantined {
                 continue;
             }
             if request.expired(self.now) {
@@ -39,16 +39,16 @@ impl Dispatcher {
         let Some(Reservation { request, since }) = session.reserved else { return };
         let waited = self.now.saturating_sub(since) > 2 * Self::RESERVED_MAX;
         let over = match self.requests.get(request).map(|request| (request.phase, &request.losses)) {
-            Some((Phase::AwaitingRetry, _)) if waited => {
+            Some((Phase::Quarantined, _)) if waited => {
                 session.reservation_failed_at = Some(self.now);
                 true
             }
-            Some((Phase::AwaitingRetry, _)) => false,
+            Some((Phase::Quarantined, _)) => false,
             // The worker has survived it long enough: the quarantine ends.
             Some((Phase::Running { session: at, .. }, losses)) => {
                 at != session.id || !losses.is_quarantined() || waited
             }
-            Some((Phase::Queued(_) | Phase::Paused | Phase::Ended, _)) | None => true,
+            Some((Phase::Queued(_) | Phase::AwaitingRetry | Phase::Paused | Phase::Ended, _)) | None => true,
         };
         if over || session.draining.is_some() {
             session.reserved = None;

@@ -17,8 +17,10 @@ use crate::{
 pub(super) enum Phase {
     /// In the queue.
     Queued(QueuePosition<LaneId>),
-    /// In the retry queue or in quarantine, after losing its worker.
+    /// In the retry queue, after losing its worker.
     AwaitingRetry,
+    /// In quarantine: waiting for a worker of its own, after losing two in a row.
+    Quarantined,
     /// On no worker until its client reads again.
     Paused,
     /// On a worker, as this submission.
@@ -96,7 +98,7 @@ impl Request {
 
     /// Whether it waits for a worker.
     pub(super) fn waits(&self) -> bool {
-        matches!(self.phase, Phase::Queued(_) | Phase::AwaitingRetry)
+        matches!(self.phase, Phase::Queued(_) | Phase::AwaitingRetry | Phase::Quarantined)
     }
 
     /// Records a dispatch to a worker with this fingerprint. If the stream continues with another one,

@@ -3,7 +3,7 @@
 
 use super::Dispatcher;
 use super::request::Phase;
-use crate::{ClientCommand, Failure, LossAction, Notice, RequestId, ResubmissionReason, WorkerId};
+use crate::{ClientCommand, Failure, LossAction, Notice, RequestId, ResubmissionReason, RetryWait, WorkerId};
 
 impl Dispatcher {
     /// Starts the next attempt of a request that its worker does not finish. `suspected` if the request may
@@ -30,15 +30,19 @@ impl Dispatcher {
             return;
         }
         request.phase = Phase::AwaitingRetry;
-        let quarantined = request.losses.is_quarantined();
-        let attempt = attempts + 1;
-        self.notice(Notice::Resubmitted { request: id, reason, attempt, quarantined });
-        if quarantined {
-            self.quarantined.push_back(id);
+        let wait = if request.losses.is_quarantined() {
+            request.phase = Phase::Quarantined;
+            RetryWait::Quarantine
         } else if !reason.is_loss() || (self.retries.is_empty() && self.budget.take(self.now)) {
-            self.requeue_first(id);
+            RetryWait::Queue
         } else {
-            self.retries.push_back(id);
+            RetryWait::Budget
+        };
+        self.notice(Notice::Resubmitted { request: id, reason, attempt: attempts + 1, wait });
+        match wait {
+            RetryWait::Queue => self.requeue_first(id),
+            RetryWait::Budget => self.retries.push_back(id),
+            RetryWait::Quarantine => self.quarantined.push_back(id),
         }
     }
 
@@ -52,6 +56,7 @@ impl Dispatcher {
             self.retries.pop_front();
             if waits {
                 self.requeue_first(next);
+                self.notice(Notice::Requeued { request: next });
             }
         }
     }
