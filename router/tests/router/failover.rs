@@ -1,10 +1,12 @@
 use std::time::Duration;
 
 use inflight_proto::v1;
-use inflight_router::Options;
+use inflight_router::{HttpOptions, Options};
+use serde_json::Value;
 use tonic::Code;
 
 use crate::cluster::{Cluster, bounded, text, tokens};
+use crate::http_client::{Call, Event, parse_events, with_http};
 use crate::worker::{ScriptedSession, ScriptedWorker, WorkerProfile, sequence};
 
 const STOP: v1::FinishReason = v1::FinishReason::Stop;
@@ -235,6 +237,42 @@ async fn a_session_without_heartbeats_is_lost() {
         assert_eq!(again.attempt, 2);
         session.finish(&again, 0, &[EOT], STOP);
         stream.read_to_end().await.unwrap();
+    })
+    .await;
+}
+
+#[tokio::test]
+async fn streamed_chunks_have_the_fingerprint_at_the_start_at_a_change_and_at_the_end() {
+    bounded(async {
+        let other = WorkerProfile { fingerprint: "f2", ..WorkerProfile::default() };
+        let (cluster, workers, [mut first, mut second]) = two(other, with_http(HttpOptions::default())).await;
+        let body = br#"{"prompt":"abc","max_tokens":8,"stream":true}"#;
+        let call = Call::send(cluster.http.unwrap(), "POST", "/v1/completions", &[], body);
+        let mut call = call.await;
+        let submit = first.submit().await;
+        first.tokens(&submit, 0, &tokens("x"));
+        assert_eq!(call.head().await.0, 200);
+        let mut received = call.until("\"x\"").await;
+        first.tokens(&submit, 0, &tokens("y"));
+        received += &call.until("\"y\"").await;
+        first.break_stream();
+        drop(workers);
+        second.grant(64, 1000);
+        let again = second.submit().await;
+        second.tokens(&again, 0, &tokens("z"));
+        received += &call.until("\"z\"").await;
+        second.finish(&again, 0, &tokens("w"), LENGTH);
+        let mut events = parse_events(&received);
+        events.extend(call.rest().await);
+        let chunks = events[..events.len() - 1].iter().map(Event::json);
+        let seen: Vec<(String, Option<String>)> = chunks
+            .map(|chunk| {
+                let text = |value: &Value| value.as_str().map(str::to_owned);
+                (text(&chunk["choices"][0]["text"]).unwrap(), text(&chunk["system_fingerprint"]))
+            })
+            .collect();
+        let expected = [("x", Some("f1")), ("y", None), ("z", Some("f2")), ("w", None), ("", Some("f2"))];
+        assert_eq!(seen, expected.map(|(text, print)| (text.to_owned(), print.map(str::to_owned))));
     })
     .await;
 }

@@ -135,6 +135,15 @@ impl Call {
         (size > 0).then(|| String::from_utf8(data).unwrap())
     }
 
+    /// Reads the body until it contains `text`. Returns what it has read.
+    pub async fn until(&mut self, text: &str) -> String {
+        let mut received = String::new();
+        while !received.contains(text) {
+            received.push_str(&self.chunk().await.unwrap());
+        }
+        received
+    }
+
     /// Reads chunks up to `count` keep-alive comments in a row, and returns what came before them.
     pub async fn until_comments(&mut self, count: usize) -> String {
         let (mut body, mut comments) = (String::new(), 0);

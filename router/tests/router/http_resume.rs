@@ -39,10 +39,7 @@ async fn cut(http: &mut HttpCluster, path: &str, body: &str, headers: &[(&str, &
     let submit = http.session.submit().await;
     http.session.tokens(&submit, 0, &tokens("ab"));
     assert_eq!(call.head().await.0, 200);
-    let mut received = String::new();
-    while !received.contains("\"ab\"") {
-        received.push_str(&call.chunk().await.unwrap());
-    }
+    let received = call.until("\"ab\"").await;
     drop(call);
     http.session.cancel().await;
     http.session.finish(&submit, 0, &[], v1::FinishReason::Cancelled);

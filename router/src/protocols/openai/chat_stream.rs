@@ -13,44 +13,16 @@ use crate::protocols::http::errors::{Dialect, envelope};
 use crate::protocols::http::event_writer::EventWriter;
 use crate::protocols::http::sampling::StreamOptions;
 use crate::protocols::http::sse::Encoder;
-use crate::protocols::http::usage::{TimingsBody, UsageBody};
 use crate::protocols::openai::chat::{ReasoningBody, finish_reason};
+use crate::protocols::openai::chunk_writer::{ChunkWriter, Place};
 use crate::protocols::openai::logprobs::ChatLogprobs;
 
 /// Encoder of a streamed chat completion.
 pub(crate) struct ChatStream {
-    id: String,
-    created: u64,
-    model: String,
-    fingerprint: String,
+    chunks: ChunkWriter<Finished>,
     bundle: Option<Arc<Model>>,
-    options: StreamOptions,
-    logprobs: bool,
-    with_timings: bool,
     /// Number of choices.
     choices: u32,
-    /// Choices that have not ended.
-    open: u32,
-    /// Last end of a choice, whose chunk waits for the timings.
-    last: Option<Finished>,
-    prompt_tokens: u32,
-    completion_tokens: u32,
-    usage: UsageBody,
-    timings: Option<TimingsBody>,
-}
-
-#[derive(Serialize)]
-struct Chunk<'a> {
-    id: &'a str,
-    object: &'static str,
-    created: u64,
-    model: &'a str,
-    system_fingerprint: &'a str,
-    choices: &'a [Choice<'a>],
-    #[serde(skip_serializing_if = "Option::is_none")]
-    usage: Option<Option<UsageBody>>,
-    #[serde(skip_serializing_if = "Option::is_none")]
-    timings: Option<TimingsBody>,
 }
 
 #[derive(Serialize)]
@@ -155,62 +127,34 @@ impl ChunkParts {
 
 impl ChatStream {
     pub(crate) fn new(started: &Started, options: StreamOptions, logprobs: bool, timings: bool) -> Self {
+        let kind = ("chatcmpl-", "chat.completion.chunk");
         Self {
-            id: started.id("chatcmpl-"),
-            created: started.created,
-            model: started.model.clone(),
-            fingerprint: String::new(),
+            chunks: ChunkWriter::new(started, kind, options, timings),
             bundle: started.bundle().filter(|_| logprobs),
-            options,
-            logprobs,
-            with_timings: timings,
             choices: started.choices(),
-            open: started.choices(),
-            last: None,
-            prompt_tokens: 0,
-            completion_tokens: 0,
-            usage: UsageBody::default(),
-            timings: None,
         }
     }
 
-    /// Writes a chunk of one choice.
-    fn choice(&self, choice: Choice<'_>, timings: Option<TimingsBody>, out: &mut EventWriter) {
-        let so_far = || UsageBody::so_far(self.prompt_tokens, self.completion_tokens);
-        self.chunk(&[choice], self.options.of_chunk(so_far), timings, out);
-    }
-
     /// Writes the last chunk of a choice.
-    fn finish(&self, finished: &Finished, timings: Option<TimingsBody>, out: &mut EventWriter) {
+    fn finish(&mut self, finished: Finished, place: Place, out: &mut EventWriter) {
         let (index, reason) = (finished.choice, finish_reason(finished.reason, finished.called));
-        let parts = ChunkParts::new(finished.parts.clone());
+        let parts = ChunkParts::new(finished.parts);
         let choice = Choice { index, delta: parts.body(), logprobs: None, finish_reason: Some(reason) };
-        self.choice(choice, timings, out);
-    }
-
-    fn chunk(
-        &self,
-        choices: &[Choice<'_>],
-        usage: Option<Option<UsageBody>>,
-        timings: Option<TimingsBody>,
-        out: &mut EventWriter,
-    ) {
-        let (id, model, system_fingerprint) = (&*self.id, &*self.model, &*self.fingerprint);
-        let (object, created) = ("chat.completion.chunk", self.created);
-        out.data(&Chunk { id, object, created, model, system_fingerprint, choices, usage, timings });
+        self.chunks.choice(choice, place, out);
     }
 
     /// Sends the role of each choice, before any output.
-    fn open(&self, out: &mut EventWriter) {
+    fn open(&mut self, out: &mut EventWriter) {
         for index in 0..self.choices {
             let delta = DeltaBody { role: Some("assistant"), content: Some(""), ..DeltaBody::default() };
-            self.choice(Choice { index, delta, logprobs: None, finish_reason: None }, None, out);
+            let choice = Choice { index, delta, logprobs: None, finish_reason: None };
+            self.chunks.choice(choice, Place::Within, out);
         }
     }
 
     fn delta(&mut self, delta: Delta, out: &mut EventWriter) {
-        self.completion_tokens += delta.token_ids.len() as u32;
-        let logprobs = self.bundle.as_ref().filter(|_| self.logprobs);
+        self.chunks.count(&delta);
+        let logprobs = self.bundle.as_ref();
         let logprobs = logprobs.map(|model| ChatLogprobs::new(&delta.logprobs, model.tokenizer.vocabulary()));
         let (index, has_logprobs) = (delta.choice, !delta.logprobs.is_empty());
         let parts = ChunkParts::new(delta.into_parts());
@@ -221,46 +165,41 @@ impl ChatStream {
         if parts.is_empty() {
             body.content = Some("");
         }
-        self.choice(Choice { index, delta: body, logprobs, finish_reason: None }, None, out);
+        let choice = Choice { index, delta: body, logprobs, finish_reason: None };
+        self.chunks.choice(choice, Place::Within, out);
     }
 }
 
 impl Encoder for ChatStream {
     const EVENTS_ARE_COUNTED: bool = false;
 
-    fn event(&mut self, _: usize, event: GenerationEvent, out: &mut EventWriter) {
+    fn event(&mut self, prompt: usize, event: GenerationEvent, out: &mut EventWriter) {
         match event {
             GenerationEvent::Started(started) => {
-                (self.fingerprint, self.prompt_tokens) = (started.fingerprint, started.prompt_tokens);
+                self.chunks.start(started);
                 self.open(out);
             }
-            GenerationEvent::FingerprintChanged { fingerprint, .. } => self.fingerprint = fingerprint,
+            GenerationEvent::FingerprintChanged { fingerprint, .. } => {
+                self.chunks.change_fingerprint(fingerprint);
+            }
             // Refused with `stream`.
             GenerationEvent::PromptLogprobs { .. } => {}
             GenerationEvent::Delta(delta) => self.delta(delta, out),
             GenerationEvent::Finished(finished) => {
-                self.open = self.open.saturating_sub(1);
-                if self.with_timings && self.open == 0 && !self.options.include_usage() {
-                    self.last = Some(finished);
-                } else {
-                    self.finish(&finished, None, out);
+                if let Some(finished) = self.chunks.finish(finished) {
+                    self.finish(finished, Place::End, out);
                 }
             }
             GenerationEvent::Completed(completed) => {
-                self.usage.add(&completed.usage);
-                self.timings = self.with_timings.then(|| completed.timings.into());
-                if let Some(finished) = self.last.take() {
-                    self.finish(&finished, self.timings, out);
+                if let Some(finished) = self.chunks.complete(prompt, completed) {
+                    self.finish(finished, Place::Last, out);
                 }
             }
         }
     }
 
     fn end(&mut self, out: &mut EventWriter) {
-        if self.options.include_usage() {
-            self.chunk(&[], Some(Some(self.usage)), self.timings, out);
-        }
-        out.text(None, b"[DONE]");
+        self.chunks.end(out);
     }
 
     fn failure(&mut self, outcome: &Outcome, out: &mut EventWriter) {

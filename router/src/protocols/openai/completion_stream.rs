@@ -12,35 +12,21 @@ use crate::protocols::http::Started;
 use crate::protocols::http::errors::{Dialect, envelope};
 use crate::protocols::http::event_writer::EventWriter;
 use crate::protocols::http::sse::Encoder;
-use crate::protocols::http::usage::{TimingsBody, UsageBody};
 use crate::protocols::openai::chat::finish_reason;
+use crate::protocols::openai::chunk_writer::{ChunkWriter, Place};
 use crate::protocols::openai::completions::Output;
 use crate::protocols::openai::logprobs::{TextLogprobs, TextOffset};
 
 /// Encoder of a streamed text completion.
 pub(crate) struct CompletionStream {
-    id: String,
-    created: u64,
-    model: String,
-    fingerprint: String,
+    chunks: ChunkWriter<Ending>,
     bundle: Option<Arc<Model>>,
     output: Output,
-    with_timings: bool,
     /// Choices of each prompt.
     choices_per_prompt: u32,
     choices: Vec<ChoiceState>,
     /// Prompts that are echoed with log probabilities.
     prompts: Vec<EchoedPrompt>,
-    /// Choices that have not ended.
-    open: usize,
-    /// Prompts whose usage is not known.
-    uncounted: usize,
-    /// Last end of a choice, whose chunk waits for the timings.
-    last: Option<Ending>,
-    prompt_tokens: u32,
-    completion_tokens: u32,
-    usage: UsageBody,
-    timings: Option<TimingsBody>,
 }
 
 /// State of a choice.
@@ -66,20 +52,6 @@ struct Ending {
 }
 
 #[derive(Serialize)]
-struct Chunk<'a> {
-    id: &'a str,
-    object: &'static str,
-    created: u64,
-    model: &'a str,
-    system_fingerprint: &'a str,
-    choices: &'a [Choice<'a>],
-    #[serde(skip_serializing_if = "Option::is_none")]
-    usage: Option<Option<UsageBody>>,
-    #[serde(skip_serializing_if = "Option::is_none")]
-    timings: Option<TimingsBody>,
-}
-
-#[derive(Serialize)]
 struct Choice<'a> {
     index: u32,
     text: &'a str,
@@ -99,49 +71,20 @@ impl CompletionStream {
         };
         let prompts = started.scored_prompts(output.echo && output.logprobs.is_some()).into_iter();
         Self {
-            id: started.id("cmpl-"),
-            created: started.created,
-            model: started.model.clone(),
-            fingerprint: String::new(),
+            chunks: ChunkWriter::new(started, ("cmpl-", "text_completion"), output.stream_options, timings),
             bundle: started.bundle().filter(|_| output.logprobs.is_some()),
             output,
-            with_timings: timings,
             choices_per_prompt,
             choices: (0..count).map(choice).collect(),
             prompts: prompts.map(|tokens| EchoedPrompt { tokens, logprobs: Vec::new() }).collect(),
-            open: count,
-            uncounted: started.streams.len(),
-            last: None,
-            prompt_tokens: 0,
-            completion_tokens: 0,
-            usage: UsageBody::default(),
-            timings: None,
         }
     }
 
-    /// Writes a chunk of one choice.
-    fn choice(&self, choice: Choice<'_>, timings: Option<TimingsBody>, out: &mut EventWriter) {
-        let so_far = || UsageBody::so_far(self.prompt_tokens, self.completion_tokens);
-        self.chunk(&[choice], self.output.stream_options.of_chunk(so_far), timings, out);
-    }
-
     /// Writes the last chunk of a choice.
-    fn finish(&self, ending: Ending, timings: Option<TimingsBody>, out: &mut EventWriter) {
+    fn finish(&mut self, ending: Ending, place: Place, out: &mut EventWriter) {
         let Ending { index, text, logprobs, reason } = ending;
         let finish_reason = Some(finish_reason(reason, false));
-        self.choice(Choice { index, text: &text, logprobs, finish_reason }, timings, out);
-    }
-
-    fn chunk(
-        &self,
-        choices: &[Choice<'_>],
-        usage: Option<Option<UsageBody>>,
-        timings: Option<TimingsBody>,
-        out: &mut EventWriter,
-    ) {
-        let (id, model, system_fingerprint) = (&*self.id, &*self.model, &*self.fingerprint);
-        let (object, created) = ("text_completion", self.created);
-        out.data(&Chunk { id, object, created, model, system_fingerprint, choices, usage, timings });
+        self.chunks.choice(Choice { index, text: &text, logprobs, finish_reason }, place, out);
     }
 
     /// Returns the index of a prompt's choice among those of the call.
@@ -168,11 +111,10 @@ impl Encoder for CompletionStream {
 
     fn event(&mut self, prompt: usize, event: GenerationEvent, out: &mut EventWriter) {
         match event {
-            GenerationEvent::Started(started) => {
-                self.fingerprint = started.fingerprint;
-                self.prompt_tokens += started.prompt_tokens;
+            GenerationEvent::Started(started) => self.chunks.start(started),
+            GenerationEvent::FingerprintChanged { fingerprint, .. } => {
+                self.chunks.change_fingerprint(fingerprint);
             }
-            GenerationEvent::FingerprintChanged { fingerprint, .. } => self.fingerprint = fingerprint,
             GenerationEvent::PromptLogprobs { positions, .. } => {
                 if let Some(prompt) = self.prompts.get_mut(prompt) {
                     prompt.logprobs.extend(positions);
@@ -180,7 +122,7 @@ impl Encoder for CompletionStream {
             }
             GenerationEvent::Delta(delta) => {
                 let index = self.index(prompt, delta.choice);
-                self.completion_tokens += delta.token_ids.len() as u32;
+                self.chunks.count(&delta);
                 let (mut text, echoed) = self.take_echo(prompt, index);
                 text.push_str(&delta.text);
                 let state = self.choices.get_mut(index as usize);
@@ -190,38 +132,28 @@ impl Encoder for CompletionStream {
                     body
                 });
                 if !text.is_empty() || logprobs.is_some() {
-                    self.choice(Choice { index, text: &text, logprobs, finish_reason: None }, None, out);
+                    let choice = Choice { index, text: &text, logprobs, finish_reason: None };
+                    self.chunks.choice(choice, Place::Within, out);
                 }
             }
             GenerationEvent::Finished(finished) => {
                 let index = self.index(prompt, finished.choice);
                 let (text, logprobs) = self.take_echo(prompt, index);
                 let ending = Ending { index, text, logprobs, reason: finished.reason };
-                self.open = self.open.saturating_sub(1);
-                if self.with_timings && self.open == 0 && !self.output.stream_options.include_usage() {
-                    self.last = Some(ending);
-                } else {
-                    self.finish(ending, None, out);
+                if let Some(ending) = self.chunks.finish(ending) {
+                    self.finish(ending, Place::End, out);
                 }
             }
             GenerationEvent::Completed(completed) => {
-                self.usage.add(&completed.usage);
-                if prompt == 0 && self.with_timings {
-                    self.timings = Some(completed.timings.into());
-                }
-                self.uncounted = self.uncounted.saturating_sub(1);
-                if let Some(ending) = self.last.take_if(|_| self.uncounted == 0) {
-                    self.finish(ending, self.timings, out);
+                if let Some(ending) = self.chunks.complete(prompt, completed) {
+                    self.finish(ending, Place::Last, out);
                 }
             }
         }
     }
 
     fn end(&mut self, out: &mut EventWriter) {
-        if self.output.stream_options.include_usage() {
-            self.chunk(&[], Some(Some(self.usage)), self.timings, out);
-        }
-        out.text(None, b"[DONE]");
+        self.chunks.end(out);
     }
 
     fn failure(&mut self, outcome: &Outcome, out: &mut EventWriter) {
