@@ -91,9 +91,9 @@ pub async fn run(address: &str, load: Load) -> Done {
 /// Streams that run beside a measurement of the time to first token.
 pub const BESIDE: Load = Load { streams: 32, tokens: 340, pace_us: 10_000, connections: 1 };
 
-/// Measures times to first token of calls at this interval, beside running streams.
-pub async fn first_tokens(address: &str, calls: u32, interval: Duration) -> Latency {
-    let beside = run(address, BESIDE);
+/// Measures times to first token of calls at this interval, beside the streams of a load.
+pub async fn first_tokens(address: &str, beside: Load, calls: u32, interval: Duration) -> Latency {
+    let beside = run(address, beside);
     let client = connect(address).await;
     let measured = async {
         let began = Instant::now();

@@ -122,34 +122,35 @@ async fn relay(servers: &Servers, settings: &[(usize, u64)]) {
 
 /// Measures the time from a call to its first token.
 async fn latency(servers: &Servers) {
-    let Servers { source, router, proxy } = servers;
+    println!("\ntime to the first token at 200 calls a second, beside streams of 100 tokens a second (ms)");
     println!(
-        "\ntime to the first token at 200 calls a second, beside 32 streams of 100 tokens a second (ms)"
+        "| streams | direct P50 | P99 | proxy P50 | P99 | router P50 | P99 | added by the router at P50 (least, most) | at P99 |"
     );
-    println!("| way | P50 | P99 |");
-    println!("|---|---|---|");
-    let mut ways: [(&str, &String, Vec<client::Latency>); 3] = [
-        ("direct", &source.address, Vec::new()),
-        ("proxy", &proxy.address, Vec::new()),
-        ("router", &router.address, Vec::new()),
-    ];
-    for _ in 0..ROUNDS {
-        for (_, address, results) in &mut ways {
-            results.push(client::first_tokens(address, 600, Duration::from_millis(5)).await);
+    println!("|---|---|---|---|---|---|---|---|---|");
+    for streams in [1, 64] {
+        let beside = Load { streams, ..client::BESIDE };
+        let ways = [&servers.source.address, &servers.proxy.address, &servers.router.address];
+        let mut rounds = Vec::new();
+        for _ in 0..ROUNDS {
+            let mut round = Vec::new();
+            for address in ways {
+                let latency = client::first_tokens(address, beside, 600, Duration::from_millis(5)).await;
+                round.push([latency.p50, latency.p99].map(|time| time.as_secs_f64() * 1e3));
+            }
+            rounds.push(round);
         }
+        print!("| {streams} |");
+        for way in 0..ways.len() {
+            let of = |pick: usize| median(rounds.iter().map(|round| round[way][pick]));
+            print!(" {:.2} | {:.2} |", of(0), of(1));
+        }
+        for pick in [0, 1] {
+            let mut added: Vec<f64> = rounds.iter().map(|round| round[2][pick] - round[0][pick]).collect();
+            added.sort_by(f64::total_cmp);
+            print!(" {:.2} ({:.2}, {:.2}) |", added[added.len() / 2], added[0], added[added.len() - 1]);
+        }
+        println!();
     }
-    let of = |results: &[client::Latency], pick: fn(&client::Latency) -> Duration| {
-        median(results.iter().map(|latency| pick(latency).as_secs_f64() * 1e3))
-    };
-    for (name, _, results) in &ways {
-        println!("| {name} | {:.3} | {:.3} |", of(results, |l| l.p50), of(results, |l| l.p99));
-    }
-    let added = ways[2]
-        .2
-        .iter()
-        .zip(&ways[0].2)
-        .map(|(routed, direct)| (routed.p99.as_secs_f64() - direct.p99.as_secs_f64()) * 1e3);
-    println!("added by the router at P99, median of the rounds: {:.3} ms", median(added));
 }
 
 /// Compares server-sent events with gRPC at the same router: CPU time per token and time to first token.
@@ -194,7 +195,7 @@ async fn http_beside_grpc(servers: &Servers) {
     let (mut grpc, mut http) = (Vec::new(), Vec::new());
     for _ in 0..ROUNDS {
         let interval = Duration::from_millis(5);
-        grpc.push(client::first_tokens(&router.address, 600, interval).await);
+        grpc.push(client::first_tokens(&router.address, client::BESIDE, 600, interval).await);
         http.push(http::first_tokens(&router.http, &router.address, 600, interval).await);
     }
     let added = |pick: fn(&client::Latency) -> Duration| {

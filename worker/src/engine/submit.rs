@@ -1,7 +1,7 @@
 //! Submission: validates a request and submits a sequence per choice to the scheduler.
 
 use inflight_contract::{BlockHash, FinishReason, Priority, RequestShape};
-use inflight_worker_core::{Grant, NewSequence, ScoredRange, SequenceId, SubmitError, Time};
+use inflight_worker_core::{Ended, Grant, NewSequence, ScoredRange, SequenceId, SubmitError, Time};
 
 use super::live_choice::{self, LiveChoice};
 use super::live_constraint::LiveConstraint;
@@ -172,11 +172,12 @@ impl Engine {
         Ok((complete.then_some(FinishReason::Complete), constraint))
     }
 
-    /// Takes back the choices of a request whose submission fails.
+    /// Takes back the choices of a request whose submission fails. They were never live, so `settle` must not report their ends; it reports
+    /// those of all other sequences.
     fn withdraw(&mut self, lives: &[(SequenceId, LiveChoice)]) {
         lives.iter().for_each(|(id, _)| self.scheduler.cancel(*id));
-        // These choices were never live, so `settle` must not report them.
-        self.scheduler.drain_ended().for_each(drop);
+        let is_foreign = |ended: &Ended| lives.iter().all(|(id, _)| *id != ended.id);
+        self.ended.extend(self.scheduler.drain_ended().filter(is_foreign));
     }
 }
 

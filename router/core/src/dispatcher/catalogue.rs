@@ -6,7 +6,7 @@ use std::time::Duration;
 use inflight_contract::ModelLimits;
 
 use super::Dispatcher;
-use super::session::WorkerSession;
+use super::sessions::WorkerSession;
 use crate::{Command, Failure, LaneId, Notice, RequestId, RequestSpec, WorkerId, WorkerInfo};
 
 /// Model that workers serve, or served lately.
@@ -138,12 +138,12 @@ impl Dispatcher {
 
     pub(super) fn sessions_of(&self, lane: LaneId) -> impl Iterator<Item = &WorkerSession> {
         let workers = self.lanes.get(&lane).map(|lane| lane.workers.iter());
-        workers.into_iter().flatten().filter_map(|worker| self.sessions.get(worker))
+        workers.into_iter().flatten().filter_map(|worker| self.sessions.get(*worker))
     }
 
     /// Returns the sessions of a lane that do not drain.
     pub(super) fn serving(&self, lane: LaneId) -> impl Iterator<Item = &WorkerSession> {
-        self.sessions_of(lane).filter(|session| session.draining.is_none())
+        self.sessions_of(lane).filter(|session| session.draining().is_none())
     }
 
     /// Returns the failure of a request for a fingerprint that no worker has.
@@ -164,7 +164,7 @@ impl Dispatcher {
             return;
         }
         let others = served.into_iter().map(str::to_owned).collect();
-        self.notice(Notice::MixedFingerprints { worker: info.worker, others });
+        self.commands.push(Notice::MixedFingerprints { worker: info.worker, others }.into());
     }
 
     pub(super) fn lane_for(&mut self, info: &WorkerInfo) -> LaneId {

@@ -232,3 +232,9 @@ pub enum Notice {
         worker: WorkerId,
     },
 }
+
+impl From<Notice> for Command {
+    fn from(notice: Notice) -> Self {
+        Self::Notice(notice)
+    }
+}

@@ -1,17 +1,15 @@
 //! Moving streams off workers that drain or are reserved for a quarantined request.
 
 use super::Dispatcher;
-use super::dispatch::PlacementDecision;
+use super::assignment::PlacementDecision;
 use super::request::Phase;
 use crate::{RequestId, ResubmissionReason, SubmissionId, WorkerId};
 
 impl Dispatcher {
     /// Retires a worker that was removed from discovery: it gets nothing new, and its streams end or move.
     pub(super) fn retire(&mut self, worker: WorkerId) {
-        let Some(session) = self.sessions.get_mut(&worker) else { return };
-        session.draining.get_or_insert(self.now);
-        let lane = session.lane;
-        self.draining.insert(worker);
+        let Some(lane) = self.sessions.get(worker).map(|session| session.lane) else { return };
+        self.sessions.drain(worker, self.now);
         self.refresh_lane(lane);
         self.touched.insert(lane);
         self.commands.push(crate::Command::TopologyChanged);
@@ -21,13 +19,12 @@ impl Dispatcher {
     /// request, as far as others have room. A stream that has begun moves only to a worker with its
     /// fingerprint.
     pub(super) fn move_streams(&mut self) {
-        let workers: Vec<WorkerId> = self.draining.union(&self.reserved).copied().collect();
-        for worker in workers {
-            let Some(session) = self.sessions.get(&worker) else { continue };
+        for worker in self.sessions.reserved_or_draining() {
+            let Some(session) = self.sessions.get(worker) else { continue };
             let grace = self.options.drain_grace;
-            let reason = match session.draining {
+            let reason = match session.draining() {
                 Some(since) if self.now.saturating_sub(since) >= grace => ResubmissionReason::Drained,
-                _ if session.reserved.is_some() => ResubmissionReason::Quarantine,
+                _ if session.reserved().is_some() => ResubmissionReason::Quarantine,
                 _ => continue,
             };
             let submissions: Vec<_> = session
@@ -48,16 +45,16 @@ impl Dispatcher {
         id: RequestId,
         reason: ResubmissionReason,
     ) {
-        let (Some(session), Some(request)) = (self.sessions.get(&worker), self.requests.get(id)) else {
+        let (Some(session), Some(request)) = (self.sessions.get(worker), self.requests.get(id)) else {
             return;
         };
         let here = Phase::Running { worker, session: session.id, submission };
-        let quarantined = session.reserved.is_some_and(|reserved| reserved.request == id);
+        let quarantined = session.reserved().is_some_and(|reserved| reserved.request == id);
         if request.phase != here || quarantined {
             return;
         }
         // A reservation excludes others for a bounded time: after it, streams that cannot move are requeued.
-        let overdue = session.reserved.is_some_and(|reserved| {
+        let overdue = session.reserved().is_some_and(|reserved| {
             let waiting = self.requests.get(reserved.request);
             self.now.saturating_sub(reserved.since) > Self::RESERVED_MAX
                 && waiting.is_some_and(|request| request.phase == Phase::Quarantined)
@@ -73,7 +70,7 @@ impl Dispatcher {
         if !overdue && !matches!(self.choose_worker(id), PlacementDecision::Dispatch(_)) {
             return;
         }
-        if let Some(session) = self.sessions.get_mut(&worker) {
+        if let Some(session) = self.sessions.get_mut(worker) {
             session.cancel(submission, &mut self.commands);
         }
         self.resubmit(id, worker, reason, false);

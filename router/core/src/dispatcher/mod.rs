@@ -4,11 +4,13 @@
 //! appends the commands that follow from it. The router carries them out; a simulator drives the same code
 //! with a virtual clock, and a recording of the events reproduces every command.
 
+mod assignment;
 mod catalogue;
 mod cluster_queue;
 mod command;
 mod dispatch;
 mod drain;
+mod ending;
 mod event;
 mod failure;
 mod non_finite;
@@ -17,8 +19,9 @@ mod quarantine;
 mod reason;
 mod request;
 mod resubmission;
+mod retry_queue;
 mod retry_wait;
-mod session;
+mod sessions;
 mod updates;
 mod violation;
 
@@ -38,9 +41,10 @@ pub use failure::Failure;
 use placement_state::PlacementState;
 pub use placement_state::prompt_chains;
 pub use reason::ResubmissionReason;
-use request::{Phase, Request};
+use request::Request;
+use retry_queue::RetryQueue;
 pub use retry_wait::RetryWait;
-use session::WorkerSession;
+use sessions::Sessions;
 pub use violation::Violation;
 
 use crate::{
@@ -113,8 +117,7 @@ pub struct Dispatcher {
     queue: ClusterQueue,
     lanes: BTreeMap<LaneId, Lane>,
     next_lane: LaneId,
-    /// Open sessions, by worker.
-    sessions: BTreeMap<WorkerId, WorkerSession>,
+    sessions: Sessions,
     /// Known workers, connected or not.
     members: BTreeSet<WorkerId>,
     next_submission: SubmissionId,
@@ -122,15 +125,9 @@ pub struct Dispatcher {
     connected_ever: bool,
     /// Admitted requests whose calls are open.
     requests: SecondaryMap<RequestId, Request>,
-    /// Retry queue: resubmissions that wait for the retry budget.
-    retries: VecDeque<RequestId>,
+    retries: RetryQueue,
     /// Quarantined requests that wait for a worker of their own.
     quarantined: VecDeque<RequestId>,
-    /// Workers reserved for a quarantined request.
-    reserved: BTreeSet<WorkerId>,
-    /// Workers that accept nothing new.
-    draining: BTreeSet<WorkerId>,
-    budget: RetryBudget,
     outliers: OutlierDetector,
     ticks: u32,
     /// Number of routers at the last [`Command::RoutersChanged`].
@@ -160,17 +157,14 @@ impl Dispatcher {
             queue: ClusterQueue::new(options.queue),
             lanes: BTreeMap::new(),
             next_lane: LaneId(0),
-            sessions: BTreeMap::new(),
+            sessions: Sessions::default(),
             members: BTreeSet::new(),
             next_submission: SubmissionId(0),
             placement: PlacementState::new(policy),
             connected_ever: false,
             requests: SecondaryMap::new(),
-            retries: VecDeque::new(),
+            retries: RetryQueue::new(RetryBudget::new(options.retry_rate, options.retry_burst)),
             quarantined: VecDeque::new(),
-            reserved: BTreeSet::new(),
-            draining: BTreeSet::new(),
-            budget: RetryBudget::new(options.retry_rate, options.retry_burst),
             outliers: OutlierDetector::new(OutlierLimits::default()),
             ticks: 0,
             reported_routers: 1,
@@ -227,14 +221,14 @@ impl Dispatcher {
 
     /// Returns the current load.
     pub fn load(&self) -> DispatcherLoad {
-        let used = self.sessions.values().map(|session| session.ledger.used());
+        let used = self.sessions.iter().map(|session| session.ledger.used());
         DispatcherLoad {
             open: self.requests.len(),
             queued: self.queue.len(),
             queued_tokens: self.queue.tokens(),
             retries: self.retries.len(),
             quarantined: self.quarantined.len(),
-            in_flight: self.sessions.values().map(|session| session.submissions.len()).sum(),
+            in_flight: self.sessions.iter().map(|session| session.submissions.len()).sum(),
             used: Credits {
                 sequences: used.clone().map(|used| used.sequences).sum(),
                 blocks: used.map(|used| used.blocks).sum(),
@@ -254,19 +248,19 @@ impl Dispatcher {
 
     /// Returns grant and usage of a worker with an open session.
     pub fn worker_usage(&self, worker: WorkerId) -> Option<WorkerUsage> {
-        let session = self.sessions.get(&worker)?;
+        let session = self.sessions.get(worker)?;
         let ledger = &session.ledger;
         Some(WorkerUsage { requests: ledger.requests(), used: ledger.used(), grant: ledger.grant() })
     }
 
     /// Returns the lane of a worker with an open session.
     pub fn lane_of(&self, worker: WorkerId) -> Option<LaneId> {
-        self.sessions.get(&worker).map(|session| session.lane)
+        self.sessions.get(worker).map(|session| session.lane)
     }
 
     /// Returns the numerics fingerprint of a worker with an open session.
     pub fn fingerprint_of(&self, worker: WorkerId) -> Option<&str> {
-        self.sessions.get(&worker).map(|session| &*session.fingerprint)
+        self.sessions.get(worker).map(|session| &*session.fingerprint)
     }
 
     /// Returns the numbers of known workers and of open sessions.
@@ -286,12 +280,12 @@ impl Dispatcher {
 
     /// Whether at least one worker accepts requests.
     pub fn is_ready(&self) -> bool {
-        self.sessions.values().any(|session| session.draining.is_none())
+        self.sessions.iter().any(|session| session.draining().is_none())
     }
 
     /// Whether a session has nothing in flight.
     pub fn is_idle(&self, worker: WorkerId, session: SessionId) -> bool {
-        let open = self.sessions.get(&worker).filter(|open| open.id == session);
+        let open = self.sessions.get(worker).filter(|open| open.id == session);
         open.is_none_or(|open| open.submissions.is_empty())
     }
 
@@ -317,35 +311,5 @@ impl Dispatcher {
         for request in over {
             self.end(request, Failure::DeadlineExceeded);
         }
-    }
-
-    /// Ends a request with an error.
-    fn end(&mut self, request: RequestId, failure: Failure) {
-        self.cancel_everywhere(request);
-        self.commands.push(Command::Client { request, command: ClientCommand::Fail(failure) });
-    }
-
-    /// Removes a request from the queue or its worker.
-    fn cancel_everywhere(&mut self, request: RequestId) {
-        let Some(request) = self.requests.get_mut(request) else { return };
-        self.touched.insert(request.spec.lane);
-        match std::mem::replace(&mut request.phase, Phase::Ended) {
-            Phase::Queued(position) => self.queue.remove(&position),
-            Phase::Running { worker, session, submission } => {
-                let session = self.sessions.get_mut(&worker).filter(|open| open.id == session);
-                if let Some(session) = session {
-                    session.cancel(submission, &mut self.commands);
-                }
-            }
-            // The retry queue and the quarantine skip ended requests.
-            Phase::AwaitingRetry | Phase::Quarantined | Phase::Paused | Phase::Ended => {}
-        }
-        if let Some(position) = request.position.take() {
-            self.queue.depart(&position);
-        }
-    }
-
-    fn notice(&mut self, notice: Notice) {
-        self.commands.push(Command::Notice(notice));
     }
 }

@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use super::Dispatcher;
 use super::request::Phase;
-use super::session::{Reservation, WorkerSession};
+use super::sessions::{Reservation, WorkerSession};
 use crate::{Credits, Failure, Notice, RequestId, WorkerId};
 
 impl Dispatcher {
@@ -13,7 +13,7 @@ impl Dispatcher {
 
     /// Reserves a worker for each quarantined request: at most half of a model's workers, and at least one.
     pub(super) fn place_quarantined(&mut self) {
-        for worker in self.reserved.clone() {
+        for worker in self.sessions.reserved() {
             self.end_reservation_if_over(worker);
         }
         for _ in 0..self.quarantined.len() {
@@ -32,28 +32,24 @@ impl Dispatcher {
 
     /// Ends a worker's reservation once its request has ended, has run long enough, or waits in vain.
     fn end_reservation_if_over(&mut self, worker: WorkerId) {
-        let Some(session) = self.sessions.get_mut(&worker) else {
-            self.reserved.remove(&worker);
-            return;
-        };
-        let Some(Reservation { request, since }) = session.reserved else { return };
+        let Some(session) = self.sessions.get(worker) else { return };
+        let Some(Reservation { request, since }) = session.reserved() else { return };
         let waited = self.now.saturating_sub(since) > 2 * Self::RESERVED_MAX;
-        let over = match self.requests.get(request).map(|request| (request.phase, &request.losses)) {
-            Some((Phase::Quarantined, _)) if waited => {
-                session.reservation_failed_at = Some(self.now);
-                true
+        let (mut over, mut failed_at) = (session.draining().is_some(), None);
+        over |= match self.requests.get(request).map(|request| (request.phase, &request.losses)) {
+            Some((Phase::Quarantined, _)) => {
+                failed_at = waited.then_some(self.now);
+                waited
             }
-            Some((Phase::Quarantined, _)) => false,
             // The worker has survived it long enough: the quarantine ends.
             Some((Phase::Running { session: at, .. }, losses)) => {
                 at != session.id || !losses.is_quarantined() || waited
             }
             Some((Phase::Queued(_) | Phase::AwaitingRetry | Phase::Paused | Phase::Ended, _)) | None => true,
         };
-        if over || session.draining.is_some() {
-            session.reserved = None;
+        if over {
             let lane = session.lane;
-            self.reserved.remove(&worker);
+            self.sessions.end_reservation(worker, failed_at);
             self.resend_backlog(lane);
         }
     }
@@ -62,11 +58,11 @@ impl Dispatcher {
     fn place_one_quarantined(&mut self, id: RequestId) -> bool {
         let Some(request) = self.requests.get(id) else { return true };
         let lane = request.spec.lane;
-        let reserved_for = |s: &&WorkerSession| s.reserved.is_some_and(|reserved| reserved.request == id);
+        let reserved_for = |s: &&WorkerSession| s.reserved().is_some_and(|reserved| reserved.request == id);
         let own = self.sessions_of(lane).find(reserved_for).map(|session| {
             // Requires an update since the reservation: a worker that has died silently would be counted as a
             // loss.
-            let alive = session.reserved.is_some_and(|reserved| session.last_update > reserved.since);
+            let alive = session.reserved().is_some_and(|reserved| session.last_update > reserved.since);
             let granted = session.ledger.grant() != Credits::default();
             (session.worker, alive && granted && session.submissions.is_empty())
         });
@@ -80,16 +76,13 @@ impl Dispatcher {
             }
             return free;
         }
-        let reserved = self.serving(lane).filter(|session| session.reserved.is_some()).count();
+        let reserved = self.serving(lane).filter(|session| session.reserved().is_some()).count();
         if reserved >= (self.serving(lane).count() / 2).max(1) {
             return false;
         }
         if let Some(worker) = self.worker_to_reserve(id) {
-            self.notice(Notice::Quarantined { request: id, worker });
-            if let Some(session) = self.sessions.get_mut(&worker) {
-                session.reserved = Some(Reservation { request: id, since: self.now });
-            }
-            self.reserved.insert(worker);
+            self.commands.push(Notice::Quarantined { request: id, worker }.into());
+            self.sessions.reserve(worker, Reservation { request: id, since: self.now });
             self.resend_backlog(lane);
         }
         false
@@ -107,7 +100,7 @@ impl Dispatcher {
         // A stream that has begun waits for a worker with its fingerprint while there is one.
         let waits_for_fingerprint = able().any(|session| !changes_fingerprint(session));
         let failed_lately = |s: &WorkerSession| {
-            s.reservation_failed_at.is_some_and(|at| self.now.saturating_sub(at) <= Self::RESERVED_MAX)
+            s.reservation_failed_at().is_some_and(|at| self.now.saturating_sub(at) <= Self::RESERVED_MAX)
         };
         able()
             .filter(|s| s.accepts_requests() && !(waits_for_fingerprint && changes_fingerprint(s)))

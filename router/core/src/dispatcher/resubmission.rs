@@ -2,7 +2,7 @@
 //! pausing requests whose clients do not read.
 
 use super::Dispatcher;
-use super::request::Phase;
+use super::request::{Phase, Request};
 use crate::{ClientCommand, Failure, LossAction, Notice, RequestId, ResubmissionReason, RetryWait, WorkerId};
 
 impl Dispatcher {
@@ -33,31 +33,31 @@ impl Dispatcher {
         let wait = if request.losses.is_quarantined() {
             request.phase = Phase::Quarantined;
             RetryWait::Quarantine
-        } else if !reason.is_loss() || (self.retries.is_empty() && self.budget.take(self.now)) {
+        } else if !reason.is_loss() || self.retries.admit(self.now) {
             RetryWait::Queue
         } else {
             RetryWait::Budget
         };
-        self.notice(Notice::Resubmitted { request: id, reason, attempt: attempts + 1, wait });
+        self.commands.push(Notice::Resubmitted { request: id, reason, attempt: attempts + 1, wait }.into());
         match wait {
             RetryWait::Queue => self.requeue_first(id),
-            RetryWait::Budget => self.retries.push_back(id),
+            RetryWait::Budget => self.retries.push(id),
             RetryWait::Quarantine => self.quarantined.push_back(id),
         }
     }
 
     /// Requeues the retry queue as far as the retry budget allows.
     pub(super) fn release_retries(&mut self) {
-        while let Some(next) = self.retries.front().copied() {
-            let waits = self.requests.get(next).is_some_and(|next| next.phase == Phase::AwaitingRetry);
-            if waits && !self.budget.take(self.now) {
-                break;
-            }
-            self.retries.pop_front();
-            if waits {
-                self.requeue_first(next);
-                self.notice(Notice::Requeued { request: next });
-            }
+        let requests = &self.requests;
+        let waits =
+            |id| requests.get(id).is_some_and(|request: &Request| request.phase == Phase::AwaitingRetry);
+        let mut released = Vec::new();
+        while let Some(next) = self.retries.pop(self.now, waits) {
+            released.push(next);
+        }
+        for request in released {
+            self.requeue_first(request);
+            self.commands.push(Notice::Requeued { request }.into());
         }
     }
 
@@ -65,7 +65,7 @@ impl Dispatcher {
     pub(super) fn pause(&mut self, id: RequestId) {
         let Some(request) = self.requests.get_mut(id) else { return };
         let Phase::Running { worker, session, submission } = request.phase else { return };
-        if let Some(session) = self.sessions.get_mut(&worker).filter(|open| open.id == session) {
+        if let Some(session) = self.sessions.session_mut(worker, session) {
             session.cancel(submission, &mut self.commands);
         }
         if !request.next_attempt(&mut self.commands) {

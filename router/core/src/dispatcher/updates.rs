@@ -2,7 +2,7 @@
 
 use super::Dispatcher;
 use super::request::{Phase, UpdateEffect};
-use super::session::WorkerSession;
+use super::sessions::WorkerSession;
 use crate::{
     Command, Notice, RequestId, ResubmissionReason, SequenceUpdate, SessionId, Violation, WorkerCommand,
     WorkerId, WorkerInfo, WorkerUpdate,
@@ -43,7 +43,7 @@ impl Dispatcher {
         for table in tables {
             session.send_service_table(table, &mut self.commands);
         }
-        self.sessions.insert(worker, session);
+        self.sessions.insert(session);
         if let Some(lane) = self.lanes.get_mut(&lane) {
             lane.workers.insert(worker);
         }
@@ -56,7 +56,7 @@ impl Dispatcher {
     /// Applies a worker's update. After a protocol violation, the session is to be closed; the entries before
     /// the violation are applied.
     pub(super) fn apply_update(&mut self, worker: WorkerId, session: SessionId, mut update: WorkerUpdate) {
-        let Some(opened) = self.sessions.get_mut(&worker).filter(|opened| opened.id == session) else {
+        let Some(opened) = self.sessions.session_mut(worker, session) else {
             return;
         };
         let routers = self.queue.routers();
@@ -76,25 +76,22 @@ impl Dispatcher {
         }
         let lane = opened.lane;
         self.touched.insert(lane);
-        let drains = update.draining && opened.draining.is_none();
+        let drains = update.draining && opened.draining().is_none();
         let summary = self.apply_sequences(worker, std::mem::take(&mut update.sequences), update.draining);
-        let Some(opened) = self.sessions.get_mut(&worker) else { return };
+        let Some(opened) = self.sessions.get_mut(worker) else { return };
         if let Some(grant) = update.grant {
             opened.ledger.set_grant(grant.credits);
             opened.ledger.set_priority_sequences(grant.priority_sequences);
         }
+        let drained = drains || opened.draining().is_some();
         if drains {
-            opened.draining = Some(self.now);
-            self.draining.insert(worker);
-        }
-        let drained = opened.draining.is_some();
-        if drains {
-            self.notice(Notice::Draining { worker });
+            self.sessions.drain(worker, self.now);
+            self.commands.push(Notice::Draining { worker }.into());
             self.refresh_lane(lane);
             self.commands.push(Command::TopologyChanged);
         }
         if summary.stale_updates > 0 {
-            self.notice(Notice::StaleUpdates { updates: summary.stale_updates });
+            self.commands.push(Notice::StaleUpdates { updates: summary.stale_updates }.into());
         }
         if summary.progress {
             self.outliers.success(worker, self.now);
@@ -121,7 +118,7 @@ impl Dispatcher {
         draining: bool,
     ) -> UpdateSummary {
         let mut summary = UpdateSummary::default();
-        let Some(opened) = self.sessions.get_mut(&worker) else { return summary };
+        let Some(opened) = self.sessions.get_mut(worker) else { return summary };
         for sequence in sequences {
             let (submission, choice) = (sequence.submission, sequence.choice);
             let found =
@@ -171,7 +168,7 @@ impl Dispatcher {
                     // One request, however many of its choices are returned.
                     if summary.returned.iter().all(|(returned, _)| *returned != id) {
                         let unasked = effect == UpdateEffect::Returned;
-                        summary.failures += u32::from(unasked && opened.draining.is_none() && !draining);
+                        summary.failures += u32::from(unasked && opened.draining().is_none() && !draining);
                         opened.cancel(submission, &mut self.commands);
                         let cause = if unasked { ReturnCause::Unasked } else { ReturnCause::NonFinite };
                         summary.returned.push((id, cause));
@@ -184,12 +181,10 @@ impl Dispatcher {
 
     /// Closes a lost session: resubmits its requests in flight, ahead of all new ones.
     pub(super) fn close_session(&mut self, worker: WorkerId, session: SessionId, reason: ResubmissionReason) {
-        if self.sessions.get(&worker).is_none_or(|open| open.id != session) {
+        if self.sessions.session_mut(worker, session).is_none() {
             return;
         }
-        let Some(lost) = self.sessions.remove(&worker) else { return };
-        self.draining.remove(&worker);
-        self.reserved.remove(&worker);
+        let Some(lost) = self.sessions.remove(worker) else { return };
         self.placement.close(worker);
         if let Some(lane) = self.lanes.get_mut(&lost.lane) {
             lane.workers.remove(&worker);
@@ -202,7 +197,7 @@ impl Dispatcher {
         }
         if let Some(table) = table {
             let workers = self.lanes.get(&lost.lane).map(|lane| lane.workers.iter());
-            let others = workers.into_iter().flatten().filter_map(|worker| self.sessions.get(worker));
+            let others = workers.into_iter().flatten().filter_map(|worker| self.sessions.get(*worker));
             others.for_each(|session| session.send_service_table(table.clone(), &mut self.commands));
         }
         self.refresh_lane(lost.lane);
@@ -212,7 +207,7 @@ impl Dispatcher {
             ResubmissionReason::ProtocolViolation { about } => ResubmissionReason::ProtocolViolation {
                 about: about.filter(|request| lost.submissions.contains_key(request)),
             },
-            _ if lost.draining.is_some() => ResubmissionReason::Drained,
+            _ if lost.draining().is_some() => ResubmissionReason::Drained,
             reason => reason,
         };
         if reason != ResubmissionReason::Drained {
@@ -243,7 +238,7 @@ impl Dispatcher {
     /// Records a failure of a worker for outlier ejection.
     fn record_failure(&mut self, worker: WorkerId) {
         if let Some(duration) = self.outliers.failure(worker, self.now) {
-            self.notice(Notice::Ejected { worker, duration });
+            self.commands.push(Notice::Ejected { worker, duration }.into());
         }
     }
 }

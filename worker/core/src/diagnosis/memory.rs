@@ -91,10 +91,4 @@ impl<'a, I: Steps<'a>> DiagnosisWindow<'_, I> {
         );
         Finding::new(Bottleneck::PrefixEvictions, share, figure, action)
     }
-
-    /// Returns the mean number of KV blocks of a running sequence; at least 1.
-    pub(super) fn blocks_per_sequence(&self) -> f64 {
-        let running = self.mean(|step| step.load.running).max(1.0);
-        (self.mean(|step| step.load.blocks_used) / running).max(1.0)
-    }
 }

@@ -112,6 +112,12 @@ impl<'a, I: Steps<'a>> DiagnosisWindow<'_, I> {
         self.steps.clone().map(|step| f64::from(value(step))).sum::<f64>() / self.total
     }
 
+    /// Returns the mean number of KV blocks of a running sequence; at least 1.
+    fn blocks_per_sequence(&self) -> f64 {
+        let running = self.mean(|step| step.load.running).max(1.0);
+        (self.mean(|step| step.load.blocks_used) / running).max(1.0)
+    }
+
     /// Returns true if the KV pool is full.
     fn is_full(&self, step: &IterationSummary) -> bool {
         f64::from(step.load.blocks_used) > memory::FULL * f64::from(self.limits.blocks)

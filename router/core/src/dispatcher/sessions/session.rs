@@ -14,30 +14,30 @@ use crate::{
 
 /// Submission that its worker has not ended.
 #[derive(Debug)]
-pub(super) struct InFlight {
-    pub(super) request: RequestId,
-    pub(super) attempt: u32,
+pub(in crate::dispatcher) struct InFlight {
+    pub(in crate::dispatcher) request: RequestId,
+    pub(in crate::dispatcher) attempt: u32,
     /// Whether the worker has reported on it.
-    pub(super) reported: bool,
+    pub(in crate::dispatcher) reported: bool,
     cancelled: bool,
 }
 
 /// Reservation of a worker for a quarantined request.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Reservation {
-    pub(super) request: RequestId,
-    pub(super) since: Duration,
+pub(in crate::dispatcher) struct Reservation {
+    pub(in crate::dispatcher) request: RequestId,
+    pub(in crate::dispatcher) since: Duration,
 }
 
 /// Open session, as the dispatcher sees it: worker, grant, submissions in flight.
 #[derive(Debug)]
-pub(super) struct WorkerSession {
-    pub(super) id: SessionId,
-    pub(super) worker: WorkerId,
-    pub(super) lane: LaneId,
-    pub(super) fingerprint: Arc<str>,
-    pub(super) limits: ModelLimits,
-    pub(super) block_tokens: u32,
+pub(in crate::dispatcher) struct WorkerSession {
+    pub(in crate::dispatcher) id: SessionId,
+    pub(in crate::dispatcher) worker: WorkerId,
+    pub(in crate::dispatcher) lane: LaneId,
+    pub(in crate::dispatcher) fingerprint: Arc<str>,
+    pub(in crate::dispatcher) limits: ModelLimits,
+    pub(in crate::dispatcher) block_tokens: u32,
     /// Time since which it accepts nothing new: the worker drains, or was removed from discovery.
     pub(super) draining: Option<Duration>,
     /// Quarantined request that has, or waits for, this worker alone.
@@ -45,7 +45,7 @@ pub(super) struct WorkerSession {
     /// Time of the last reservation that timed out.
     pub(super) reservation_failed_at: Option<Duration>,
     /// Time of the last update.
-    pub(super) last_update: Duration,
+    pub(in crate::dispatcher) last_update: Duration,
     heartbeat: Duration,
     /// Total sequences and KV blocks of the worker.
     capacity: Credits,
@@ -57,8 +57,8 @@ pub(super) struct WorkerSession {
     pool_blocks: usize,
     /// Backlog state last sent to the worker.
     backlog: Option<bool>,
-    pub(super) ledger: Ledger,
-    pub(super) submissions: BTreeMap<SubmissionId, InFlight>,
+    pub(in crate::dispatcher) ledger: Ledger,
+    pub(in crate::dispatcher) submissions: BTreeMap<SubmissionId, InFlight>,
 }
 
 impl WorkerSession {
@@ -75,7 +75,7 @@ impl WorkerSession {
     /// Maximum grant relative to the worker's capacity: its waiting queue, and one request of any size.
     const GRANT_FACTOR: u32 = 64;
 
-    pub(super) fn new(id: SessionId, lane: LaneId, info: WorkerInfo, now: Duration) -> Self {
+    pub(in crate::dispatcher) fn new(id: SessionId, lane: LaneId, info: WorkerInfo, now: Duration) -> Self {
         Self {
             id,
             worker: info.worker,
@@ -99,17 +99,21 @@ impl WorkerSession {
     }
 
     /// Whether the worker could run a request if it were idle.
-    pub(super) fn fits(&self, spec: &RequestSpec) -> bool {
+    pub(in crate::dispatcher) fn fits(&self, spec: &RequestSpec) -> bool {
         self.holds(spec) && spec.accepts(&self.fingerprint)
     }
 
     /// Whether the request's longest sequence fits the worker's limits.
-    pub(super) fn holds(&self, spec: &RequestSpec) -> bool {
+    pub(in crate::dispatcher) fn holds(&self, spec: &RequestSpec) -> bool {
         u64::from(self.limits.sequence_tokens()) >= spec.sequence_tokens()
     }
 
     /// Checks everything that does not depend on a request.
-    pub(super) fn check(&mut self, update: &WorkerUpdate, now: Duration) -> Result<(), Violation> {
+    pub(in crate::dispatcher) fn check(
+        &mut self,
+        update: &WorkerUpdate,
+        now: Duration,
+    ) -> Result<(), Violation> {
         let (began, count) = &mut self.updates;
         if now.saturating_sub(*began) >= Duration::from_secs(1) {
             (*began, *count) = (now, 0);
@@ -149,18 +153,33 @@ impl WorkerSession {
         Ok(())
     }
 
+    /// Returns the time since which it accepts nothing new.
+    pub(in crate::dispatcher) fn draining(&self) -> Option<Duration> {
+        self.draining
+    }
+
+    /// Returns its reservation for a quarantined request.
+    pub(in crate::dispatcher) fn reserved(&self) -> Option<Reservation> {
+        self.reserved
+    }
+
+    /// Returns the time of the last reservation that timed out.
+    pub(in crate::dispatcher) fn reservation_failed_at(&self) -> Option<Duration> {
+        self.reservation_failed_at
+    }
+
     /// Whether it accepts requests that are not quarantined.
-    pub(super) fn accepts_requests(&self) -> bool {
+    pub(in crate::dispatcher) fn accepts_requests(&self) -> bool {
         self.draining.is_none() && self.reserved.is_none()
     }
 
     /// Whether its heartbeat is late. Not an error yet; at three intervals the session is lost.
-    pub(super) fn is_overdue(&self, now: Duration) -> bool {
+    pub(in crate::dispatcher) fn is_overdue(&self, now: Duration) -> bool {
         now.saturating_sub(self.last_update) > self.heartbeat + self.heartbeat / 4
     }
 
     /// Sends a submission to the worker and charges it.
-    pub(super) fn submit(
+    pub(in crate::dispatcher) fn submit(
         &mut self,
         priority: Priority,
         tenant: &str,
@@ -177,7 +196,7 @@ impl WorkerSession {
     }
 
     /// Sends the backlog state to the worker if it has changed.
-    pub(super) fn send_backlog(&mut self, waiting: bool, commands: &mut Vec<Command>) {
+    pub(in crate::dispatcher) fn send_backlog(&mut self, waiting: bool, commands: &mut Vec<Command>) {
         if self.backlog != Some(waiting) {
             self.backlog = Some(waiting);
             self.send(WorkerCommand::Backlog { waiting }, commands);
@@ -185,7 +204,7 @@ impl WorkerSession {
     }
 
     /// Cancels all running choices of a submission.
-    pub(super) fn cancel(&mut self, submission: SubmissionId, commands: &mut Vec<Command>) {
+    pub(in crate::dispatcher) fn cancel(&mut self, submission: SubmissionId, commands: &mut Vec<Command>) {
         let Some(submitted) = self.submissions.get_mut(&submission) else { return };
         if !std::mem::replace(&mut submitted.cancelled, true) {
             self.send(WorkerCommand::Cancel { submission, choice: None }, commands);
@@ -193,7 +212,7 @@ impl WorkerSession {
     }
 
     /// Cancels one choice of a submission.
-    pub(super) fn cancel_choice(
+    pub(in crate::dispatcher) fn cancel_choice(
         &mut self,
         submission: SubmissionId,
         choice: u32,
@@ -206,7 +225,7 @@ impl WorkerSession {
     }
 
     /// Releases the credits of an ended choice. Returns whether the whole submission has ended.
-    pub(super) fn settle(&mut self, submission: SubmissionId, choice: u32) -> bool {
+    pub(in crate::dispatcher) fn settle(&mut self, submission: SubmissionId, choice: u32) -> bool {
         match self.ledger.settle(submission, choice) {
             Settled::Request => {
                 self.submissions.remove(&submission);
@@ -218,12 +237,16 @@ impl WorkerSession {
     }
 
     /// Sends the service counters of another incarnation to the worker, for routers that connect later.
-    pub(super) fn send_service_table(&self, table: IncarnationCounters, commands: &mut Vec<Command>) {
+    pub(in crate::dispatcher) fn send_service_table(
+        &self,
+        table: IncarnationCounters,
+        commands: &mut Vec<Command>,
+    ) {
         self.send(WorkerCommand::ServiceTable(table), commands);
     }
 
     /// Sends a message to the worker.
-    pub(super) fn send(&self, command: WorkerCommand, commands: &mut Vec<Command>) {
+    pub(in crate::dispatcher) fn send(&self, command: WorkerCommand, commands: &mut Vec<Command>) {
         commands.push(Command::Worker { worker: self.worker, command });
     }
 }
