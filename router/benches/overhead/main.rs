@@ -3,7 +3,8 @@
 //!
 //! `cargo bench -p inflight-router --bench overhead [MODE]`, where MODE is `relay`,
 //! `relay STREAMS MICROSECONDS`, `latency`, `memory` or `http`, which compares the router's HTTP API with its
-//! gRPC API; all without it.
+//! gRPC API; all without it. `source`, `router SOURCE` and `load ADDRESS STREAMS TOKENS MICROSECONDS` run one process of it, for instance
+//! the router under a profiler.
 //!
 //! Router, proxy and token source are separate processes, so that each is measured alone. The source speaks
 //! the session protocol with the router and `Generate` with the proxy; it computes nothing.
@@ -50,9 +51,17 @@ async fn main() {
             _ => eprintln!("relay takes a number of streams and microseconds between two tokens"),
         },
         ["latency"] => latency(&Servers::start().await).await,
+        ["load", address, streams, tokens, pace] => match (streams.parse(), tokens.parse(), pace.parse()) {
+            (Ok(streams), Ok(tokens), Ok(pace_us)) => {
+                let done = client::run(address, Load { streams, tokens, pace_us, connections: 1 }).await;
+                println!("{} tokens in {} messages", done.tokens, done.messages);
+            }
+            _ => eprintln!("load takes an address, streams, tokens of each and microseconds between two"),
+        },
         ["memory"] => memory(&Servers::start().await).await,
         _ => eprintln!(
-            "this benchmark takes: relay, relay STREAMS MICROSECONDS, latency, memory or http; nothing for all"
+            "this benchmark takes: relay, relay STREAMS MICROSECONDS, latency, memory, http, or one process of it: source, router \
+             SOURCE, load ADDRESS STREAMS TOKENS MICROSECONDS; nothing for all"
         ),
     }
 }
