@@ -1,23 +1,18 @@
 //! A worker that violates the protocol in a random way at each submission, and a router that does.
 
 use std::net::SocketAddr;
-use std::pin::Pin;
-use std::sync::{Arc, Mutex, PoisonError};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use anyhow::Result;
-use futures::{Stream, StreamExt as _};
+use futures::StreamExt as _;
 use inflight_harness::RoleProcess;
 use inflight_proto::v1::worker_client::WorkerClient;
-use inflight_proto::v1::worker_server::{Worker, WorkerServer};
 use inflight_proto::v1::{self, session_request, session_response};
-use inflight_proto::{AnswerProof, Challenges, PROTOCOL_VERSION, SESSION_PATH, prove};
+use inflight_proto::{PROTOCOL_VERSION, SESSION_PATH, prove};
+use inflight_scripted::{Access, Command, Script, ScriptedSession, ScriptedWorker};
 use rand::rngs::StdRng;
 use rand::{Rng as _, SeedableRng as _};
-use tokio::sync::mpsc;
-use tonic::{Request, Response, Status, Streaming};
-
-type ResponseStream<T> = Pin<Box<dyn Stream<Item = Result<T, Status>> + Send>>;
+use tokio::task::JoinSet;
 
 /// Interval of updates, short of the announced heartbeat.
 const UPDATE_INTERVAL: Duration = Duration::from_millis(50);
@@ -67,47 +62,42 @@ impl LyingWorker {
             heartbeat_interval_ms: 250,
             ..hello
         };
-        let random = Mutex::new(StdRng::seed_from_u64(seed));
-        let challenges = Challenges::new();
-        let service = Service(Arc::new(State { secrets, impostor, challenges, hello, bundle, random }));
-        let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await?;
-        let address = listener.local_addr()?;
-        let incoming = futures::stream::unfold(listener, |listener| async move {
-            let accepted = listener.accept().await.map(|(stream, _)| stream);
-            Some((accepted, listener))
-        });
-        let server = tonic::transport::Server::builder().add_service(WorkerServer::new(service));
+        let access = if impostor { Access::Impostor } else { Access::Secrets(secrets) };
+        let script = Script { hello, bundle, access, bad_bundles: 0, unread_sessions: 0, tls: None };
+        let mut worker = ScriptedWorker::start(script).await;
+        let address = worker.address;
+        let mut random = StdRng::seed_from_u64(seed);
         let serving = tokio::spawn(async move {
-            let _ = server.serve_with_incoming(incoming).await;
+            // Ends the sessions with the task.
+            let mut sessions = JoinSet::new();
+            loop {
+                let session = worker.session().await;
+                sessions.spawn(lie(session, StdRng::from_rng(&mut random)));
+            }
         });
         Ok(Self { address, serving })
     }
 }
 
-struct State {
-    secrets: Vec<Vec<u8>>,
-    impostor: bool,
-    challenges: Challenges,
-    hello: v1::Hello,
-    bundle: Vec<v1::FetchBundleResponse>,
-    random: Mutex<StdRng>,
-}
-
-#[derive(Clone)]
-struct Service(Arc<State>);
-
-impl Service {
-    fn authenticate<T>(&self, request: &Request<T>, path: &str) -> Result<AnswerProof, Status> {
-        if self.0.impostor {
-            return Ok(AnswerProof(vec![0; 32]));
+/// Sends heartbeats with capacity, so that requests come, and answers each submission with a violation.
+async fn lie(mut session: ScriptedSession, mut random: StdRng) {
+    loop {
+        let command = tokio::select! {
+            biased;
+            command = session.next() => command,
+            () = tokio::time::sleep(UPDATE_INTERVAL) => {
+                let grant = v1::Grant { sequences: 64, kv_blocks: 1 << 12, ..v1::Grant::default() };
+                let load = Some(v1::Load::default());
+                session.update(v1::Update { grant: Some(grant), load, ..v1::Update::default() });
+                continue;
+            }
+        };
+        let Some(command) = command else { return };
+        let Command::Submit(submit) = command else { continue };
+        let Some(lie) = violation(random.random_range(0..9), &submit) else { return };
+        if !session.send(lie) {
+            return;
         }
-        let headers = request.metadata().clone().into_headers();
-        let verified = self.0.challenges.verify(&self.0.secrets, path, &headers, Instant::now());
-        verified.map_err(|error| Status::unauthenticated(error.to_string()))
-    }
-
-    fn draw(&self, end: u32) -> u32 {
-        self.0.random.lock().unwrap_or_else(PoisonError::into_inner).random_range(0..end)
     }
 }
 
@@ -160,81 +150,6 @@ fn violation(kind: u32, submit: &v1::Submit) -> Option<session_response::Message
                 ..v1::Update::default()
             }))
         }
-    }
-}
-
-#[tonic::async_trait]
-impl Worker for Service {
-    type SessionStream = ResponseStream<v1::SessionResponse>;
-    type FetchBundleStream = ResponseStream<v1::FetchBundleResponse>;
-    type ObserveStream = ResponseStream<v1::ObserveResponse>;
-
-    async fn challenge(
-        &self,
-        _: Request<v1::ChallengeRequest>,
-    ) -> Result<Response<v1::ChallengeResponse>, Status> {
-        let challenge = self.0.challenges.issue(Instant::now());
-        Ok(Response::new(v1::ChallengeResponse { protocol_version: PROTOCOL_VERSION, challenge }))
-    }
-
-    async fn session(
-        &self,
-        request: Request<Streaming<v1::SessionRequest>>,
-    ) -> Result<Response<Self::SessionStream>, Status> {
-        let proof = self.authenticate(&request, SESSION_PATH)?;
-        let mut requests = request.into_inner();
-        let (sender, receiver) = mpsc::channel::<session_response::Message>(16);
-        let hello = v1::Hello { secret_proof: proof.0, ..self.0.hello.clone() };
-        let service = self.clone();
-        tokio::spawn(async move {
-            let _ = sender.send(session_response::Message::Hello(hello)).await;
-            loop {
-                let message = tokio::select! {
-                    message = requests.message() => message,
-                    () = tokio::time::sleep(UPDATE_INTERVAL) => {
-                        // An honest heartbeat with capacity, so that requests come.
-                        let grant = v1::Grant { sequences: 64, kv_blocks: 1 << 12, ..v1::Grant::default() };
-                        let load = Some(v1::Load::default());
-                        let update = v1::Update { grant: Some(grant), load, ..v1::Update::default() };
-                        if sender.send(session_response::Message::Update(update)).await.is_err() {
-                            return;
-                        }
-                        continue;
-                    }
-                };
-                let Ok(Some(v1::SessionRequest { message })) = message else { return };
-                let Some(session_request::Message::Submit(submit)) = message else { continue };
-                let Some(lie) = violation(service.draw(9), &submit) else { return };
-                if sender.send(lie).await.is_err() {
-                    return;
-                }
-            }
-        });
-        let responses = futures::stream::unfold(receiver, |mut receiver| async move {
-            let message = receiver.recv().await?;
-            Some((Ok(v1::SessionResponse { message: Some(message) }), receiver))
-        });
-        Ok(Response::new(Box::pin(responses)))
-    }
-
-    async fn fetch_bundle(
-        &self,
-        request: Request<v1::FetchBundleRequest>,
-    ) -> Result<Response<Self::FetchBundleStream>, Status> {
-        self.authenticate(&request, "/inflight.v1.Worker/FetchBundle")?;
-        let pieces: Vec<_> = self.0.bundle.iter().cloned().map(Ok).collect();
-        Ok(Response::new(Box::pin(futures::stream::iter(pieces))))
-    }
-
-    async fn diagnose(
-        &self,
-        _: Request<v1::DiagnoseRequest>,
-    ) -> Result<Response<v1::DiagnoseResponse>, Status> {
-        Err(Status::unimplemented("a lying worker says nothing about itself"))
-    }
-
-    async fn observe(&self, _: Request<v1::ObserveRequest>) -> Result<Response<Self::ObserveStream>, Status> {
-        Err(Status::unimplemented("a lying worker says nothing about itself"))
     }
 }
 

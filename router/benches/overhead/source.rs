@@ -5,21 +5,17 @@ use std::pin::Pin;
 use std::time::Duration;
 
 use futures::{Stream, StreamExt as _};
-use inflight_fixtures::Family;
 use inflight_proto::v1;
 use inflight_proto::v1::generate_response::Event;
 use inflight_proto::v1::inference_server::{Inference, InferenceServer};
-use inflight_proto::v1::session_request::Message as Command;
 use inflight_proto::v1::session_response::Message;
-use inflight_proto::v1::worker_server::{Worker, WorkerServer};
-use inflight_proto::{PROTOCOL_VERSION, bundle_digest};
+use inflight_proto::v1::worker_server::WorkerServer;
+use inflight_scripted::{Command, Script, ScriptedSession, WorkerProfile, WorkerService, sequence};
 use tokio::net::TcpListener;
-use tokio::sync::mpsc;
 use tokio::time::{Instant, sleep_until};
-use tokio_stream::wrappers::UnboundedReceiverStream;
 use tonic::transport::Server;
 use tonic::transport::server::TcpIncoming;
-use tonic::{Request, Response, Status, Streaming};
+use tonic::{Request, Response, Status};
 
 type Boxed<T> = Pin<Box<dyn Stream<Item = Result<T, Status>> + Send>>;
 
@@ -60,19 +56,11 @@ impl Batch {
             one.sent += tokens;
             let ends = one.sent == one.most;
             let reason = if ends { v1::FinishReason::Length } else { v1::FinishReason::Unspecified };
-            sequences.push(sequence(&one.submit, tokens as usize, reason));
+            sequences.push(sequence(&one.submit, 0, &vec![TOKEN; tokens as usize], reason));
             !ends
         });
         sequences
     }
-}
-
-fn files() -> BTreeMap<&'static str, &'static str> {
-    let family = Family::Llama3;
-    BTreeMap::from([
-        ("tokenizer.json", family.tokenizer_json()),
-        ("tokenizer_config.json", family.tokenizer_config_json()),
-    ])
 }
 
 fn pace(seed: u64) -> Option<Duration> {
@@ -90,146 +78,70 @@ impl Source {
     }
 }
 
-#[tonic::async_trait]
-impl Worker for Source {
-    type SessionStream = Boxed<v1::SessionResponse>;
-    type FetchBundleStream = Boxed<v1::FetchBundleResponse>;
-    type ObserveStream = Boxed<v1::ObserveResponse>;
-
-    async fn challenge(
-        &self,
-        _: Request<v1::ChallengeRequest>,
-    ) -> Result<Response<v1::ChallengeResponse>, Status> {
-        Ok(Response::new(v1::ChallengeResponse::default()))
-    }
-
-    async fn session(
-        &self,
-        request: Request<Streaming<v1::SessionRequest>>,
-    ) -> Result<Response<Self::SessionStream>, Status> {
-        let mut requests = request.into_inner();
-        requests.message().await?;
-        let hello = v1::Hello {
-            protocol_version: PROTOCOL_VERSION,
-            worker_id: "source".to_owned(),
-            incarnation: "1".to_owned(),
-            fingerprint: "source".to_owned(),
-            model: "source".to_owned(),
-            architecture: "none".to_owned(),
-            bundle_digest: bundle_digest(files().iter().map(|(name, text)| (*name, text.as_bytes()))),
-            limits: Some(v1::WorkerLimits {
-                vocab_size: 285,
-                context_tokens: 1 << 16,
-                block_tokens: 16,
-                kv_blocks: 1 << 24,
-                max_sequences: 1 << 16,
-                ..Default::default()
-            }),
-            heartbeat_interval_ms: 1000,
-            ..Default::default()
-        };
-        let (updates, outgoing) = mpsc::unbounded_channel();
-        let _ = updates.send(Message::Hello(hello));
-        let source = self.clone();
-        tokio::spawn(async move {
-            let grant = Some(v1::Grant { sequences: 1 << 16, kv_blocks: 1 << 24, priority_sequences: 0 });
-            let mut batches: BTreeMap<Duration, Batch> = BTreeMap::new();
-            let mut idle: BTreeMap<u64, v1::Submit> = BTreeMap::new();
-            let mut heartbeat = Instant::now();
-            loop {
-                let steps = batches.values().map(|batch| batch.next).min();
-                let wake = steps.map_or(heartbeat, |next| next.min(heartbeat));
-                let command = tokio::select! {
-                    biased;
-                    () = sleep_until(wake) => None,
-                    command = requests.message() => match command {
-                        Ok(Some(command)) => command.message,
-                        _ => return,
-                    },
-                };
-                let now = Instant::now();
-                let mut sequences = Vec::new();
-                match command {
-                    Some(Command::Submit(submit)) => {
-                        let seed = submit.sampling.as_ref().and_then(|s| s.seed).unwrap_or(0);
-                        let most = submit.stop.as_ref().and_then(|stop| stop.max_tokens).unwrap_or(1);
-                        match pace(seed) {
-                            Some(pace) => {
-                                let next = source.next_step(pace, now);
-                                let batch = Batch { pace, next, running: Vec::new() };
-                                let running = &mut batches.entry(pace).or_insert(batch).running;
-                                running.push(Running { submit, sent: 0, most });
-                            }
-                            None => drop(idle.insert(submit.submission_id, submit)),
+impl Source {
+    /// Runs the requests of a router.
+    async fn run(self, mut session: ScriptedSession) {
+        let grant = Some(v1::Grant { sequences: 1 << 16, kv_blocks: 1 << 24, priority_sequences: 0 });
+        let mut batches: BTreeMap<Duration, Batch> = BTreeMap::new();
+        let mut idle: BTreeMap<u64, v1::Submit> = BTreeMap::new();
+        let mut heartbeat = Instant::now();
+        loop {
+            let steps = batches.values().map(|batch| batch.next).min();
+            let wake = steps.map_or(heartbeat, |next| next.min(heartbeat));
+            let command = tokio::select! {
+                biased;
+                () = sleep_until(wake) => None,
+                command = session.next() => match command {
+                    Some(command) => Some(command),
+                    None => return,
+                },
+            };
+            let now = Instant::now();
+            let mut sequences = Vec::new();
+            match command {
+                Some(Command::Submit(submit)) => {
+                    let seed = submit.sampling.as_ref().and_then(|s| s.seed).unwrap_or(0);
+                    let most = submit.stop.as_ref().and_then(|stop| stop.max_tokens).unwrap_or(1);
+                    match pace(seed) {
+                        Some(pace) => {
+                            let next = self.next_step(pace, now);
+                            let batch = Batch { pace, next, running: Vec::new() };
+                            let running = &mut batches.entry(pace).or_insert(batch).running;
+                            running.push(Running { submit, sent: 0, most });
                         }
-                    }
-                    Some(Command::Cancel(cancel)) => {
-                        let idle = idle.remove(&cancel.submission_id);
-                        let mut running = batches.values_mut().flat_map(|batch| {
-                            batch
-                                .running
-                                .extract_if(.., |one| one.submit.submission_id == cancel.submission_id)
-                        });
-                        if let Some(submit) = idle.or_else(|| running.next().map(|one| one.submit)) {
-                            sequences.push(sequence(&submit, 0, v1::FinishReason::Cancelled));
-                        }
-                    }
-                    _ => {}
-                }
-                // A late step is still a step: its tokens do not share an update with the next one's.
-                let mut late = Vec::new();
-                for batch in batches.values_mut() {
-                    while batch.next <= now && !batch.running.is_empty() {
-                        late.push(batch.step());
+                        None => drop(idle.insert(submit.submission_id, submit)),
                     }
                 }
-                batches.retain(|_, batch| !batch.running.is_empty());
-                if now >= heartbeat || !sequences.is_empty() {
-                    late.push(sequences);
-                }
-                for sequences in late {
-                    heartbeat = now + Duration::from_millis(500);
-                    let update = v1::Update { grant, sequences, ..Default::default() };
-                    if updates.send(Message::Update(update)).is_err() {
-                        return;
+                Some(Command::Cancel(cancel)) => {
+                    let idle = idle.remove(&cancel.submission_id);
+                    let mut running = batches.values_mut().flat_map(|batch| {
+                        batch.running.extract_if(.., |one| one.submit.submission_id == cancel.submission_id)
+                    });
+                    if let Some(submit) = idle.or_else(|| running.next().map(|one| one.submit)) {
+                        sequences.push(sequence(&submit, 0, &[], v1::FinishReason::Cancelled));
                     }
+                }
+                _ => {}
+            }
+            // A late step is still a step: its tokens do not share an update with the next one's.
+            let mut late = Vec::new();
+            for batch in batches.values_mut() {
+                while batch.next <= now && !batch.running.is_empty() {
+                    late.push(batch.step());
                 }
             }
-        });
-        let messages = UnboundedReceiverStream::new(outgoing);
-        let responses = messages.map(|message| Ok(v1::SessionResponse { message: Some(message) }));
-        Ok(Response::new(Box::pin(responses)))
-    }
-
-    async fn fetch_bundle(
-        &self,
-        _: Request<v1::FetchBundleRequest>,
-    ) -> Result<Response<Self::FetchBundleStream>, Status> {
-        let pieces = files().into_iter().map(|(file, text)| {
-            Ok(v1::FetchBundleResponse { file: file.to_owned(), data: text.as_bytes().to_vec() })
-        });
-        Ok(Response::new(Box::pin(futures::stream::iter(pieces.collect::<Vec<_>>()))))
-    }
-
-    async fn diagnose(
-        &self,
-        _: Request<v1::DiagnoseRequest>,
-    ) -> Result<Response<v1::DiagnoseResponse>, Status> {
-        Err(Status::unimplemented("nothing to diagnose"))
-    }
-
-    async fn observe(&self, _: Request<v1::ObserveRequest>) -> Result<Response<Self::ObserveStream>, Status> {
-        Err(Status::unimplemented("nothing to observe"))
-    }
-}
-
-fn sequence(submit: &v1::Submit, tokens: usize, reason: v1::FinishReason) -> v1::SequenceUpdate {
-    v1::SequenceUpdate {
-        submission_id: submit.submission_id,
-        attempt: submit.attempt,
-        token_ids: vec![TOKEN; tokens],
-        finish_reason: reason.into(),
-        ..Default::default()
+            batches.retain(|_, batch| !batch.running.is_empty());
+            if now >= heartbeat || !sequences.is_empty() {
+                late.push(sequences);
+            }
+            for sequences in late {
+                heartbeat = now + Duration::from_millis(500);
+                let update = v1::Update { grant, sequences, ..Default::default() };
+                if !session.send(Message::Update(update)) {
+                    return;
+                }
+            }
+        }
     }
 }
 
@@ -290,10 +202,39 @@ pub async fn serve() {
     println!("{}", listener.local_addr().unwrap());
     let incoming = TcpIncoming::from(listener).with_nodelay(Some(true));
     let source = Source { epoch: Instant::now() };
+    let (worker, mut sessions) = WorkerService::new(script());
+    tokio::spawn({
+        let source = source.clone();
+        async move {
+            while let Some(session) = sessions.next().await {
+                tokio::spawn(source.clone().run(session));
+            }
+        }
+    });
     Server::builder()
-        .add_service(WorkerServer::new(source.clone()))
+        .add_service(WorkerServer::new(worker))
         .add_service(InferenceServer::new(source))
         .serve_with_incoming(incoming)
         .await
         .unwrap();
+}
+
+/// A worker with room for everything.
+fn script() -> Script {
+    let profile = WorkerProfile {
+        model: "source",
+        fingerprint: "source",
+        heartbeat_interval_ms: 1000,
+        ..WorkerProfile::default()
+    };
+    let mut script = Script::from(profile);
+    script.hello.limits = Some(v1::WorkerLimits {
+        vocab_size: 285,
+        context_tokens: 1 << 16,
+        block_tokens: 16,
+        kv_blocks: 1 << 24,
+        max_sequences: 1 << 16,
+        ..Default::default()
+    });
+    script
 }

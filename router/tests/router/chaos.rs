@@ -7,7 +7,7 @@ use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
 
 use crate::cluster::{Cluster, Generated, bounded, metrics, text, tokens};
-use crate::worker::{ScriptedSession, ScriptedWorker, WorkerProfile, sequence};
+use inflight_scripted::{ScriptedSession, ScriptedWorker, WorkerProfile, sequence};
 
 /// Token id of `<|eot_id|>`.
 const EOT: u32 = 284;

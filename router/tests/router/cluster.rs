@@ -19,7 +19,7 @@ use tonic::transport::Channel;
 use tonic::{Request, Status, Streaming};
 use tracing_subscriber::layer::{Layer as _, SubscriberExt as _};
 
-use crate::worker::ScriptedWorker;
+use inflight_scripted::ScriptedWorker;
 
 /// Running router with a client.
 pub struct Cluster {

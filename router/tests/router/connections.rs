@@ -24,7 +24,7 @@ use crate::cluster::{Cluster, bounded, text};
 use crate::http_client::with_http;
 use crate::http2_client::{Frame, Frames, frame, headers};
 use crate::tenants::{Folder, digest, with_key};
-use crate::worker::{ScriptedWorker, WorkerProfile};
+use inflight_scripted::{ScriptedWorker, WorkerProfile};
 
 /// Certificate authority.
 struct Authority(CertifiedIssuer<'static, KeyPair>);

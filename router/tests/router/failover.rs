@@ -7,7 +7,7 @@ use tonic::Code;
 
 use crate::cluster::{Cluster, bounded, text, tokens};
 use crate::http_client::{Call, Event, parse_events, with_http};
-use crate::worker::{ScriptedSession, ScriptedWorker, WorkerProfile, sequence};
+use inflight_scripted::{ScriptedSession, ScriptedWorker, WorkerProfile, sequence};
 
 const STOP: v1::FinishReason = v1::FinishReason::Stop;
 const LENGTH: v1::FinishReason = v1::FinishReason::Length;

@@ -10,7 +10,7 @@ use serde_json::{Value, json};
 
 use crate::cluster::tokens;
 use crate::http_client::{HttpCluster, with_http};
-use crate::worker::{Command, ScriptedSession};
+use inflight_scripted::{Command, ScriptedSession};
 
 /// Output of each choice after its index.
 const OUTPUT: &str = " 👩‍🚀🙂 ends STOP not here";

@@ -8,7 +8,7 @@ use tonic::Code;
 
 use crate::cluster::{Cluster, bounded};
 use crate::http_tools::{ARGUMENTS, OUTPUT, TEMPLATE, WEATHER, profile, tokenizer};
-use crate::worker::ScriptedWorker;
+use inflight_scripted::ScriptedWorker;
 
 fn message(role: &str, content: &str) -> v1::ChatMessage {
     v1::ChatMessage { role: role.to_owned(), content: content.to_owned(), ..Default::default() }

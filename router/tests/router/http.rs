@@ -7,7 +7,7 @@ use serde_json::{Value, json};
 use crate::cluster::{Cluster, bounded, tokens};
 use crate::http_client::{Call, HttpCluster, parse_events, timeless, with_http};
 use crate::tenants::{Folder, digest};
-use crate::worker::{ScriptedWorker, WorkerProfile, sequence};
+use inflight_scripted::{ScriptedWorker, WorkerProfile, sequence};
 
 const LENGTH: v1::FinishReason = v1::FinishReason::Length;
 const STOP: v1::FinishReason = v1::FinishReason::Stop;

@@ -10,7 +10,7 @@ use tokio::io::{AsyncBufReadExt as _, AsyncReadExt as _, AsyncWriteExt as _, Buf
 use tokio::net::TcpStream;
 
 use crate::cluster::Cluster;
-use crate::worker::{ScriptedSession, ScriptedWorker, WorkerProfile};
+use inflight_scripted::{ScriptedSession, ScriptedWorker, WorkerProfile};
 
 /// Options with the HTTP APIs on a free port.
 pub fn with_http(http: HttpOptions) -> Options {

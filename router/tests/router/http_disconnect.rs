@@ -11,7 +11,7 @@ use tonic::codegen::http::Request;
 use crate::cluster::{bounded, tokens};
 use crate::http_client::{Call, ENDPOINTS, HttpCluster, SHORT, parse_events, raw_post, with_http};
 use crate::http_streams::{PAUSED, pause};
-use crate::worker::WorkerProfile;
+use inflight_scripted::WorkerProfile;
 
 const LENGTH: v1::FinishReason = v1::FinishReason::Length;
 

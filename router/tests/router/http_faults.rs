@@ -12,7 +12,7 @@ use tokio::net::TcpStream;
 use crate::cluster::{bounded, tokens};
 use crate::http_client::{Call, HttpCluster, Response, with_http};
 use crate::tenants::{Folder, digest};
-use crate::worker::WorkerProfile;
+use inflight_scripted::WorkerProfile;
 
 /// Checks a refusal in Anthropic's envelope, with its id.
 fn check(refused: &Response, status: u16, kind: &str) {

@@ -9,7 +9,7 @@ use serde_json::{Value, json};
 use crate::cluster::{bounded, text, tokens};
 use crate::http_client::{Call, ENDPOINTS, Event, HttpCluster, Response, SHORT, with_http};
 use crate::tenants::{Folder, digest};
-use crate::worker::WorkerProfile;
+use inflight_scripted::WorkerProfile;
 
 const LENGTH: v1::FinishReason = v1::FinishReason::Length;
 

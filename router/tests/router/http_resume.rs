@@ -7,7 +7,7 @@ use serde_json::{Value, json};
 use crate::cluster::{bounded, tokens};
 use crate::http_client::{Call, ENDPOINTS, Event, HttpCluster, SHORT, parse_events, with_http};
 use crate::tenants::{Folder, digest};
-use crate::worker::WorkerProfile;
+use inflight_scripted::WorkerProfile;
 
 const LENGTH: v1::FinishReason = v1::FinishReason::Length;
 const KEY: &[u8] = b"a key that all routers of the cluster share";

@@ -10,7 +10,7 @@ use tokio::net::TcpSocket;
 
 use crate::cluster::{bounded, tokens};
 use crate::http_client::{Call, Event, HttpCluster, KEEP_ALIVE, SHORT, parse_events, raw_post, with_http};
-use crate::worker::{Command, WorkerProfile, sequence};
+use inflight_scripted::{Command, WorkerProfile, sequence};
 
 const LENGTH: v1::FinishReason = v1::FinishReason::Length;
 const ASK: &str = r#"{"messages":[{"role":"user","content":"hello"}]"#;

@@ -11,7 +11,7 @@ use serde_json::{Value, json};
 use crate::cluster::{bounded, tokens};
 use crate::foreign_clients::run;
 use crate::http_client::{Call, Event, HttpCluster, with_http};
-use crate::worker::{Command, ScriptedSession, WorkerProfile};
+use inflight_scripted::{Command, ScriptedSession, WorkerProfile};
 
 const STOP: v1::FinishReason = v1::FinishReason::Stop;
 const LENGTH: v1::FinishReason = v1::FinishReason::Length;

@@ -11,7 +11,7 @@ use tonic_health::pb::health_client::HealthClient;
 
 use crate::cluster::{Cluster, bounded, tokens};
 use crate::tenants::{started, tenant, with_key};
-use crate::worker::{ScriptedWorker, WorkerProfile};
+use inflight_scripted::{ScriptedWorker, WorkerProfile};
 
 const LENGTH: v1::FinishReason = v1::FinishReason::Length;
 

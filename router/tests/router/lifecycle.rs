@@ -13,7 +13,7 @@ use tonic_health::pb::health_client::HealthClient;
 use tonic_health::pb::{HealthCheckRequest, HealthCheckResponse};
 
 use crate::cluster::{Cluster, bounded, count, spans_of, text, tokens};
-use crate::worker::{ScriptedWorker, WorkerProfile};
+use inflight_scripted::{ScriptedWorker, WorkerProfile};
 
 const STOP: v1::FinishReason = v1::FinishReason::Stop;
 const LENGTH: v1::FinishReason = v1::FinishReason::Length;
@@ -77,7 +77,12 @@ async fn a_draining_worker_completes_its_requests_and_gets_no_new_ones() {
         let submit = first.submit().await;
         first.update(v1::Update {
             draining: true,
-            sequences: vec![crate::worker::sequence(&submit, 0, &tokens("x"), v1::FinishReason::Unspecified)],
+            sequences: vec![inflight_scripted::sequence(
+                &submit,
+                0,
+                &tokens("x"),
+                v1::FinishReason::Unspecified,
+            )],
             ..Default::default()
         });
         old.until_text("x").await;
@@ -126,7 +131,7 @@ async fn equal_workers_are_used_round_robin_and_higher_priority_goes_first() {
             let submit = session.submit().await;
             assert_eq!(submit.prompt_token_ids[1..], tokens(name));
             session.update(v1::Update {
-                sequences: vec![crate::worker::sequence(&submit, 0, &[EOT], STOP)],
+                sequences: vec![inflight_scripted::sequence(&submit, 0, &[EOT], STOP)],
                 grant: Some(v1::Grant { sequences: 0, kv_blocks: 0, priority_sequences: 0 }),
                 ..Default::default()
             });

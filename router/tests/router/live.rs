@@ -13,7 +13,7 @@ use tonic::{Code, Status, Streaming};
 
 use crate::cluster::{Cluster, bounded, text, tokens};
 use crate::http_client::{Call, HttpCluster, parse_events, with_http};
-use crate::worker::{ScriptedObservation, ScriptedWorker, WorkerProfile};
+use inflight_scripted::{ScriptedObservation, ScriptedWorker, WorkerProfile};
 
 const LENGTH: v1::FinishReason = v1::FinishReason::Length;
 

@@ -42,4 +42,3 @@ mod tokenizing;
 mod unary;
 mod unread;
 mod usage;
-mod worker;

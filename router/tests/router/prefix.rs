@@ -7,7 +7,7 @@ use inflight_proto::v1::kv_event::Event;
 use inflight_router::{Options, PlacementKind};
 
 use crate::cluster::{Cluster, bounded};
-use crate::worker::{Command, ScriptedSession, ScriptedWorker, WorkerProfile};
+use inflight_scripted::{Command, ScriptedSession, ScriptedWorker, WorkerProfile};
 
 const STOP: v1::FinishReason = v1::FinishReason::Stop;
 /// Tokens per block of the scripted workers.

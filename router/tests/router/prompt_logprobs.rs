@@ -6,7 +6,7 @@ use serde_json::{Value, json};
 
 use crate::cluster::{Cluster, bounded, text, tokens};
 use crate::http_client::{HttpCluster, with_http};
-use crate::worker::{ScriptedWorker, WorkerProfile, sequence};
+use inflight_scripted::{ScriptedWorker, WorkerProfile, sequence};
 
 const LENGTH: v1::FinishReason = v1::FinishReason::Length;
 const RUNNING: v1::FinishReason = v1::FinishReason::Unspecified;

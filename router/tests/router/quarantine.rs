@@ -7,7 +7,7 @@ use inflight_router::Options;
 use tonic::Code;
 
 use crate::cluster::{Cluster, bounded, metrics, text, tokens};
-use crate::worker::{Command, ScriptedSession, ScriptedWorker, WorkerProfile, sequence};
+use inflight_scripted::{Command, ScriptedSession, ScriptedWorker, WorkerProfile, sequence};
 
 const STOP: v1::FinishReason = v1::FinishReason::Stop;
 /// Token id of `<|eot_id|>`.

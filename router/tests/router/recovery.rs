@@ -5,7 +5,7 @@ use inflight_router::Options;
 use tonic::Code;
 
 use crate::cluster::{Cluster, bounded, count, metrics, text, tokens};
-use crate::worker::{ScriptedSession, ScriptedWorker, WorkerProfile, sequence};
+use inflight_scripted::{ScriptedSession, ScriptedWorker, WorkerProfile, sequence};
 
 const STOP: v1::FinishReason = v1::FinishReason::Stop;
 const LENGTH: v1::FinishReason = v1::FinishReason::Length;

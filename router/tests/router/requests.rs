@@ -11,7 +11,7 @@ use tonic::{Code, Request, Status};
 use tonic_types::StatusExt;
 
 use crate::cluster::{Cluster, bounded, text, tokens};
-use crate::worker::{ScriptedWorker, WorkerProfile};
+use inflight_scripted::{ScriptedWorker, WorkerProfile};
 
 type Change = fn(&mut v1::GenerateRequest);
 

@@ -18,7 +18,7 @@ use tonic_types::StatusExt as _;
 use crate::cluster::{Cluster, bounded, text, tokens};
 use crate::http_client::{Call, Event as ServerEvent, with_http};
 use crate::tenants::Folder;
-use crate::worker::{ScriptedSession, ScriptedWorker, WorkerProfile, sequence};
+use inflight_scripted::{ScriptedSession, ScriptedWorker, WorkerProfile, sequence};
 
 /// Token id of `<|eot_id|>`.
 const EOT: u32 = 284;

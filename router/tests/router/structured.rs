@@ -8,7 +8,7 @@ use serde_json::{Value, json};
 
 use crate::cluster::{bounded, tokens};
 use crate::http_client::{HttpCluster, with_http};
-use crate::worker::sequence;
+use inflight_scripted::sequence;
 
 const SCHEMA: &str = r#"{"type":"object","properties":{"a":{"type":"integer"}}}"#;
 

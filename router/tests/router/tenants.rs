@@ -16,7 +16,7 @@ use tonic_types::StatusExt as _;
 
 use crate::cluster::{Cluster, Generated, bounded, metrics, text, tokens};
 use crate::http_client::{Call, with_http};
-use crate::worker::{ScriptedSession, ScriptedWorker, WorkerProfile, sequence};
+use inflight_scripted::{ScriptedSession, ScriptedWorker, WorkerProfile, sequence};
 
 const LENGTH: v1::FinishReason = v1::FinishReason::Length;
 
@@ -553,7 +553,7 @@ async fn a_deadline_before_the_predicted_first_token_is_rejected_at_once() {
         // A feasible deadline is passed on as a duration, so that clocks need not agree.
         let _stream = cluster.client.generate(asked(60_000)).await.unwrap();
         let left = loop {
-            if let crate::worker::Command::Submit(submit) = session.command().await {
+            if let inflight_scripted::Command::Submit(submit) = session.command().await {
                 break submit.deadline_us.unwrap();
             }
         };

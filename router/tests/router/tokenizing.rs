@@ -19,7 +19,7 @@ use tonic_types::StatusExt as _;
 use crate::cluster::{Cluster, bounded, metrics, text, tokens};
 use crate::http_client::{HttpCluster, with_http};
 use crate::tenants::{started, tenant, with_key};
-use crate::worker::{Command, ScriptedSession, ScriptedWorker, WorkerProfile};
+use inflight_scripted::{Command, ScriptedSession, ScriptedWorker, WorkerProfile};
 
 fn tokenizer() -> Tokenizer {
     Tokenizer::from_json(Family::Llama3.tokenizer_json().as_bytes()).unwrap()

@@ -8,7 +8,7 @@ use tonic::{Code, Request, Status};
 use tonic_types::StatusExt;
 
 use crate::cluster::{Cluster, bounded, text, tokens};
-use crate::worker::{ScriptedSession, ScriptedWorker, WorkerProfile, sequence};
+use inflight_scripted::{ScriptedSession, ScriptedWorker, WorkerProfile, sequence};
 
 const STOP: v1::FinishReason = v1::FinishReason::Stop;
 const LENGTH: v1::FinishReason = v1::FinishReason::Length;

@@ -11,7 +11,7 @@ use tonic::Code;
 use crate::cluster::{Cluster, bounded, count, text, tokens};
 use crate::http2_client::Frames;
 use crate::tenants::Folder;
-use crate::worker::{ScriptedSession, ScriptedWorker, WorkerProfile};
+use inflight_scripted::{ScriptedSession, ScriptedWorker, WorkerProfile};
 
 const LENGTH: v1::FinishReason = v1::FinishReason::Length;
 

@@ -9,7 +9,7 @@ use tonic_types::StatusExt as _;
 
 use crate::cluster::{Cluster, Generated, bounded, text, tokens};
 use crate::tenants::{Folder, digest, with_key};
-use crate::worker::{ScriptedWorker, WorkerProfile};
+use inflight_scripted::{ScriptedWorker, WorkerProfile};
 
 const LENGTH: v1::FinishReason = v1::FinishReason::Length;
 

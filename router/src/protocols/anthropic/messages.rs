@@ -16,6 +16,7 @@ use crate::protocols::anthropic::message_stream::MessageStream;
 use crate::protocols::http::content;
 use crate::protocols::http::fields::{Field, FieldTable, Fields, honoured, ignored, parse_object, refused};
 use crate::protocols::http::read_body;
+use crate::protocols::http::sampling;
 use crate::protocols::http::sse;
 use crate::protocols::http::structured;
 use crate::protocols::http::usage::TimingsBody;
@@ -62,9 +63,9 @@ pub(crate) static FIELDS: FieldTable = FieldTable {
         PROMPT,
         &[
             honoured("max_tokens", "Required; at least 1."),
-            honoured("temperature", "In [0, 100]; 0 is greedy."),
-            honoured("top_p", "In (0, 1]."),
-            honoured("top_k", "At least 0; 0 keeps all tokens."),
+            sampling::number("temperature"),
+            sampling::number("top_p"),
+            honoured("top_k", "At least 0, or -1; 0 and -1 keep all tokens."),
             honoured("stop_sequences", "At most 16 strings of 1 to 256 bytes."),
             honoured("stream", "Server-sent events."),
             refused("container", "the router runs no code"),
@@ -155,9 +156,7 @@ pub(crate) fn read(body: &[u8]) -> Result<(Draft, bool), Outcome> {
     let tools = read_tools(&fields, &mut input)?;
     let mut request = Draft::new(fields.model()?, input);
     (request.tools, request.parse_output) = (tools, true);
-    request.sampling.temperature = fields.number("temperature")?;
-    request.sampling.top_p = fields.number("top_p")?;
-    request.sampling.top_k = fields.get("top_k", "an integer")?;
+    sampling::read_numbers(&fields, &mut request.sampling)?;
     let stop = fields.texts("stop_sequences")?;
     limits::check_stops("stop_sequences", &stop)?;
     request.stop = StopConditions { max_tokens: Some(max_tokens), stop, ..StopConditions::default() };

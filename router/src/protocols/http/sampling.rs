@@ -31,6 +31,34 @@ const fn count(extension: bool) -> usize {
     count
 }
 
+/// Returns the field of a numeric parameter; an unknown name does not compile where a field table names it.
+pub(crate) const fn number(name: &str) -> Field {
+    let mut row = 0;
+    while row < SAMPLING_NUMBERS.len() {
+        let number = &SAMPLING_NUMBERS[row];
+        if equal(number.name.as_bytes(), name.as_bytes()) {
+            return honoured(number.name, number.http);
+        }
+        row += 1;
+    }
+    panic!("no numeric parameter has this name")
+}
+
+/// Whether two texts are equal, in constants.
+const fn equal(left: &[u8], right: &[u8]) -> bool {
+    if left.len() != right.len() {
+        return false;
+    }
+    let mut at = 0;
+    while at < left.len() {
+        if left[at] != right[at] {
+            return false;
+        }
+        at += 1;
+    }
+    true
+}
+
 /// Returns the fields of the numeric parameters that OpenAI's API has, or lacks, before `others`.
 const fn with_numbers<const N: usize>(extension: bool, others: &[Field]) -> [Field; N] {
     let mut fields = [honoured("", ""); N];
@@ -131,8 +159,8 @@ pub(crate) fn read(fields: &Fields<'_>, request: &mut Draft) -> Result<(), Outco
     check_shared(request)
 }
 
-/// Reads all numeric parameters.
-fn read_numbers(fields: &Fields<'_>, sampling: &mut SamplingOverrides) -> Result<(), Outcome> {
+/// Reads the numeric parameters that the endpoint's table of fields honours.
+pub(crate) fn read_numbers(fields: &Fields<'_>, sampling: &mut SamplingOverrides) -> Result<(), Outcome> {
     for number in SAMPLING_NUMBERS {
         let value = match number.kind {
             NumberKind::Float => fields.number(number.name)?.map(f64::from),

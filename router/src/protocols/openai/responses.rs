@@ -44,8 +44,8 @@ pub(crate) static FIELDS: FieldTable = FieldTable {
             "max_output_tokens",
             "At least 1; absent: what the context leaves, at most the router's default.",
         ),
-        honoured("temperature", "In [0, 100]; 0 is greedy."),
-        honoured("top_p", "In (0, 1]."),
+        sampling::number("temperature"),
+        sampling::number("top_p"),
         honoured("top_logprobs", "In [0, 20]: log probabilities of the output with so many alternatives."),
         honoured("include", "`message.output_text.logprobs`; others have no effect."),
         honoured("stream", "Server-sent events."),
@@ -221,8 +221,7 @@ pub(crate) fn read(body: &[u8]) -> Result<(Draft, Output), Outcome> {
     let mut request = Draft::new(fields.model()?, input);
     request.parse_output = true;
     tools::apply(tools::read(&fields, ToolForm::Flat, &FIELDS)?, &mut request);
-    request.sampling.temperature = fields.number("temperature")?;
-    request.sampling.top_p = fields.number("top_p")?;
+    sampling::read_numbers(&fields, &mut request.sampling)?;
     request.stop = StopConditions { max_tokens: max_output_tokens, ..StopConditions::default() };
     let included: Vec<String> = fields.get("include", "an array of strings")?.unwrap_or_default();
     let with_logprobs = included.iter().any(|name| name == "message.output_text.logprobs");
