@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 use anyhow::{Context, Result, ensure};
 
 /// Folders with production code, relative to the repository.
-const SOURCES: [&str; 27] = [
+const SOURCES: [&str; 28] = [
     "bench/src",
     "bench/traces/src",
     "cli/src",
