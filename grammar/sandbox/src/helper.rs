@@ -29,8 +29,8 @@ const RESTART_LONGEST: Duration = Duration::from_secs(5);
 const QUEUED_MAX: usize = 64;
 /// Times that a request is run again after its helper has died.
 const RETRIES: usize = 3;
-/// Consecutive helpers that could confine nothing before the machine is blamed: a single one may have met a limit of processes or of
-/// memory that others had reached, or an operator's signal. At most [`RETRIES`], so that a request that waits learns the reason.
+/// Consecutive helpers without confinement after which the host counts as unable to confine. A single one may have met a limit of
+/// processes or of memory that others had reached. At most [`RETRIES`], so that a waiting request fails with the reason.
 const UNCONFINED_MAX: u32 = 3;
 
 /// Program of a helper, whose `main` calls [`crate::serve`] for these arguments.
@@ -140,8 +140,8 @@ struct Sent<'a> {
 }
 
 impl Live {
-    /// Decides what the end of a process means for requests, and returns it.
-    fn blame(&mut self, ended: HelperError) -> HelperError {
+    /// Records the failure of a process. Returns the error of the requests that wait for it.
+    fn record_failure(&mut self, ended: HelperError) -> HelperError {
         match ended {
             HelperError::Host(reason) => {
                 self.unconfined = self.unconfined.saturating_add(1);
@@ -155,7 +155,10 @@ impl Live {
                 self.failed = Some(HelperError::State(reason.clone()));
                 HelperError::State(reason)
             }
-            other => other,
+            other => {
+                (self.unconfined, self.failed) = (0, None);
+                other
+            }
         }
     }
 }
@@ -341,7 +344,7 @@ impl Owner {
             let was_ready = std::mem::take(&mut live.was_ready);
             let waits = was_ready && !live.stopped;
             let unready = if waits { Vec::new() } else { std::mem::take(&mut live.unready) };
-            let error = live.blame(ended.err().unwrap_or_else(|| gone("has ended")));
+            let error = live.record_failure(ended.err().unwrap_or_else(|| gone("has ended")));
             let purpose = self.options.purpose;
             unready.into_iter().for_each(|waiting| drop(waiting.send(Err(error.clone()))));
             if let HelperError::State(reason) = &error {

@@ -171,7 +171,7 @@ async fn a_state_that_a_helper_cannot_prepare_for_now_is_prepared_by_the_next() 
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_helper_whose_memory_another_process_limits_is_replaced_and_blames_no_request() {
+async fn a_helper_whose_memory_another_process_limits_is_replaced_and_fails_no_request() {
     let helper = helper(1, "!");
     assert_eq!(answer(&helper, "first").await.as_deref(), Ok("first!"));
     let process = helper.process().unwrap();

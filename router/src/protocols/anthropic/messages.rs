@@ -292,6 +292,16 @@ mod tests {
     }
 
     #[test]
+    fn the_numeric_parameters_of_the_table_are_read_and_no_others() {
+        let body = br#"{"max_tokens": 5, "messages": [{"role": "user", "content": "a"}],
+            "temperature": 0.5, "top_p": 0.25, "top_k": -1, "min_p": 0.5}"#;
+        let sampling = read(body).unwrap().0.sampling;
+        // -1 keeps all tokens, as 0 does.
+        let numbers = (sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p);
+        assert_eq!(numbers, (Some(0.5), Some(0.25), Some(0), None));
+    }
+
+    #[test]
     fn what_is_not_supported_is_refused_by_its_field() {
         for (more, field) in [
             ("", "max_tokens"),

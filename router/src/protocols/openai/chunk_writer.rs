@@ -147,7 +147,7 @@ impl<E> ChunkWriter<E> {
         timings: Option<TimingsBody>,
         out: &mut EventWriter,
     ) {
-        // Libraries that put a stream together take it from the first or from the last chunk.
+        // Client libraries that accumulate a stream read the fingerprint from its first or its last chunk.
         let is_new = std::mem::take(&mut self.fingerprint_is_new);
         let system_fingerprint = (is_new || place != Place::Within).then_some(&*self.fingerprint);
         let (id, model) = (&*self.id, &*self.model);

@@ -99,7 +99,7 @@ impl ScriptedWorker {
     }
 }
 
-/// Worker whose address is bound, and refuses connections.
+/// Worker that has an address and refuses connections there until [`StoppedWorker::listen`].
 pub struct StoppedWorker {
     /// Address at which it will listen.
     pub address: SocketAddr,
