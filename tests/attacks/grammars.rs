@@ -182,15 +182,49 @@ fn limit_memory(pid: u32, bytes: u64) -> Result<()> {
     Ok(())
 }
 
+/// Signals to the helper processes of some owners, in turns of 16: most kill, two take their memory, one stops.
+#[derive(Default)]
+struct Signals {
+    sent: usize,
+    seen: BTreeSet<u32>,
+    /// A stopped helper, which its owner detects by the missing pongs.
+    stopped: BTreeSet<u32>,
+}
+
+impl Signals {
+    fn send(&mut self, owner: u32) {
+        let direct = children(owner);
+        for process in helpers(owner) {
+            self.seen.insert(process);
+            if self.stopped.contains(&process) {
+                continue;
+            }
+            // A helper without room for more memory fails at its next allocation; a compilation without it would be refused, as one that
+            // takes too much.
+            let sent = match self.sent % 16 {
+                15 => {
+                    self.stopped.insert(process);
+                    kill(process, libc::SIGSTOP).is_ok()
+                }
+                3 | 11 if direct.contains(&process) => limit_memory(process, LITTLE_MEMORY).is_ok(),
+                _ => kill(process, libc::SIGKILL).is_ok(),
+            };
+            self.sent += usize::from(sent);
+        }
+    }
+}
+
 #[tokio::test(flavor = "multi_thread")]
 async fn helpers_that_are_killed_stopped_and_short_of_memory_lose_no_stream_and_change_no_verdict()
 -> Result<()> {
+    const CLIENTS: usize = 4;
     let seconds = if inflight_fixtures::is_thorough() { 60 } else { 5 };
     let (cluster, _folder) = start("--workers=2").await?;
-    let (over, streams) = (Arc::new(AtomicBool::new(false)), Arc::new(AtomicUsize::new(0)));
+    let over = Arc::new(AtomicBool::new(false));
+    let answered: Arc<[AtomicUsize; CLIENTS]> = Arc::default();
     let mut clients = JoinSet::new();
-    for at in 0..4 {
-        let (mut client, over, streams) = (cluster.client().await?, over.clone(), streams.clone());
+    for at in 0..CLIENTS {
+        let (mut client, over, answered) = (cluster.client().await?, over.clone(), answered.clone());
         clients.spawn(async move {
             let mut number = at;
             while !over.load(Ordering::Relaxed) {
@@ -205,29 +239,30 @@ async fn helpers_that_are_killed_stopped_and_short_of_memory_lose_no_stream_and_
                     Err(status) if !matches && status.code() == Code::InvalidArgument => {}
                     other => anyhow::bail!("{regex}: {other:?}"),
                 }
-                streams.fetch_add(1, Ordering::Relaxed);
+                answered[at].fetch_add(1, Ordering::Relaxed);
                 number += 4;
             }
             anyhow::Ok(())
         });
     }
+    let counts = || answered.each_ref().map(|count| count.load(Ordering::Relaxed));
     let owners: Vec<u32> =
         std::iter::once(&cluster.router).chain(&cluster.workers).map(|member| member.pid).collect();
-    let (begun, mut hit, mut seen) = (Instant::now(), 0, BTreeSet::new());
-    let mut interval = tokio::time::interval(Duration::from_millis(250));
-    while begun.elapsed() < Duration::from_secs(seconds) {
-        interval.tick().await;
-        for owner in &owners {
-            let direct = children(*owner);
-            for process in helpers(*owner) {
-                seen.insert(process);
-                // Router and worker detect a stopped helper by its missing pongs. A helper without room for more memory fails at its next
-                // allocation; a compilation without it would be refused, as one that takes too much.
-                hit += usize::from(match hit % 16 {
-                    15 => kill(process, libc::SIGSTOP).is_ok(),
-                    3 | 11 if direct.contains(&process) => limit_memory(process, LITTLE_MEMORY).is_ok(),
-                    _ => kill(process, libc::SIGKILL).is_ok(),
-                });
+    let (begun, mut signals, mut rounds) = (Instant::now(), Signals::default(), 0);
+    while begun.elapsed() < Duration::from_secs(seconds) && clients.len() == CLIENTS {
+        // Two signals a round, the second perhaps to a helper that prepares its vocabulary, and a round only after each client has
+        // had an answer since the last one: a request is run again three times, so it outlives the signals that it meets, however
+        // slow this machine is.
+        let before = counts();
+        owners.iter().for_each(|owner| signals.send(*owner));
+        tokio::time::sleep(Duration::from_millis(60 * (rounds % 6))).await;
+        owners.iter().for_each(|owner| signals.send(*owner));
+        rounds += 1;
+        while clients.len() == CLIENTS && counts().iter().zip(&before).any(|(now, before)| now <= before) {
+            tokio::select! {
+                biased;
+                Some(ended) = clients.join_next() => ended??,
+                () = tokio::time::sleep(Duration::from_millis(20)) => {}
             }
         }
     }
@@ -235,12 +270,13 @@ async fn helpers_that_are_killed_stopped_and_short_of_memory_lose_no_stream_and_
     while let Some(ended) = clients.join_next().await {
         ended??;
     }
+    let total: usize = counts().iter().sum();
     println!(
-        "{} streams and refusals while {hit} signals hit {} helper processes",
-        streams.load(Ordering::Relaxed),
-        seen.len()
+        "{total} streams and refusals while {} signals in {rounds} rounds hit {} helper processes",
+        signals.sent,
+        signals.seen.len()
     );
-    ensure!(hit > 10 && streams.load(Ordering::Relaxed) > 10);
+    ensure!(signals.sent > 10 && total > 10);
     for owner in owners {
         ensure!(is_alive(owner), "process {owner} has ended");
     }

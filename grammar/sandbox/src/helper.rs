@@ -238,7 +238,7 @@ fn kill(live: &Live) {
 }
 
 fn gone(reason: &str) -> HelperError {
-    HelperError::Unavailable(format!("the helper process {reason}; try again later"))
+    HelperError::Unavailable(format!("the helper process {reason}"))
 }
 
 impl Owner {
