@@ -248,7 +248,7 @@ fn scalar(argument: &Arg, value: &Value) -> Result<String, String> {
         TypeId::of::<i64>(),
     ]);
     let float = is(&[TypeId::of::<f32>(), TypeId::of::<f64>()]);
-    let quantity = is(&[TypeId::of::<crate::units::ByteSize>()]);
+    let quantity = is(&[TypeId::of::<inflight_options::ByteSize>()]);
     let boolean = is(&[TypeId::of::<bool>()]);
     match value {
         Value::Boolean(truth) if boolean => Ok(truth.to_string()),

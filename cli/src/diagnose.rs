@@ -13,8 +13,8 @@ use serde_json::json;
 use crate::exit::{self, CommandError, Exit};
 use crate::generate::connect;
 use crate::tls::ClientArgs;
-use crate::units::Span;
 use crate::worker_secret::WorkerSecretArgs;
+use inflight_options::Span;
 
 /// Path of the method that reports bottlenecks.
 const DIAGNOSE_PATH: &str = "/inflight.v1.Worker/Diagnose";

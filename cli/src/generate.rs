@@ -19,7 +19,7 @@ use crate::exit::{CommandError, Exit};
 use crate::sampling::SamplingArgs;
 use crate::tls::ClientArgs;
 use crate::transcript::{JsonTranscript, TextTranscript, Transcript};
-use crate::units::Span;
+use inflight_options::Span;
 
 /// Timeout of connecting to the server.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);

@@ -43,7 +43,6 @@ mod tool_file;
 mod top;
 mod trace_sampler;
 mod transcript;
-mod units;
 mod up;
 mod usage;
 mod worker;

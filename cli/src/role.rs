@@ -9,7 +9,7 @@ use inflight_net::raise_open_file_limit;
 
 use crate::exit::{CommandError, Exit};
 use crate::metrics_endpoint;
-use crate::units::{ByteSize, Span};
+use inflight_options::{ByteSize, Span};
 
 /// Options of every long-running role.
 #[derive(Debug, Clone, clap::Args)]

@@ -6,8 +6,8 @@ use std::str::FromStr;
 use inflight_worker::{LatencyObjectives, StepTarget};
 
 use crate::exit::{CommandError, Exit};
-use crate::units::Span;
 use crate::worker::EngineArgs;
+use inflight_options::Span;
 
 /// Value of `--step-target`: `auto`, `off` or a duration.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

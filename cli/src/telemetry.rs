@@ -22,7 +22,7 @@ use crate::metrics_compat::MetricsCompat;
 use crate::metrics_endpoint;
 use crate::otlp_metrics::MetricsExport;
 use crate::trace_sampler::{RemoteParent, TraceSampler};
-use crate::units::{ListenAt, Span};
+use inflight_options::{ListenAt, Span};
 
 /// Format of log lines.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]

@@ -29,9 +29,9 @@ use crate::signals::{self, Stop};
 use crate::supervisor::{ChildEvent, ChildSpec, ChildSupervisor, LogSink};
 use crate::telemetry;
 use crate::temporary_secret::SecretPath;
-use crate::units::{OptionalPort, Span};
 use crate::worker::EngineArgs;
 use announcement::Announcement;
+use inflight_options::{OptionalPort, Span};
 
 /// Index of the router among the members; worker N has index N + 1.
 const ROUTER: usize = 0;

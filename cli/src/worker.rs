@@ -26,7 +26,7 @@ use crate::step_target::StepTargetArg;
 use crate::telemetry;
 use crate::tls;
 use crate::trace_sampler::RemoteParent;
-use crate::units::{ByteSize, ListenAt, Span, SpanOrOff};
+use inflight_options::{ByteSize, ListenAt, Span, SpanOrOff};
 
 /// Time for closing connections in addition to the drain timeout.
 const CLOSE_MARGIN: Duration = Duration::from_secs(1);

@@ -39,10 +39,12 @@ pub use cluster::model_cache::BundleLoad;
 pub use format_choice::FormatChoice;
 pub use inflight_output_parser::{ReasoningFormat, ToolCallFormat};
 pub use inflight_router_core::{
-    Command, Event, PlacementKind, UnknownPlacement, WorkerCommand, is_recording, replay,
+    Command, DispatcherOptions, Event, PlacementKind, QueueLimits, UnknownPlacement, WorkerCommand,
+    is_recording, replay,
 };
 pub use options::{
-    Admin, HttpOptions, Options, OptionsError, UsageLogExcess, UsageLogOptions, UsageLogPolicy,
+    Admin, ConnectionOptions, HttpOptions, Options, OptionsError, UsageLogExcess, UsageLogOptions,
+    UsageLogPolicy,
 };
 pub use protocols::http::RenderMetrics;
 pub use router::{Core, Error, Handle, Router};

@@ -140,8 +140,8 @@ impl Router {
     pub async fn bind(options: Options) -> Result<Self, Error> {
         let core = Core::new(options)?;
         let (listener, address) = bind(core.options.listen).await?;
-        let http = match &core.options.http {
-            Some(http) => Some(bind(http.listen).await?),
+        let http = match core.options.http.listen.address() {
+            Some(address) => Some(bind(address).await?),
             None => None,
         };
         Ok(Self { listener, address, http, core })
@@ -177,7 +177,7 @@ impl Router {
     pub async fn serve(self, drain: CancellationToken) -> Result<(), Error> {
         let Self { listener, address, http, core } = self;
         tracing::info!(%address, workers = core.options.workers.len(), "router is listening");
-        let limits = core.options.connections;
+        let limits = core.options.connections.into();
         let incoming = Acceptor::new("grpc", listener, core.tls.clone(), limits).incoming();
         let http = http.map(|(listener, address)| {
             tracing::info!(%address, "HTTP APIs are listening");
@@ -204,7 +204,7 @@ impl Core {
         let sources = options.workers.iter().map(|worker| worker.parse::<Source>());
         let sources = sources.collect::<Result<_, _>>().map_err(OptionsError::from)?;
         let tls = options.tls.clone().map(ServerTls::load).transpose()?;
-        let http_files = options.tls.clone().filter(|_| options.http.is_some());
+        let http_files = options.tls.clone().filter(|_| options.http.listen.address().is_some());
         let http_tls = http_files.map(|files| ServerTls::load_for(files, Protocols::Any)).transpose()?;
         // Read once at start-up, so that a mistake is reported there.
         options.worker_tls.as_ref().map(ClientTls::load).transpose()?;
@@ -341,8 +341,7 @@ impl Core {
         };
         let budget = receive_budget(&shared.options);
         let grpc = shared.serve_grpc(incoming, health, budget.clone())?;
-        let http = http.zip(shared.options.http.as_ref());
-        let http = http.map(|(incoming, http)| shared.serve_http(incoming, http, budget, metrics));
+        let http = http.map(|incoming| shared.serve_http(incoming, &shared.options.http, budget, metrics));
         let serving = async {
             match http {
                 Some(http) => drop(futures::join!(grpc, http)),
@@ -362,11 +361,11 @@ fn open_usage_log(
     options: &Options,
     tenants: Option<&Tenants>,
 ) -> Result<Option<Arc<UsageLog>>, UsageLogError> {
-    let Some(log_options) = &options.usage_log else { return Ok(None) };
-    let log = UsageLog::open(log_options, options.streams_max)?;
+    let Some(directory) = &options.usage_log else { return Ok(None) };
+    let log = UsageLog::open(directory, options.usage_files, options.streams_max)?;
     if let Some(tenants) = tenants {
         let now = clock::since_unix_epoch();
-        tenants.count_used(&tokens_used_today(&log_options.directory, now)?, now);
+        tenants.count_used(&tokens_used_today(directory, now)?, now);
     }
     Ok(Some(log))
 }

@@ -21,7 +21,7 @@ use inflight_proto::v1::generate_request::Input;
 use inflight_proto::v1::generate_response::Event as StreamEvent;
 use inflight_proto::v1::inference_client::InferenceClient;
 use inflight_proto::v1::worker_client::WorkerClient;
-use inflight_router::{BundleLoad, Connector, Handle, RouterStats};
+use inflight_router::{BundleLoad, Connector, DispatcherOptions, Handle, RouterStats};
 use inflight_worker::{Bundle, EngineExecution, Served};
 use inflight_worker_core::CostPrior;
 use metrics_exporter_prometheus::PrometheusBuilder;
@@ -96,12 +96,15 @@ async fn router(index: usize, shared: Rc<SimulationState>) -> Result<(), Failure
     shared.routers.borrow_mut()[index] = drain.clone();
     let options = inflight_router::Options {
         workers: (0..WORKERS).map(|worker| format!("worker-{worker}:{PORT}")).collect(),
-        router_id: format!("router-{index}"),
+        router_id: Some(format!("router-{index}")),
         incarnation: format!("router-incarnation-{incarnation}"),
         connect_timeout: Duration::from_secs(1),
         reconnect_backoff_max: Duration::from_millis(400),
-        no_worker_timeout: END,
-        drain_grace: Duration::from_millis(300),
+        dispatcher: DispatcherOptions {
+            no_worker_timeout: END,
+            drain_grace: Duration::from_millis(300),
+            ..DispatcherOptions::default()
+        },
         reflection: false,
         ..inflight_router::Options::default()
     };

@@ -6,7 +6,7 @@ use std::time::Duration;
 use clap::builder::{PossibleValue, PossibleValuesParser, TypedValueParser};
 use inflight_bench::{Endpoint, Lengths, LoadPattern, PromptForm, Quota, Tenant};
 
-use crate::units::Span;
+use inflight_options::Span;
 
 /// Concurrent streams of the default closed loop.
 pub const STREAMS_DEFAULT: u32 = 4;

@@ -186,7 +186,7 @@ fn options(args: &Args) -> Vec<(&'static str, Value)> {
         slo_tpot,
         slo_e2e,
     } = args;
-    let span = |span: &Option<crate::units::Span>| json!(span.map(|span| span.to_string()));
+    let span = |span: &Option<inflight_options::Span>| json!(span.map(|span| span.to_string()));
     vec![
         ("model", json!(model)),
         ("concurrency", json!(concurrency)),
@@ -372,7 +372,7 @@ fn check_context(
 }
 
 fn slo(args: &Args) -> Slo {
-    let bound = |span: Option<crate::units::Span>| span.map(|span| span.0);
+    let bound = |span: Option<inflight_options::Span>| span.map(|span| span.0);
     Slo { ttft: bound(args.slo_ttft), tpot: bound(args.slo_tpot), e2e: bound(args.slo_e2e) }
 }
 

@@ -27,7 +27,7 @@ use self::model::Model;
 use crate::exit::{self, CommandError, Exit};
 use crate::generate::EXIT_CODES;
 use crate::tls::ClientArgs;
-use crate::units::Span;
+use inflight_options::Span;
 
 /// Width of a snapshot that is written to a file or pipe.
 const SNAPSHOT_WIDTH: usize = 160;

@@ -4,7 +4,8 @@ use std::fs;
 use std::process::Stdio;
 use std::time::Duration;
 
-use inflight_router::{HttpOptions, Options, Router};
+use inflight_options::ListenAt;
+use inflight_router::{HttpOptions, Options, QueueLimits, Router};
 use tokio::io::{AsyncBufReadExt as _, BufReader};
 use tokio::process::Command;
 use tokio_util::sync::CancellationToken;
@@ -61,15 +62,14 @@ pub async fn serve_router(source: &str) {
     // Metrics are recorded, as in production.
     let recorder = metrics_exporter_prometheus::PrometheusBuilder::new().build_recorder();
     metrics::set_global_recorder(recorder).unwrap();
-    let options = Options {
+    let mut options = Options {
         listen: ([127, 0, 0, 1], 0).into(),
-        http: Some(HttpOptions { listen: ([127, 0, 0, 1], 0).into(), ..HttpOptions::default() }),
+        http: HttpOptions { listen: ListenAt::Address(([127, 0, 0, 1], 0).into()), ..HttpOptions::default() },
         workers: vec![source.to_owned()],
         streams_max: 1 << 16,
-        queue_requests_max: 1 << 16,
-        queue_tokens_max: 1 << 40,
         ..Options::default()
     };
+    options.dispatcher.queue.limits = QueueLimits { requests: 1 << 16, tokens: 1 << 40 };
     let router = Router::bind(options).await.unwrap();
     let (address, handle) = (router.address(), router.handle());
     let http = router.http_address().unwrap();

@@ -7,47 +7,10 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Duration;
 
-use inflight_contract::{Service, Tenant, TokenCost, VirtualTokenCounters, Weight};
+use inflight_contract::{Service, Tenant, VirtualTokenCounters, Weight};
 
+use crate::fair_queue_options::FairQueueOptions;
 use crate::queue_bounds::{QueueFull, QueueLimits, QueueUsage};
-
-/// Order and bounds of a [`FairQueue`].
-#[derive(Debug, Clone, Copy, PartialEq, serde::Serialize, serde::Deserialize)]
-pub struct FairQueueOptions {
-    /// Bounds on the waiting requests over all tenants and lanes.
-    pub limits: QueueLimits,
-    /// Service charged per prompt and output token.
-    pub cost: TokenCost,
-    /// Service forgiven per second of queueing, in tokens of weight 1.
-    pub aging_tokens_per_second: f64,
-    /// Maximum service forgiven; the bound on the difference of two tenants' services grows by it.
-    pub aging_tokens_max: f64,
-    /// Queueing time after which a request goes first within its tenant, at the priority of the tenant's
-    /// first request. It gains nothing against other tenants, so that a tenant that floods the queue does not
-    /// profit.
-    pub wait_max: Duration,
-    /// Maximum number of bypasses of a head-of-line request that fits on no worker.
-    pub bypass_max: u32,
-    /// Number of requests behind the head that are considered for a bypass.
-    pub lookahead: usize,
-    /// Maximum number of idle tenants whose service a lane remembers.
-    pub idle_tenants_max: usize,
-}
-
-impl Default for FairQueueOptions {
-    fn default() -> Self {
-        Self {
-            limits: QueueLimits { requests: 1024, tokens: 4 << 20 },
-            cost: TokenCost::default(),
-            aging_tokens_per_second: 0.0,
-            aging_tokens_max: 0.0,
-            wait_max: Duration::from_secs(300),
-            bypass_max: 16,
-            lookahead: 8,
-            idle_tenants_max: 10_000,
-        }
-    }
-}
 
 /// Request to be queued.
 #[derive(Debug, Clone, Copy)]
@@ -293,7 +256,7 @@ impl<L: Ord + Copy, T> FairQueue<L, T> {
     pub fn head(&self, lane: L, now: Duration) -> Option<QueuePosition<L>> {
         let entry = self.lanes.get(&lane)?;
         let keys = entry.waiting.iter().filter_map(|(tenant, waiting)| {
-            let (rank, priority) = waiting.first(now, self.options.wait_max)?;
+            let (rank, priority) = waiting.first(now, self.options.aging_threshold)?;
             let key = self.order_key(entry, *tenant, waiting, rank, priority, now);
             Some((key, QueuePosition { lane, tenant: *tenant, rank }))
         });
@@ -311,7 +274,7 @@ impl<L: Ord + Copy, T> FairQueue<L, T> {
         };
         let mut found = Vec::new();
         for (tenant, waiting) in &lane.waiting {
-            let first = waiting.first(now, self.options.wait_max);
+            let first = waiting.first(now, self.options.aging_threshold);
             let rest = waiting.requests.keys().filter(|rank| first.is_none_or(|(first, _)| **rank != first));
             let rest = rest.map(|rank| (*rank, rank.priority));
             let ranks = first.into_iter().chain(rest).take(self.options.lookahead + 1);
@@ -576,11 +539,11 @@ pub struct RequestsAhead {
 }
 
 impl<T> TenantQueue<T> {
-    /// Returns the tenant's first request (the oldest if it is past `wait_max`, else by rank) and its
+    /// Returns the tenant's first request (the oldest if it is past `aging_threshold`, else by rank) and its
     /// priority.
-    fn first(&self, now: Duration, wait_max: Duration) -> Option<(Rank, Reverse<i32>)> {
+    fn first(&self, now: Duration, aging_threshold: Duration) -> Option<(Rank, Reverse<i32>)> {
         let overdue = |rank: &&Rank| {
-            self.requests.get(rank).is_some_and(|entry| now.saturating_sub(entry.queued_at) > wait_max)
+            self.requests.get(rank).is_some_and(|entry| now.saturating_sub(entry.queued_at) > aging_threshold)
         };
         let (_, oldest) = self.by_arrival.first_key_value()?;
         let (ranked, _) = self.requests.first_key_value()?;

@@ -10,6 +10,7 @@ mod dispatch_rate;
 mod dispatcher;
 mod failure_throttle;
 mod fair_queue;
+mod fair_queue_options;
 mod ids;
 mod journal;
 mod ledger;
@@ -33,9 +34,8 @@ pub use dispatcher::{
     Submission, Violation, WorkerCommand, WorkerInfo, WorkerUsage, prompt_chains,
 };
 pub use failure_throttle::{FailureLimits, FailureThrottle};
-pub use fair_queue::{
-    Admitted, Arrival, Dequeued, FairQueue, FairQueueOptions, QueuePosition, RequestsAhead,
-};
+pub use fair_queue::{Admitted, Arrival, Dequeued, FairQueue, QueuePosition, RequestsAhead};
+pub use fair_queue_options::FairQueueOptions;
 pub use ids::{LaneId, RequestId, SessionId, SubmissionId, WorkerId};
 pub use inflight_contract::Priority;
 pub use journal::{AppendOutcome, ChoiceEnd, Journal, JournalError, Resumed};

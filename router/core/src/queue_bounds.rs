@@ -2,12 +2,26 @@
 
 use inflight_contract::Weight;
 
-/// Bounds of a queue, or of a tenant in it.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
+/// Bounds of a queue, or of a tenant in it. As options, those of the router's queue.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize, serde::Deserialize, clap::Args)]
 pub struct QueueLimits {
-    /// Maximum waiting requests.
+    /// Maximum requests in the queue
+    #[arg(
+        id = "queue_requests_max",
+        long = "queue-requests-max",
+        value_name = "N",
+        default_value_t = 1024,
+        env = "INFLIGHT_ROUTER_QUEUE_REQUESTS_MAX"
+    )]
     pub requests: usize,
-    /// Maximum tokens (prompts and possible output) of the waiting requests.
+    /// Maximum tokens in the queue, counting each request's prompt and max_tokens of all its choices
+    #[arg(
+        id = "queue_tokens_max",
+        long = "queue-tokens-max",
+        value_name = "N",
+        default_value_t = 4 << 20,
+        env = "INFLIGHT_ROUTER_QUEUE_TOKENS_MAX"
+    )]
     pub tokens: u64,
 }
 

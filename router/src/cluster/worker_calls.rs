@@ -37,7 +37,7 @@ impl WorkerCalls {
         Self {
             secret: options.worker_secret.clone(),
             limit: options.connect_timeout,
-            router_id: options.router_id.clone(),
+            router_id: options.router_id(),
             incarnation: options.incarnation.clone(),
             clients: Mutex::default(),
         }

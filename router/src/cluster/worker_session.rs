@@ -168,7 +168,7 @@ impl SessionTask {
     /// Returns a deterministic factor in [0.5, 1) that differs by router, worker and attempt.
     fn jitter(&self, attempts: u64) -> f64 {
         let mut hasher = DefaultHasher::new();
-        (&self.options.router_id, &self.options.incarnation, &self.address, attempts).hash(&mut hasher);
+        (&self.options.router_id(), &self.options.incarnation, &self.address, attempts).hash(&mut hasher);
         0.5 + (hasher.finish() >> 11) as f64 / (1u64 << 54) as f64
     }
 
@@ -202,7 +202,7 @@ impl SessionTask {
         let overflow = CancellationToken::new();
         let open = v1::SessionOpen {
             protocol_version: PROTOCOL_VERSION,
-            router_id: self.options.router_id.clone(),
+            router_id: self.options.router_id(),
             incarnation: self.options.incarnation.clone(),
         };
         let open = tokio_stream::once(v1::SessionRequest { message: Some(ToWorker::Open(open)) });

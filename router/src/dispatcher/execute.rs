@@ -133,7 +133,12 @@ impl SharedDispatcher {
 
     /// Returns the outcome of a request that has failed.
     fn outcome(&self, failure: Failure, model: &str) -> Outcome {
-        Outcome::of_failure(failure, model, self.options.no_worker_timeout, self.options.retry_delay)
+        Outcome::of_failure(
+            failure,
+            model,
+            self.options.dispatcher.no_worker_timeout,
+            self.options.retry_delay,
+        )
     }
 
     /// Publishes whether the router is ready, and the names of the served models.

@@ -20,8 +20,8 @@ use std::time::{Duration, Instant};
 
 use inflight_net::{batch_wakeups, create_private_file};
 use inflight_router_core::{
-    Dispatcher, DispatcherOptions, Event, FairQueueOptions, QueueLimits, Recording, ResolveError,
-    ResubmissionReason, SessionId, Violation, WorkerId, WorkerInfo, WorkerUpdate, prompt_chains,
+    Dispatcher, Event, Recording, ResolveError, ResubmissionReason, SessionId, Violation, WorkerId,
+    WorkerInfo, WorkerUpdate, prompt_chains,
 };
 use tokio::sync::watch;
 
@@ -101,8 +101,8 @@ impl SharedDispatcher {
     /// I/O error: the recording cannot be created.
     pub(crate) fn new(options: &Options) -> io::Result<Self> {
         let mut seed = DefaultHasher::new();
-        (&options.router_id, &options.incarnation).hash(&mut seed);
-        let (core_options, seed) = (dispatcher_options(options), seed.finish());
+        (&options.router_id(), &options.incarnation).hash(&mut seed);
+        let (core_options, seed) = (options.dispatcher, seed.finish());
         let core = Dispatcher::new(core_options, options.placement.build(seed));
         let recorder = options.record.as_ref().map(|path| {
             let log = Recording::new(core_options, options.placement, seed);
@@ -195,7 +195,7 @@ impl SharedDispatcher {
         fingerprint: Option<&str>,
         now: Instant,
     ) -> Result<ServedModel, Outcome> {
-        let waited = self.options.no_worker_timeout;
+        let waited = self.options.dispatcher.no_worker_timeout;
         let state = self.lock();
         let resolved = state.core.resolve(asked, fingerprint, self.since_epoch(now));
         let served = resolved.map(|lane| state.served_model(lane));
@@ -365,25 +365,5 @@ impl Aftermath {
     fn merge(&mut self, other: Self) {
         self.readers.extend(other.readers);
         self.violation = self.violation.take().or(other.violation);
-    }
-}
-
-fn dispatcher_options(options: &Options) -> DispatcherOptions {
-    let limits = QueueLimits { requests: options.queue_requests_max, tokens: options.queue_tokens_max };
-    DispatcherOptions {
-        queue: FairQueueOptions {
-            limits,
-            wait_max: options.aging_threshold,
-            aging_tokens_per_second: options.aging_tokens_per_second,
-            aging_tokens_max: options.aging_tokens_max,
-            bypass_max: options.bypass_max,
-            ..FairQueueOptions::default()
-        },
-        request_tokens_max: options.request_tokens_max,
-        no_worker_timeout: options.no_worker_timeout,
-        model_retention: options.model_retention,
-        drain_grace: options.drain_grace,
-        retry_rate: options.retry_rate,
-        retry_burst: options.retry_burst,
     }
 }

@@ -141,7 +141,7 @@ impl Hub {
         let parts = PartClock::new(now);
         let (output_tokens, prompt_tokens, ended) = Default::default();
         Some(Arc::new(Self {
-            router: Arc::from(options.router_id.as_str()),
+            router: Arc::from(options.router_id()),
             policy: options.placement.name(),
             admin: options.admin,
             stall_timeout: options.stall_timeout,

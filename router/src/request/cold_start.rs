@@ -64,7 +64,7 @@ impl ColdStart {
         let calls = options.streams_max.min(options.connection_streams_max as usize).div_ceil(2);
         Self {
             models: options.expected_models.iter().cloned().collect(),
-            requests: SharedPool::new(options.queue_requests_max.min(calls) as u64),
+            requests: SharedPool::new(options.dispatcher.queue.limits.requests.min(calls) as u64),
             bytes: SharedPool::new(options.receive_bytes_max / 4),
             timeout: options.cold_start_timeout,
             retry_delay: options.retry_delay,
@@ -159,12 +159,9 @@ mod tests {
 
     #[test]
     fn held_requests_are_bounded_for_all_and_for_each_tenant_and_their_counts_return_to_zero() {
-        let options = Options {
-            expected_models: vec!["m".to_owned()],
-            queue_requests_max: 8,
-            receive_bytes_max: 4000,
-            ..Options::default()
-        };
+        let mut options =
+            Options { expected_models: vec!["m".to_owned()], receive_bytes_max: 4000, ..Options::default() };
+        options.dispatcher.queue.limits.requests = 8;
         let cold_start = ColdStart::new(&options, CancellationToken::new());
         let tenant = |name: &str| Holder { name: name.into(), weight: 1.0 };
         let hold = |name: &str, bytes| cold_start.hold("m", Some(&tenant(name)), bytes);

@@ -69,6 +69,7 @@ pub(super) fn list(directory: &Path) -> io::Result<Vec<PathBuf>> {
 /// Files of a usage log.
 #[derive(Debug)]
 pub(super) struct UsageFiles {
+    directory: PathBuf,
     options: UsageLogOptions,
     /// Holds the lock of the directory.
     _lock: File,
@@ -89,19 +90,19 @@ struct CurrentFile {
 
 impl UsageFiles {
     /// Creates the directory and the first file.
-    pub(super) fn open(options: &UsageLogOptions) -> Result<Self, UsageLogError> {
-        let failed = |source| UsageLogError::Write { path: options.directory.clone(), source };
-        std::fs::create_dir_all(&options.directory).map_err(failed)?;
-        let lock = File::create(options.directory.join(LOCK)).map_err(failed)?;
+    pub(super) fn open(directory: &Path, options: UsageLogOptions) -> Result<Self, UsageLogError> {
+        let failed = |source| UsageLogError::Write { path: directory.to_owned(), source };
+        std::fs::create_dir_all(directory).map_err(failed)?;
+        let lock = File::create(directory.join(LOCK)).map_err(failed)?;
         match lock.try_lock() {
             Ok(()) => {}
             Err(TryLockError::WouldBlock) => {
-                return Err(UsageLogError::InUse { path: options.directory.clone() });
+                return Err(UsageLogError::InUse { path: directory.to_owned() });
             }
             Err(TryLockError::Error(error)) => return Err(failed(error)),
         }
-        let paths = list(&options.directory).map_err(failed)?.into();
-        let mut files = Self { options: options.clone(), _lock: lock, paths, current: None };
+        let paths = list(directory).map_err(failed)?.into();
+        let mut files = Self { directory: directory.to_owned(), options, _lock: lock, paths, current: None };
         // A new file, because the last one may end with a torn line.
         files.start_file().map_err(failed)?;
         Ok(files)
@@ -112,7 +113,7 @@ impl UsageFiles {
         self.current = None;
         let mut now = clock::since_unix_epoch();
         let (file, path) = loop {
-            let path = self.options.directory.join(file_name(now));
+            let path = self.directory.join(file_name(now));
             // Names of tenants and ids that clients chose are for its user and group.
             match OpenOptions::new().append(true).create_new(true).mode(0o640).open(&path) {
                 Ok(file) => break (file, path),
@@ -124,7 +125,7 @@ impl UsageFiles {
         };
         // Makes the new name durable.
         #[cfg(unix)]
-        if let Err(error) = File::open(&self.options.directory).and_then(|directory| directory.sync_all()) {
+        if let Err(error) = File::open(&self.directory).and_then(|directory| directory.sync_all()) {
             // Fails on the same fault; the empty file does no harm.
             let _ = std::fs::remove_file(&path);
             return Err(error);
@@ -140,11 +141,11 @@ impl UsageFiles {
             return Ok(());
         }
         // Files may have been taken away since.
-        self.paths = list(&self.options.directory)?.into();
+        self.paths = list(&self.directory)?.into();
         // One that is taken away meanwhile has no size.
         let kept = self.paths.iter().map(|path| std::fs::metadata(path).map_or(0, |file| file.len()));
-        let (kept, UsageLogOptions { files_max, file_bytes_max, .. }) = (kept.sum::<u64>(), &self.options);
-        if kept < file_bytes_max.saturating_mul(*files_max as u64) {
+        let (kept, UsageLogOptions { files_max, file_bytes_max, .. }) = (kept.sum::<u64>(), self.options);
+        if kept < file_bytes_max.saturating_mul(files_max as u64) {
             return Ok(());
         }
         Err(io::Error::new(
@@ -250,9 +251,9 @@ mod tests {
             file_bytes_max: 10,
             files_max: 3,
             excess: UsageLogExcess::Keep,
-            ..UsageLogOptions::new(directory.clone())
+            ..UsageLogOptions::default()
         };
-        let mut log = UsageFiles::open(&options).unwrap();
+        let mut log = UsageFiles::open(&directory, options).unwrap();
         for _ in 0..3 {
             log.append(b"ten bytes\n").unwrap();
             log.sync().unwrap();
@@ -261,7 +262,7 @@ mod tests {
         assert!(full.contains("its files have 30 bytes, --usage-log-files (3)"), "{full}");
         // A restart gains nothing.
         drop(log);
-        let mut log = UsageFiles::open(&options).unwrap();
+        let mut log = UsageFiles::open(&directory, options).unwrap();
         assert!(log.append(b"ten bytes\n").is_err());
         let files = list(&directory).unwrap();
         assert_eq!(files.len(), 4);
@@ -278,15 +279,14 @@ mod tests {
     #[test]
     fn files_rotate_by_size_the_oldest_are_removed_and_torn_lines_are_skipped() {
         let directory = std::env::temp_dir().join(format!("inflight-usage-{:016x}", rand::random::<u64>()));
-        let options =
-            UsageLogOptions { file_bytes_max: 1, files_max: 3, ..UsageLogOptions::new(directory.clone()) };
+        let options = UsageLogOptions { file_bytes_max: 1, files_max: 3, ..UsageLogOptions::default() };
         let line = |number: u64| {
             let record =
                 UsageRecord { id: format!("log-{number}"), completion_tokens: number, ..Default::default() };
             serde_json::to_vec(&record).unwrap().into_iter().chain(*b"\n").collect::<Vec<u8>>()
         };
-        let mut log = UsageFiles::open(&options).unwrap();
-        assert!(matches!(UsageFiles::open(&options), Err(UsageLogError::InUse { .. })));
+        let mut log = UsageFiles::open(&directory, options).unwrap();
+        assert!(matches!(UsageFiles::open(&directory, options), Err(UsageLogError::InUse { .. })));
         for number in 0..5 {
             log.append(&line(number)).unwrap();
             log.sync().unwrap();
@@ -307,7 +307,7 @@ mod tests {
         let last = paths.last().unwrap();
         let torn = [line(4), b"no line\n".to_vec(), line(5)[..20].to_vec()].concat();
         std::fs::write(last, torn).unwrap();
-        let mut log = UsageFiles::open(&UsageLogOptions { files_max: 4, ..options }).unwrap();
+        let mut log = UsageFiles::open(&directory, UsageLogOptions { files_max: 4, ..options }).unwrap();
         log.append(&[line(4), line(5)].concat()).unwrap();
         log.sync().unwrap();
         let reading = UsageReading { files: 4, lines: 4, duplicates: 1, torn: 1, damaged: 1, resumed: 0 };

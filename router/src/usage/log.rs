@@ -1,6 +1,7 @@
 //! Writer of the usage log: a thread with a bounded queue and group commit.
 
 use std::collections::VecDeque;
+use std::path::Path;
 use std::sync::Arc;
 use std::sync::mpsc::{self, Receiver, RecvTimeoutError, Sender};
 use std::thread::JoinHandle;
@@ -50,11 +51,15 @@ pub(crate) struct UsageSlot {
 
 impl UsageLog {
     /// Opens the log and starts its writer. `requests_max` is the maximum number of open requests.
-    pub(crate) fn open(options: &UsageLogOptions, requests_max: usize) -> Result<Arc<Self>, UsageLogError> {
-        let storage = Box::new(UsageFiles::open(options)?);
+    pub(crate) fn open(
+        directory: &Path,
+        options: UsageLogOptions,
+        requests_max: usize,
+    ) -> Result<Arc<Self>, UsageLogError> {
+        let storage = Box::new(UsageFiles::open(directory, options)?);
         let slots = requests_max.saturating_add(QUEUE_LINES);
         let started = Self::start(storage, options.on_error, slots);
-        started.map_err(|source| UsageLogError::Write { path: options.directory.clone(), source })
+        started.map_err(|source| UsageLogError::Write { path: directory.to_owned(), source })
     }
 
     fn start(

@@ -2,11 +2,11 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use inflight_proto::v1;
 use inflight_proto::v1::session_request::Message;
-use inflight_router::{Command, Options, WorkerCommand};
+use inflight_router::{Command, DispatcherOptions, Options, WorkerCommand};
 use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
 
-use crate::cluster::{Cluster, Generated, bounded, metrics, text, tokens};
+use crate::cluster::{Cluster, Generated, bounded, metrics, queue_of, text, tokens};
 use inflight_scripted::{ScriptedSession, ScriptedWorker, WorkerProfile, sequence};
 
 /// Token id of `<|eot_id|>`.
@@ -137,8 +137,7 @@ async fn one_run(seed: u64) {
     ];
     let recording = std::env::temp_dir().join(format!("inflight-chaos-{}-{seed}", std::process::id()));
     let options = Options {
-        retry_burst: 1 << 20,
-        queue_requests_max: CALLS,
+        dispatcher: DispatcherOptions { retry_burst: 1 << 20, ..queue_of(CALLS) },
         streams_max: CALLS,
         record: Some(recording.clone()),
         ..Options::default()

@@ -8,7 +8,7 @@ use inflight_proto::v1::generate_request::Input;
 use inflight_proto::v1::generate_response::Event;
 use inflight_proto::v1::inference_client::InferenceClient;
 use inflight_router::text::Tokenizer;
-use inflight_router::{Handle, Options, Router};
+use inflight_router::{DispatcherOptions, Handle, Options, Router};
 use metrics_exporter_prometheus::{PrometheusBuilder, PrometheusHandle};
 use opentelemetry::trace::TracerProvider as _;
 use opentelemetry_sdk::error::OTelSdkResult;
@@ -20,6 +20,13 @@ use tonic::{Request, Status, Streaming};
 use tracing_subscriber::layer::{Layer as _, SubscriberExt as _};
 
 use inflight_scripted::ScriptedWorker;
+
+/// Options of a dispatcher whose queue holds this many requests.
+pub fn queue_of(requests: usize) -> DispatcherOptions {
+    let mut options = DispatcherOptions::default();
+    options.queue.limits.requests = requests;
+    options
+}
 
 /// Running router with a client.
 pub struct Cluster {

@@ -4,10 +4,10 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
-use inflight_net::{ClientTls, ConnectionLimits, ServerTlsFiles};
+use inflight_net::{ClientTls, ServerTlsFiles};
 use inflight_proto::v1;
 use inflight_proto::v1::inference_client::InferenceClient;
-use inflight_router::{HttpOptions, Options};
+use inflight_router::{ConnectionOptions, HttpOptions, Options};
 use rcgen::{BasicConstraints, CertificateParams, CertifiedIssuer, IsCa, KeyPair, SanType};
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::TcpStream;
@@ -256,12 +256,12 @@ async fn excess_slow_and_idle_connections_are_closed() {
     bounded(async {
         let worker = ScriptedWorker::start(WorkerProfile::default()).await;
         let short = Duration::from_millis(100);
-        let connections = ConnectionLimits {
+        let connections = ConnectionOptions {
             connections_max: 2,
             first_call_max: short,
             idle_max: short,
             handshake_max: short,
-            ..ConnectionLimits::default()
+            ..ConnectionOptions::default()
         };
         let cluster = Cluster::start(&[&worker], Options { connections, ..Options::default() }).await;
         // The preface without headers: too slow, despite other traffic.
@@ -364,7 +364,7 @@ async fn unauthenticated_connections_do_not_crowd_out_a_tenant() {
     bounded(async {
         let folder = Folder::new();
         let worker = ScriptedWorker::start(WorkerProfile::default()).await;
-        let connections = ConnectionLimits { connections_max: 6, ..ConnectionLimits::default() };
+        let connections = ConnectionOptions { connections_max: 6, ..ConnectionOptions::default() };
         let tenants_file = one_tenant(&folder);
         let options = Options { connections, tenants_file, ..Options::default() };
         let cluster = Cluster::start(&[&worker], options).await;
@@ -503,7 +503,7 @@ async fn callers_of_the_anonymous_tenant_keep_no_connection_from_a_key() {
             "anonymous = \"guests\"\n[tenants.guests]\n[tenants.person]\nkeys = [{{ sha256 = \"{}\" }}]\n",
             digest("key")
         );
-        let connections = ConnectionLimits { connections_max: 3, ..ConnectionLimits::default() };
+        let connections = ConnectionOptions { connections_max: 3, ..ConnectionOptions::default() };
         let tenants_file = Some(folder.write("tenants.toml", &tenants));
         let mut worker = ScriptedWorker::start(WorkerProfile::default()).await;
         let options = Options { connections, tenants_file, ..Options::default() };

@@ -1,7 +1,7 @@
 use std::time::Duration;
 
 use inflight_proto::v1;
-use inflight_router::{HttpOptions, Options};
+use inflight_router::{DispatcherOptions, HttpOptions, Options};
 use serde_json::Value;
 use tonic::Code;
 
@@ -115,7 +115,7 @@ async fn a_stream_changes_fingerprint_only_if_no_worker_has_its_own() {
         let mut third_worker = ScriptedWorker::start(WorkerProfile::default()).await;
         let mut both = Cluster::start(
             &[&workers[0], &workers[1], &third_worker],
-            Options { router_id: "second".to_owned(), ..Options::default() },
+            Options { router_id: Some("second".to_owned()), ..Options::default() },
         )
         .await;
         let mut one = workers[0].granted().await;
@@ -186,7 +186,10 @@ async fn requests_wait_for_a_lost_worker_up_to_a_timeout() {
     bounded(async {
         let mut worker = ScriptedWorker::start(WorkerProfile::default()).await;
         let wait = Duration::from_millis(300);
-        let options = Options { no_worker_timeout: wait, ..Options::default() };
+        let options = Options {
+            dispatcher: DispatcherOptions { no_worker_timeout: wait, ..DispatcherOptions::default() },
+            ..Options::default()
+        };
         let mut cluster = Cluster::start(&[&worker], options).await;
         let mut session = worker.granted().await;
         cluster.handle.ready().await;
@@ -327,7 +330,13 @@ async fn responses_report_fingerprint_changes_and_cached_tokens() {
 async fn a_required_fingerprint_is_never_replaced_and_rejected_if_unknown() {
     bounded(async {
         let other = WorkerProfile { fingerprint: "f2", ..WorkerProfile::default() };
-        let options = Options { no_worker_timeout: Duration::from_secs(1), ..Options::default() };
+        let options = Options {
+            dispatcher: DispatcherOptions {
+                no_worker_timeout: Duration::from_secs(1),
+                ..DispatcherOptions::default()
+            },
+            ..Options::default()
+        };
         let (mut cluster, mut workers, [mut first, mut second]) = two(other, options).await;
         let require = |fingerprint: &str| v1::GenerateRequest {
             require_fingerprint: fingerprint.to_owned(),

@@ -15,7 +15,7 @@ use inflight_scripted::{ScriptedSession, ScriptedWorker, WorkerProfile};
 /// Options with the HTTP APIs on a free port.
 pub fn with_http(http: HttpOptions) -> Options {
     let listen = "127.0.0.1:0".parse().unwrap();
-    Options { http: Some(HttpOptions { listen, ..http }), ..Options::default() }
+    Options { http: HttpOptions { listen, ..http }, ..Options::default() }
 }
 
 /// A router that serves HTTP, its only worker and the session of the worker.

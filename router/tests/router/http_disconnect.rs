@@ -43,7 +43,7 @@ async fn expect_cancel(http: &mut HttpCluster, submit: &v1::Submit) {
 async fn a_queued_stream_is_cancelled_before_and_after_its_first_comment() {
     bounded(async {
         for options in [with_http(HttpOptions::default()), short()] {
-            let has_comments = options.http.as_ref().unwrap().keepalive == SHORT;
+            let has_comments = options.http.keepalive == SHORT;
             let mut http = HttpCluster::ungranted(WorkerProfile::default(), options).await;
             for (path, ask) in ENDPOINTS {
                 let mut call = http.post(path, &format!("{ask},\"stream\":true}}")).await;

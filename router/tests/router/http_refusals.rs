@@ -3,10 +3,10 @@
 use std::time::Duration;
 
 use inflight_proto::v1;
-use inflight_router::{HttpOptions, Options, UsageLogOptions};
+use inflight_router::{DispatcherOptions, HttpOptions, Options, UsageLogOptions};
 use serde_json::{Value, json};
 
-use crate::cluster::{bounded, text, tokens};
+use crate::cluster::{bounded, queue_of, text, tokens};
 use crate::http_client::{Call, ENDPOINTS, Event, HttpCluster, Response, SHORT, with_http};
 use crate::tenants::{Folder, digest};
 use inflight_scripted::WorkerProfile;
@@ -63,7 +63,7 @@ fn check_failure(path: &str, events: &[Event], code: &str, anthropic_type: &str)
 #[tokio::test]
 async fn a_stream_displaced_from_the_queue_after_a_comment_ends_with_one_error() {
     bounded(async {
-        let options = Options { queue_requests_max: ENDPOINTS.len(), anonymous_weights: true, ..short() };
+        let options = Options { dispatcher: queue_of(ENDPOINTS.len()), anonymous_weights: true, ..short() };
         let mut http = HttpCluster::ungranted(WorkerProfile::default(), options).await;
         let calls = queued_streams(&http).await;
         let mut displacing = Vec::new();
@@ -87,7 +87,13 @@ async fn a_stream_displaced_from_the_queue_after_a_comment_ends_with_one_error()
 #[tokio::test]
 async fn a_stream_without_a_worker_after_a_comment_ends_with_one_error() {
     bounded(async {
-        let options = Options { no_worker_timeout: Duration::from_millis(1), ..short() };
+        let options = Options {
+            dispatcher: DispatcherOptions {
+                no_worker_timeout: Duration::from_millis(1),
+                ..DispatcherOptions::default()
+            },
+            ..short()
+        };
         let http = HttpCluster::ungranted(WorkerProfile::default(), options).await;
         let calls = queued_streams(&http).await;
         drop(http.worker);
@@ -178,7 +184,7 @@ async fn a_spent_daily_budget_is_refused_until_the_next_day() {
         );
         let options = Options {
             tenants_file: Some(folder.write("tenants.toml", &file)),
-            usage_log: Some(UsageLogOptions::new(folder.0.join("usage"))),
+            usage_log: Some(folder.0.join("usage")),
             ..with_http(HttpOptions::default())
         };
         let mut http = HttpCluster::start(options).await;
@@ -208,8 +214,9 @@ async fn calls_are_refused_while_the_usage_log_cannot_be_written() {
         let folder = Folder::new();
         let (directory, moved) = (folder.0.join("usage"), folder.0.join("moved"));
         // Every line needs a new file, which cannot be created in a directory that is gone.
-        let usage_log = UsageLogOptions { file_bytes_max: 1, ..UsageLogOptions::new(directory.clone()) };
-        let options = Options { usage_log: Some(usage_log), ..with_http(HttpOptions::default()) };
+        let usage_files = UsageLogOptions { file_bytes_max: 1, ..UsageLogOptions::default() };
+        let options =
+            Options { usage_log: Some(directory.clone()), usage_files, ..with_http(HttpOptions::default()) };
         let mut http = HttpCluster::start(options).await;
         let serve = async |http: &mut HttpCluster| loop {
             let mut response = Box::pin(http.post("/v1/completions", r#"{"prompt":"a"}"#).await.response());

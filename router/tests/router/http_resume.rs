@@ -1,7 +1,7 @@
 //! Cursors of the HTTP APIs that are refused, and resumed streams that fail.
 
 use inflight_proto::v1;
-use inflight_router::{HttpOptions, Options};
+use inflight_router::{DispatcherOptions, HttpOptions, Options};
 use serde_json::{Value, json};
 
 use crate::cluster::{bounded, tokens};
@@ -159,7 +159,8 @@ async fn a_worker_that_generates_other_tokens_ends_the_resumed_stream_before_or_
 async fn a_resumed_stream_that_is_lost_in_the_queue_after_a_comment_ends_with_an_error() {
     bounded(async {
         let no_worker_timeout = std::time::Duration::from_millis(1);
-        let mut http = HttpCluster::start(Options { no_worker_timeout, ..with_resume_key(SHORT) }).await;
+        let dispatcher = DispatcherOptions { no_worker_timeout, ..DispatcherOptions::default() };
+        let mut http = HttpCluster::start(Options { dispatcher, ..with_resume_key(SHORT) }).await;
         let mut ids = Vec::new();
         for (path, ask) in ENDPOINTS {
             ids.push(last_id(&cut(&mut http, path, &body(path, ask), &[]).await));

@@ -2,7 +2,7 @@
 
 use inflight_proto::v1;
 use inflight_router::usage::{UsageRecord, read_usage};
-use inflight_router::{HttpOptions, Options, UsageLogOptions};
+use inflight_router::{HttpOptions, Options};
 use serde_json::{Value, json};
 
 use crate::cluster::{bounded, tokens};
@@ -115,7 +115,7 @@ async fn continuous_usage_never_decreases_and_ends_at_the_final_counts() {
 async fn every_prompt_of_a_call_has_one_line_however_the_call_ends() {
     bounded(async {
         let folder = Folder::new();
-        let usage_log = Some(UsageLogOptions::new(folder.0.clone()));
+        let usage_log = Some(folder.0.clone());
         let options = Options { usage_log, ..with_http(HttpOptions::default()) };
         let mut http = HttpCluster::start(options).await;
         let mut expected = Vec::new();

@@ -4,7 +4,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use inflight_proto::v1;
-use inflight_router::{Connector, Core, Options};
+use inflight_router::{Connector, Core, DispatcherOptions, Options};
 use tokio::net::TcpStream;
 use tokio_util::sync::CancellationToken;
 use tonic::{Code, Request};
@@ -12,7 +12,7 @@ use tonic_health::pb::health_check_response::ServingStatus;
 use tonic_health::pb::health_client::HealthClient;
 use tonic_health::pb::{HealthCheckRequest, HealthCheckResponse};
 
-use crate::cluster::{Cluster, bounded, count, spans_of, text, tokens};
+use crate::cluster::{Cluster, bounded, count, queue_of, spans_of, text, tokens};
 use inflight_scripted::{ScriptedWorker, WorkerProfile};
 
 const STOP: v1::FinishReason = v1::FinishReason::Stop;
@@ -287,8 +287,7 @@ async fn requests_for_an_expected_model_are_held_until_a_worker_serves_it() {
         let options = |cold_start_timeout| Options {
             expected_models: vec!["expected".to_owned()],
             cold_start_timeout,
-            no_worker_timeout: Duration::ZERO,
-            queue_requests_max: 2,
+            dispatcher: DispatcherOptions { no_worker_timeout: Duration::ZERO, ..queue_of(2) },
             ..Options::default()
         };
         let named = |model: &str| v1::GenerateRequest { model: model.to_owned(), ..text("a") };

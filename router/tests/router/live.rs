@@ -11,7 +11,7 @@ use serde_json::Value;
 use tonic::transport::Channel;
 use tonic::{Code, Status, Streaming};
 
-use crate::cluster::{Cluster, bounded, text, tokens};
+use crate::cluster::{Cluster, bounded, queue_of, text, tokens};
 use crate::http_client::{Call, HttpCluster, parse_events, with_http};
 use inflight_scripted::{ScriptedObservation, ScriptedWorker, WorkerProfile};
 
@@ -450,9 +450,10 @@ async fn a_viewer_that_never_reads_holds_nobody_up_and_loses_its_place() {
 async fn ten_thousand_requests_are_shown_and_more_are_counted() {
     bounded(async {
         let (open, shown) = (10_100, 10_000);
+        let mut dispatcher = queue_of(open);
+        dispatcher.queue.limits.tokens = u64::MAX;
         let options = Options {
-            queue_requests_max: open,
-            queue_tokens_max: u64::MAX,
+            dispatcher,
             streams_max: open,
             connection_streams_max: u32::MAX,
             viewer_bytes_per_second: 8 << 20,

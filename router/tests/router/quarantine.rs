@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use inflight_proto::v1;
-use inflight_router::Options;
+use inflight_router::{DispatcherOptions, Options};
 use tonic::Code;
 
 use crate::cluster::{Cluster, bounded, metrics, text, tokens};
@@ -252,7 +252,10 @@ async fn a_returned_request_with_many_choices_is_one_failure_of_its_worker() {
 #[tokio::test]
 async fn a_stream_that_cannot_move_does_not_keep_others_on_a_draining_worker() {
     bounded(async {
-        let options = Options { drain_grace: Duration::ZERO, ..Options::default() };
+        let options = Options {
+            dispatcher: DispatcherOptions { drain_grace: Duration::ZERO, ..DispatcherOptions::default() },
+            ..Options::default()
+        };
         let (mut cluster, workers, mut sessions) = started(vec![WorkerProfile::default(); 2], options).await;
         let mut two = sessions.pop().unwrap();
         let mut one = sessions.pop().unwrap();

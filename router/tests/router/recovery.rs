@@ -1,7 +1,7 @@
 use std::time::{Duration, Instant};
 
 use inflight_proto::v1;
-use inflight_router::Options;
+use inflight_router::{DispatcherOptions, Options};
 use tonic::Code;
 
 use crate::cluster::{Cluster, bounded, count, metrics, text, tokens};
@@ -234,7 +234,11 @@ async fn a_client_too_far_behind_pauses_its_request_and_later_reads_the_rest() {
 async fn a_request_resumed_without_workers_times_out_like_others() {
     bounded(async {
         let wait = Duration::from_millis(300);
-        let options = Options { client_buffer_tokens: 512, no_worker_timeout: wait, ..Options::default() };
+        let options = Options {
+            client_buffer_tokens: 512,
+            dispatcher: DispatcherOptions { no_worker_timeout: wait, ..DispatcherOptions::default() },
+            ..Options::default()
+        };
         let profile = WorkerProfile { context_tokens: 1 << 20, ..WorkerProfile::default() };
         let mut worker = ScriptedWorker::start(profile).await;
         let mut cluster = Cluster::start(&[&worker], options).await;
@@ -312,7 +316,10 @@ async fn the_call_of_a_stalled_client_is_ended() {
 #[tokio::test]
 async fn after_the_grace_period_a_draining_workers_streams_move() {
     bounded(async {
-        let options = Options { drain_grace: Duration::ZERO, ..Options::default() };
+        let options = Options {
+            dispatcher: DispatcherOptions { drain_grace: Duration::ZERO, ..DispatcherOptions::default() },
+            ..Options::default()
+        };
         let (mut cluster, [_first, _second], mut sessions) = workers::<2>(options).await;
         let mut two = sessions.pop().unwrap();
         let mut one = sessions.pop().unwrap();
@@ -342,7 +349,10 @@ async fn after_the_grace_period_a_draining_workers_streams_move() {
 #[tokio::test]
 async fn resubmissions_beyond_the_retry_budget_wait_and_are_not_lost() {
     bounded(async {
-        let options = Options { retry_rate: 1, retry_burst: 1, ..Options::default() };
+        let options = Options {
+            dispatcher: DispatcherOptions { retry_rate: 1, retry_burst: 1, ..DispatcherOptions::default() },
+            ..Options::default()
+        };
         let (mut cluster, [_first, _second], mut sessions) = workers::<2>(options).await;
         let mut two = sessions.pop().unwrap();
         let mut one = sessions.pop().unwrap();
@@ -425,7 +435,10 @@ async fn consecutive_worker_faults_eject_it_and_request_errors_do_not() {
 #[tokio::test]
 async fn a_request_that_could_outgrow_the_journal_is_rejected_with_the_numbers() {
     bounded(async {
-        let options = Options { request_tokens_max: 100, ..Options::default() };
+        let options = Options {
+            dispatcher: DispatcherOptions { request_tokens_max: 100, ..DispatcherOptions::default() },
+            ..Options::default()
+        };
         let (mut cluster, [_worker], _sessions) = workers::<1>(options).await;
         let request = v1::GenerateRequest {
             sampling: Some(v1::SamplingParams { n: Some(4), ..Default::default() }),

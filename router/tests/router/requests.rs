@@ -10,7 +10,7 @@ use tonic::codec::{Codec, DecodeBuf, Decoder, EncodeBuf, Encoder};
 use tonic::{Code, Request, Status};
 use tonic_types::StatusExt;
 
-use crate::cluster::{Cluster, bounded, text, tokens};
+use crate::cluster::{Cluster, bounded, queue_of, text, tokens};
 use inflight_scripted::{ScriptedWorker, WorkerProfile};
 
 type Change = fn(&mut v1::GenerateRequest);
@@ -324,9 +324,11 @@ async fn unset_fields_get_the_defaults_of_the_model_and_the_router() {
         files.insert("generation_config.json", config.to_vec());
         let mut worker = ScriptedWorker::start(WorkerProfile { files, ..WorkerProfile::default() }).await;
         let options = Options { default_max_tokens: 100, anonymous_weights: true, ..Options::default() };
+        let name = options.router_id();
         let mut cluster = Cluster::start(&[&worker], options).await;
         let mut session = worker.granted().await;
-        assert_eq!(session.open.router_id, "router");
+        assert_eq!(name, "router@127.0.0.1:0");
+        assert_eq!(session.open.router_id, name);
         cluster.handle.ready().await;
         let request = v1::GenerateRequest {
             sampling: Some(v1::SamplingParams { top_k: Some(3), n: Some(2), ..Default::default() }),
@@ -367,7 +369,7 @@ async fn unset_fields_get_the_defaults_of_the_model_and_the_router() {
 async fn a_full_queue_rejects_with_a_retry_delay() {
     bounded(async {
         let mut worker = ScriptedWorker::start(WorkerProfile::default()).await;
-        let options = Options { queue_requests_max: 2, ..Options::default() };
+        let options = Options { dispatcher: queue_of(2), ..Options::default() };
         let mut cluster = Cluster::start(&[&worker], options).await;
         let mut session = worker.session().await;
         cluster.handle.ready().await;

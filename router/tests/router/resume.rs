@@ -7,7 +7,7 @@ use inflight_proto::v1;
 use inflight_proto::v1::generate_response::Event;
 use inflight_proto::v1::session_request::Message;
 use inflight_router::usage::{UsageRecord, read_usage};
-use inflight_router::{HttpOptions, Options, UsageLogOptions};
+use inflight_router::{HttpOptions, Options};
 use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
 use serde_json::{Value, json};
@@ -96,7 +96,7 @@ impl Pair {
         let worker = ScriptedWorker::start(WorkerProfile::default()).await;
         let options = |number: usize| Options {
             resume_keys: vec![KEY.to_vec()],
-            usage_log: Some(UsageLogOptions::new(folder.0.join(number.to_string()))),
+            usage_log: Some(folder.0.join(number.to_string())),
             ..with_http(HttpOptions::default())
         };
         let routers =

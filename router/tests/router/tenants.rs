@@ -3,7 +3,7 @@ use std::time::Duration;
 
 use inflight_proto::v1::inference_client::InferenceClient;
 use inflight_proto::{StrictCodec, v1};
-use inflight_router::{Admin, HttpOptions, Options, Router};
+use inflight_router::{Admin, DispatcherOptions, HttpOptions, Options, Router};
 use prost::Message as _;
 use sha2::{Digest as _, Sha256};
 use tokio_util::sync::CancellationToken;
@@ -14,7 +14,7 @@ use tonic_health::pb::HealthCheckRequest;
 use tonic_health::pb::health_client::HealthClient;
 use tonic_types::StatusExt as _;
 
-use crate::cluster::{Cluster, Generated, bounded, metrics, text, tokens};
+use crate::cluster::{Cluster, Generated, bounded, metrics, queue_of, text, tokens};
 use crate::http_client::{Call, with_http};
 use inflight_scripted::{ScriptedSession, ScriptedWorker, WorkerProfile, sequence};
 
@@ -398,7 +398,7 @@ async fn tenants_are_ordered_by_reported_service_and_pass_on_virtual_times() {
 #[tokio::test]
 async fn bounds_are_divided_by_the_reported_number_of_routers() {
     bounded(async {
-        let options = Options { queue_requests_max: 4, ..Options::default() };
+        let options = Options { dispatcher: queue_of(4), ..Options::default() };
         let file = tenant("t", "concurrent_requests = 100");
         let (cluster, mut session, _folder, mut worker) = started(&file, options).await;
         session.grant(1, 1000);
@@ -472,7 +472,7 @@ async fn without_tenants_weight_and_priority_of_a_request_count_only_with_the_op
 async fn in_a_full_queue_lower_priorities_are_displaced() {
     bounded(async {
         let mut worker = ScriptedWorker::start(WorkerProfile::default()).await;
-        let options = Options { queue_requests_max: 2, anonymous_weights: true, ..Options::default() };
+        let options = Options { dispatcher: queue_of(2), anonymous_weights: true, ..Options::default() };
         let mut cluster = Cluster::start(&[&worker], options).await;
         let mut session = worker.session().await;
         cluster.handle.ready().await;
@@ -497,7 +497,9 @@ async fn in_a_full_queue_lower_priorities_are_displaced() {
 async fn a_small_request_bypasses_one_that_fits_on_no_worker() {
     bounded(async {
         let mut worker = ScriptedWorker::start(WorkerProfile::default()).await;
-        let mut cluster = Cluster::start(&[&worker], Options { bypass_max: 1, ..Options::default() }).await;
+        let mut options = Options::default();
+        options.dispatcher.queue.bypass_max = 1;
+        let mut cluster = Cluster::start(&[&worker], options).await;
         let mut session = worker.session().await;
         cluster.handle.ready().await;
         session.grant(8, 6);
@@ -567,7 +569,7 @@ async fn a_model_without_workers_is_unavailable_and_not_unknown() {
     bounded(async {
         let mut worker = ScriptedWorker::start(WorkerProfile::default()).await;
         let other = ScriptedWorker::start(WorkerProfile { model: "other", ..WorkerProfile::default() }).await;
-        let options = Options { no_worker_timeout: Duration::from_millis(1), ..Options::default() };
+        let options = Options { dispatcher: DispatcherOptions { no_worker_timeout: Duration::from_millis(1), ..DispatcherOptions::default() }, ..Options::default() };
         let mut cluster = Cluster::start(&[&worker, &other], options).await;
         let session = worker.session().await;
         let ask = |model: &str| v1::GenerateRequest { model: model.to_owned(), ..text("a") };

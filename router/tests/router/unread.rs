@@ -4,8 +4,8 @@ use std::time::Duration;
 
 use inflight_proto::v1;
 use inflight_proto::v1::generate_response::Event;
+use inflight_router::Options;
 use inflight_router::usage::{UsageRecord, read_usage};
-use inflight_router::{Options, UsageLogOptions};
 use tonic::Code;
 
 use crate::cluster::{Cluster, bounded, count, text, tokens};
@@ -107,7 +107,7 @@ async fn an_unread_stream_has_its_usage_line_when_it_is_ended_and_sends_nothing_
         let folder = Folder::new();
         let options = Options {
             stall_timeout: Duration::from_secs(2),
-            usage_log: Some(UsageLogOptions::new(folder.0.clone())),
+            usage_log: Some(folder.0.clone()),
             ..Options::default()
         };
         let (cluster, _worker, mut session, mut client) = cluster(options).await;

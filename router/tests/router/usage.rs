@@ -14,7 +14,7 @@ use inflight_scripted::{ScriptedWorker, WorkerProfile};
 const LENGTH: v1::FinishReason = v1::FinishReason::Length;
 
 fn with_log(directory: &Path) -> Options {
-    let usage_log = Some(UsageLogOptions::new(directory.to_owned()));
+    let usage_log = Some(directory.to_owned());
     Options { usage_log, ..Options::default() }
 }
 
@@ -106,8 +106,8 @@ async fn requests_are_refused_while_the_log_cannot_be_written_and_no_line_is_los
         let (directory, moved) = (folder.0.join("usage"), folder.0.join("moved"));
         let mut worker = ScriptedWorker::start(WorkerProfile::default()).await;
         // Every line needs a new file, which cannot be created in a directory that is gone.
-        let usage_log = UsageLogOptions { file_bytes_max: 1, ..UsageLogOptions::new(directory.clone()) };
-        let options = Options { usage_log: Some(usage_log), ..Options::default() };
+        let usage_files = UsageLogOptions { file_bytes_max: 1, ..UsageLogOptions::default() };
+        let options = Options { usage_log: Some(directory.clone()), usage_files, ..Options::default() };
         let mut cluster = Cluster::start(&[&worker], options).await;
         let mut session = worker.granted().await;
         cluster.handle.ready().await;

@@ -53,22 +53,54 @@ use crate::{
 };
 
 /// Limits and times of a [`Dispatcher`].
-#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize, clap::Args)]
 pub struct DispatcherOptions {
     /// Order and bounds of the queue.
+    #[command(flatten)]
     pub queue: FairQueueOptions,
-    /// Maximum tokens of a request: its prompt and the output of all choices.
+    /// Maximum tokens of one request: prompt plus max_tokens of all its choices
+    #[arg(long, value_name = "N", default_value_t = 4 << 20, env = "INFLIGHT_ROUTER_REQUEST_TOKENS_MAX")]
     pub request_tokens_max: u64,
-    /// Time that requests wait for a model whose last worker was lost, and for a worker large enough.
+    /// How long requests wait for a model without connected workers before they fail
+    // Requests for a worker that is large enough wait as long.
+    #[arg(
+        long,
+        value_name = "DURATION",
+        default_value = "30s",
+        value_parser = inflight_options::duration,
+        env = "INFLIGHT_ROUTER_NO_WORKER_TIMEOUT"
+    )]
     pub no_worker_timeout: Duration,
-    /// Time after which a model without workers is forgotten.
+    /// How long a model whose workers are gone stays UNAVAILABLE before it is NOT_FOUND
+    #[arg(
+        long,
+        value_name = "DURATION",
+        default_value = "10m",
+        value_parser = inflight_options::duration,
+        env = "INFLIGHT_ROUTER_MODEL_RETENTION"
+    )]
     pub model_retention: Duration,
-    /// Time that streams of a draining worker may continue there before they move.
+    /// How long streams stay on a draining worker before they move to another
+    #[arg(
+        long,
+        value_name = "DURATION",
+        default_value = "10s",
+        value_parser = inflight_options::duration,
+        env = "INFLIGHT_ROUTER_DRAIN_GRACE"
+    )]
     pub drain_grace: Duration,
-    /// Retry budget: resubmissions per second after losses, over all requests.
+    /// Retry budget: requests resubmitted per second after worker failures; more wait
+    #[arg(long, value_name = "N", default_value_t = 256, env = "INFLIGHT_ROUTER_RETRY_RATE")]
     pub retry_rate: u32,
-    /// Burst of the retry budget.
+    /// Retry budget: burst of resubmissions
+    #[arg(long, value_name = "N", default_value_t = 1024, env = "INFLIGHT_ROUTER_RETRY_BURST")]
     pub retry_burst: u32,
+}
+
+impl Default for DispatcherOptions {
+    fn default() -> Self {
+        inflight_options::defaults()
+    }
 }
 
 /// Load of a dispatcher.

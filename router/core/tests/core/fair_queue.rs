@@ -121,7 +121,7 @@ proptest! {
     #[test]
     fn agrees_with_a_sorted_list_under_any_interleaving(ops in ops()) {
         let options = FairQueueOptions {
-            wait_max: Duration::from_secs(WAIT_MAX),
+            aging_threshold: Duration::from_secs(WAIT_MAX),
             aging_tokens_per_second: AGED_PER_SECOND as f64,
             aging_tokens_max: AGED_MAX as f64,
             ..roomy()
@@ -357,7 +357,7 @@ fn a_resubmission_keeps_its_tenants_weight_and_share_of_the_queue() {
 
 #[test]
 fn an_overdue_request_goes_first_only_within_its_tenant() {
-    let mut queue = Queue::new(FairQueueOptions { wait_max: SECOND, ..roomy() });
+    let mut queue = Queue::new(FairQueueOptions { aging_threshold: SECOND, ..roomy() });
     let low = queue.push(0, arrival("a", -1, 1), Duration::ZERO, 0).unwrap().position;
     queue.push(0, arrival("a", 1, 1), Duration::ZERO, 1).unwrap();
     let other = queue.push(0, arrival("b", 0, 1), 9 * SECOND, 2).unwrap().position;

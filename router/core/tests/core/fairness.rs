@@ -65,8 +65,11 @@ impl Cluster {
     /// Creates a cluster in which requests are overdue after a second.
     fn new(weights: &[f32], routers: usize, workers: usize, slots: usize) -> Self {
         let limits = QueueLimits { requests: 1 << 20, tokens: 1 << 40 };
-        let options =
-            FairQueueOptions { limits, wait_max: Duration::from_secs(1), ..FairQueueOptions::default() };
+        let options = FairQueueOptions {
+            limits,
+            aging_threshold: Duration::from_secs(1),
+            ..FairQueueOptions::default()
+        };
         let router = |_| Router { queue: FairQueue::new(options), table: ServiceTable::new(100, 1000) };
         let worker = |number: usize| Worker {
             incarnation: number.to_string(),

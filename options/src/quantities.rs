@@ -1,4 +1,4 @@
-//! Parsing and formatting of quantities in flags: byte sizes, durations, optional listen addresses.
+//! Parsing and formatting of quantities in options: byte sizes, durations, optional listen addresses.
 
 use std::fmt;
 use std::net::SocketAddr;
@@ -25,6 +25,15 @@ impl FromStr for ByteSize {
             .map(Self)
             .ok_or_else(|| "not a number of bytes; write it like 1073741824, 512MiB or 4GB".to_owned())
     }
+}
+
+/// Parses a [`ByteSize`] as a number of bytes, for clap.
+///
+/// # Errors
+/// It is no size, or too large for the type.
+pub fn bytes<N: TryFrom<u64>>(text: &str) -> Result<N, String> {
+    let ByteSize(bytes) = text.parse()?;
+    N::try_from(bytes).map_err(|_| format!("{bytes} bytes are more than this option can be"))
 }
 
 impl fmt::Display for ByteSize {
@@ -75,6 +84,14 @@ impl FromStr for Span {
     }
 }
 
+/// Parses a [`Span`] as a duration, for clap.
+///
+/// # Errors
+/// It is no duration of at most a year.
+pub fn duration(text: &str) -> Result<Duration, String> {
+    text.parse().map(|Span(duration)| duration)
+}
+
 impl fmt::Display for Span {
     fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
         let micros = self.0.as_micros();
@@ -122,6 +139,22 @@ pub enum ListenAt {
     Off,
     /// Listen address; port 0 picks a free port.
     Address(SocketAddr),
+}
+
+impl ListenAt {
+    /// Returns the address; `None` if it is off.
+    pub fn address(self) -> Option<SocketAddr> {
+        match self {
+            Self::Off => None,
+            Self::Address(address) => Some(address),
+        }
+    }
+}
+
+impl From<SocketAddr> for ListenAt {
+    fn from(address: SocketAddr) -> Self {
+        Self::Address(address)
+    }
 }
 
 impl FromStr for ListenAt {
