@@ -317,10 +317,10 @@ mod tests {
         let file =
             "block_tokens = 32\nmax-sequences = 7\nkv-cache-bytes = \"64MiB\"\nheartbeat = \"250ms\"\n";
         let args = worker(file, &["--max-sequences", "9"]).unwrap();
-        assert_eq!(args.engine.block_tokens, 32);
-        assert_eq!(args.engine.max_sequences, 9);
-        assert_eq!(args.engine.kv_cache_bytes.0, 64 << 20);
-        assert_eq!(args.heartbeat.0.as_millis(), 250);
+        assert_eq!(args.worker.compute.block_tokens, 32);
+        assert_eq!(args.worker.compute.max_sequences, 9);
+        assert_eq!(args.worker.compute.kv_cache_bytes, 64 << 20);
+        assert_eq!(args.worker.heartbeat.as_millis(), 250);
     }
 
     #[test]
@@ -344,7 +344,7 @@ mod tests {
     fn only_flags_that_were_given_are_forwarded() {
         let words = ["inflight", "up", "--max-sequences", "5", "--model", "/m"].map(OsString::from);
         let invocation = parse(words).unwrap();
-        let group = <crate::worker::EngineArgs as clap::Args>::augment_args(Command::new("group"));
+        let group = <inflight_worker::ComputeOptions as clap::Args>::augment_args(Command::new("group"));
         let flags = given_flags(&group, &invocation.matches);
         assert_eq!(flags, ["--model=/m", "--max-sequences=5"].map(OsString::from));
     }

@@ -34,7 +34,6 @@ mod role;
 mod router;
 mod sampling;
 mod signals;
-mod step_target;
 mod supervisor;
 mod telemetry;
 mod temporary_secret;

@@ -2,9 +2,7 @@
 
 use std::ffi::OsString;
 
-use inflight_worker::Device;
-
-use crate::worker::EngineArgs;
+use inflight_worker::{ComputeOptions, Device};
 
 /// Part of a worker's share of the memory for its pools; the rest is for weights and buffers.
 const POOLS_PART: u64 = 2;
@@ -23,17 +21,17 @@ struct PoolSize {
 
 /// Returns flags that divide the host's memory among the workers' pools; `given` has the flags of the user, whose
 /// sizes stay.
-pub fn flags(engine: &EngineArgs, given: &[OsString], workers: usize) -> Vec<OsString> {
+pub fn flags(compute: &ComputeOptions, given: &[OsString], workers: usize) -> Vec<OsString> {
     let limit = inflight_worker::host_memory_limit().unwrap_or(u64::MAX);
     let pool = |flag: &'static str, bytes| {
         let given = given.iter().any(|argument| argument.to_string_lossy().starts_with(flag));
         PoolSize { flag, bytes, given }
     };
     let pools = [
-        pool("--kv-cache-bytes", engine.kv_cache_bytes.0),
-        pool("--host-cache-bytes", engine.host_cache_bytes.0),
+        pool("--kv-cache-bytes", compute.kv_cache_bytes),
+        pool("--host-cache-bytes", compute.host_cache_bytes),
     ];
-    match engine.device {
+    match compute.device {
         // A simulated device has no pools.
         Device::Sim(_) => Vec::new(),
         Device::Auto | Device::Cpu | Device::Cuda(_) => pool_flags(&pools, workers, limit),

@@ -12,7 +12,7 @@ use std::time::Duration;
 use clap::{ArgMatches, Command};
 use indicatif::{MultiProgress, ProgressBar, ProgressStyle};
 use inflight_proto::v1::{ListModelsRequest, Model, inference_client::InferenceClient};
-use inflight_worker::Device;
+use inflight_worker::{ComputeOptions, Device};
 use tokio::sync::mpsc;
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::AbortOnDropHandle;
@@ -29,7 +29,6 @@ use crate::signals::{self, Stop};
 use crate::supervisor::{ChildEvent, ChildSpec, ChildSupervisor, LogSink};
 use crate::telemetry;
 use crate::temporary_secret::SecretPath;
-use crate::worker::EngineArgs;
 use announcement::Announcement;
 use inflight_options::{OptionalPort, Span};
 
@@ -94,7 +93,7 @@ pub struct Args {
     #[arg(long, value_name = "FILE", env = "INFLIGHT_UP_CONFIG")]
     pub config: Option<PathBuf>,
     #[command(flatten)]
-    pub engine: EngineArgs,
+    pub compute: ComputeOptions,
     #[command(flatten)]
     pub telemetry: telemetry::Args,
 }
@@ -158,18 +157,18 @@ struct ClusterPlan {
 
 impl ClusterPlan {
     fn new(args: &Args, matches: &ArgMatches) -> Result<Self, CommandError> {
-        if let Some(model) = &args.engine.model
+        if let Some(model) = &args.compute.model
             && !model.exists()
         {
             let message = format!("--model {}: there is no such directory or file", model.display());
             return Err(CommandError::new(Exit::Failure, message));
         }
         // The driver is queried only where the assignment depends on it.
-        let device = args.engine.device;
+        let device = args.compute.device;
         let over_gpus = matches!(device, Device::Auto | Device::Cuda(None));
         let usable = if over_gpus { inflight_worker::usable_gpus() } else { Vec::new() };
         let number = args.workers.map(|workers| workers as usize);
-        let gpus = gpus::assign(device, number, &usable, args.engine.tensor_parallel);
+        let gpus = gpus::assign(device, number, &usable, args.compute.tensor_parallel);
         let workers = gpus.len();
         let base = match (args.metrics_port, args.port) {
             (Some(port), _) => u32::from(port),
@@ -202,13 +201,13 @@ impl ClusterPlan {
         drop(probes);
         let record = args.record.as_deref().map(RecordingDir::open).transpose()?;
         let group = |augment: fn(Command) -> Command| given_flags(&augment(Command::new("group")), matches);
-        let mut worker_flags = group(<EngineArgs as clap::Args>::augment_args);
-        if args.engine.threads.is_none() {
+        let mut worker_flags = group(<ComputeOptions as clap::Args>::augment_args);
+        if args.compute.threads.is_none() {
             let cores = std::thread::available_parallelism().map_or(1, usize::from);
-            let threads = (cores / workers).max(args.engine.tensor_parallel).max(1);
+            let threads = (cores / workers).max(args.compute.tensor_parallel).max(1);
             worker_flags.push(format!("--threads={threads}").into());
         }
-        worker_flags.extend(memory_share::flags(&args.engine, &worker_flags, workers));
+        worker_flags.extend(memory_share::flags(&args.compute, &worker_flags, workers));
         let resume_key = SecretPath::new(args.resume_key_file.as_deref(), "resume-key")?;
         let worker_secret = SecretPath::new(args.worker_secret_file.as_deref(), "worker-secret")?;
         let control = ControlSocket::create()
@@ -222,7 +221,7 @@ impl ClusterPlan {
         let given = |flag: &OsString| flag.to_string_lossy().starts_with("--gpu-memory-utilization");
         let divide_memory = !worker_flags.iter().any(given);
         let gpu_flags = (0..workers).map(|worker| -> Vec<OsString> {
-            let utilization = args.engine.gpu_memory_utilization * gpus::share(&gpus, worker);
+            let utilization = args.compute.gpu_memory_utilization * gpus::share(&gpus, worker);
             let memory_flag = divide_memory.then(|| format!("--gpu-memory-utilization={utilization}").into());
             let list = gpus[worker].iter().map(u32::to_string).collect::<Vec<_>>().join(",");
             let gpu_flag = (over_gpus && !list.is_empty()).then(|| format!("--gpu={list}").into());

@@ -10,13 +10,20 @@ use clap::{Arg, Command};
 /// A field has neither a default value nor a type that may be absent, or its default value is invalid: the mistake is in the struct, and
 /// every call shows it.
 pub fn defaults<T: clap::Args>() -> T {
-    let command = T::augment_args(Command::new("defaults").no_binary_name(true));
-    let command = command.mut_args(|argument: Arg| argument.env(Resettable::Reset));
-    let parsed = command.try_get_matches_from(std::iter::empty::<&str>());
-    match parsed.and_then(|matches| T::from_arg_matches(&matches)) {
+    match parse(&[]) {
         Ok(options) => options,
         Err(error) => panic!("the options have no valid default values: {error}"),
     }
+}
+
+/// Returns the options that these flags give, whatever the environment says.
+///
+/// # Errors
+/// A flag is unknown or its value is invalid.
+pub fn parse<T: clap::Args>(flags: &[&str]) -> Result<T, clap::Error> {
+    let command = T::augment_args(Command::new("options").no_binary_name(true));
+    let command = command.mut_args(|argument: Arg| argument.env(Resettable::Reset));
+    T::from_arg_matches(&command.try_get_matches_from(flags)?)
 }
 
 #[cfg(test)]

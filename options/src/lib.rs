@@ -4,5 +4,5 @@
 mod defaults;
 mod quantities;
 
-pub use defaults::defaults;
+pub use defaults::{defaults, parse};
 pub use quantities::{ByteSize, ListenAt, OptionalPort, Span, SpanOrOff, bytes, duration};

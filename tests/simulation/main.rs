@@ -22,7 +22,7 @@ use inflight_proto::v1::generate_response::Event as StreamEvent;
 use inflight_proto::v1::inference_client::InferenceClient;
 use inflight_proto::v1::worker_client::WorkerClient;
 use inflight_router::{BundleLoad, Connector, DispatcherOptions, Handle, RouterStats};
-use inflight_worker::{Bundle, EngineExecution, Served};
+use inflight_worker::{Bundle, ComputeOptions, EngineExecution, Served};
 use inflight_worker_core::CostPrior;
 use metrics_exporter_prometheus::PrometheusBuilder;
 use tokio_util::sync::CancellationToken;
@@ -79,10 +79,9 @@ async fn worker(index: usize, shared: Rc<SimulationState>) -> Result<(), Failure
         bundle: Bundle::new(files.map(|(name, text)| (name.to_owned(), text.as_bytes().to_vec())).to_vec()),
     };
     let options = inflight_worker::Options {
-        worker_id: format!("worker-{index}"),
+        worker_id: Some(format!("worker-{index}")),
         heartbeat: Duration::from_millis(100),
-        max_sequences: 8,
-        max_batch_tokens: 64,
+        compute: ComputeOptions { max_sequences: 8, max_batch_tokens: 64, ..ComputeOptions::default() },
         drain_timeout: Duration::from_secs(3),
         ..inflight_worker::Options::default()
     };

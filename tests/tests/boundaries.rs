@@ -76,6 +76,7 @@ fn dependencies_point_one_way() -> Result<()> {
     ensure_own_dependencies("inflight-grammar", &["inflight-contract"])?;
     ensure_without("inflight-grammar", &["tokio", "tonic", "prost", "hyper"])?;
     ensure_own_dependencies("inflight-sandbox", &[])?;
+    ensure_own_dependencies("inflight-options", &[])?;
     let below = ["inflight-contract", "inflight-grammar", "inflight-sandbox"];
     ensure_own_dependencies("inflight-grammar-service", &below)?;
     ensure_without("inflight-traces", &IMPURE)?;
@@ -84,7 +85,13 @@ fn dependencies_point_one_way() -> Result<()> {
 
 #[test]
 fn models_and_runtimes_depend_on_no_worker_and_no_server() -> Result<()> {
-    let below = ["inflight-contract", "inflight-kernels", "inflight-models", "inflight-worker-core"];
+    let below = [
+        "inflight-contract",
+        "inflight-kernels",
+        "inflight-models",
+        "inflight-options",
+        "inflight-worker-core",
+    ];
     ensure_own_dependencies("inflight-models", &["inflight-contract", "inflight-kernels"])?;
     ensure_own_dependencies("inflight-runtime", &below)?;
     let below = [&below[..], &["inflight-runtime"]].concat();

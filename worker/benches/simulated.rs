@@ -8,7 +8,7 @@ use inflight_proto::v1;
 use inflight_proto::v1::session_request::Message as Request;
 use inflight_proto::v1::session_response::Message as Response;
 use inflight_proto::v1::worker_client::WorkerClient;
-use inflight_worker::{Options, Worker};
+use inflight_worker::{ComputeOptions, Options, Worker};
 use tokio::sync::mpsc;
 use tokio_stream::wrappers::UnboundedReceiverStream;
 use tokio_util::sync::CancellationToken;
@@ -115,9 +115,14 @@ fn main() -> BenchResult<()> {
     let argument = |index: usize, default: f64| arguments.get(index).copied().unwrap_or(default);
     let (sequences, seconds) = (argument(0, 256.0) as u32, argument(1, 4.0));
     let options = Options {
-        device: "sim:flat".parse()?,
-        max_sequences: sequences,
-        max_batch_tokens: 2 * sequences.max(512),
+        listen: ([127, 0, 0, 1], 0).into(),
+        compute: ComputeOptions {
+            device: "sim:flat".parse()?,
+            fingerprint_cache: Some("off".into()),
+            max_sequences: sequences,
+            max_batch_tokens: 2 * sequences.max(512),
+            ..ComputeOptions::default()
+        },
         ..Options::default()
     };
     let worker = Worker::load(&options, &|_, _| {})?;

@@ -11,10 +11,10 @@ use inflight_runtime_cuda::{self as cuda, CudaOptions, CudaRuntime};
 use inflight_runtime_sim::{SimOptions, SimRuntime};
 use inflight_worker_core::CostPrior;
 
-use crate::options::Drafts;
 use crate::options::{Device, KvCacheDtype, Options, OptionsError};
 use crate::self_test_interval::SelfTestDevice;
 use crate::worker::{Error, Progress};
+use inflight_worker_core::Drafts;
 
 /// Runtime of the chosen device.
 pub(crate) struct LoadedRuntime {
@@ -27,7 +27,7 @@ pub(crate) struct LoadedRuntime {
 
 impl LoadedRuntime {
     fn new(runtime: Box<dyn Runtime>, options: &Options, device: SelfTestDevice) -> Result<Self, Error> {
-        let self_test_interval = options.self_test_interval.on(device)?;
+        let self_test_interval = options.compute.self_test_interval().on(device)?;
         Ok(Self { runtime, prior: None, self_test_interval })
     }
 }
@@ -39,31 +39,31 @@ pub(crate) fn load_runtime(
     ledger: &MemoryLedger,
     progress: Progress<'_>,
 ) -> Result<LoadedRuntime, Error> {
-    if let Device::Sim(profile) = options.device {
+    if let Device::Sim(profile) = options.compute.device {
         let config = model.config();
         let sim = SimOptions {
             profile,
             vocab_size: config.vocab_size as u32,
             // A simulated device has no positional limit, so contexts may exceed the model's.
-            context_tokens: options.max_context_tokens.unwrap_or(config.context_tokens),
-            block_tokens: options.block_tokens,
-            slots: options.max_sequences,
-            batch_tokens: options.max_batch_tokens,
-            overlap: options.overlap,
+            context_tokens: options.compute.max_context_tokens.unwrap_or(config.context_tokens),
+            block_tokens: options.compute.block_tokens,
+            slots: options.compute.max_sequences,
+            batch_tokens: options.compute.max_batch_tokens,
+            overlap: options.compute.overlap,
         };
         let runtime = SimRuntime::new(&sim).map_err(|error| Error::Device(error.to_string()))?;
         tracing::warn!(model = model.name(), ?profile, "device is simulated; tokens are meaningless");
         let loaded = LoadedRuntime::new(Box::new(runtime), options, SelfTestDevice::Simulated)?;
-        return Ok(LoadedRuntime { prior: Some(profile.prior(options.block_tokens)), ..loaded });
+        return Ok(LoadedRuntime { prior: Some(profile.prior(options.compute.block_tokens)), ..loaded });
     }
     let cuda = || {
-        let device = SelfTestDevice::Gpu { deterministic: options.deterministic };
+        let device = SelfTestDevice::Gpu { deterministic: options.compute.deterministic };
         LoadedRuntime::new(load_cuda(model, options, ledger, progress)?, options, device)
     };
-    match options.device {
+    match options.compute.device {
         Device::Cuda(_) => return cuda(),
         Device::Auto => match cuda::available(&ordinals(options)) {
-            Ok(()) => match cuda::supports(model, options.tensor_parallel) {
+            Ok(()) => match cuda::supports(model, options.compute.tensor_parallel) {
                 Ok(()) => return cuda(),
                 Err(reason) => tracing::warn!(%reason, "GPU cannot run this model; computing on the CPU"),
             },
@@ -73,34 +73,34 @@ pub(crate) fn load_runtime(
         },
         Device::Cpu | Device::Sim(_) => {}
     }
-    let kv_dtype = match options.kv_cache_dtype {
+    let kv_dtype = match options.compute.kv_cache_dtype {
         KvCacheDtype::Auto => None,
         KvCacheDtype::Int8 => Some(KvDtype::Int8),
         KvCacheDtype::Fp8 => return Err(wrong_kv_dtype(options, Options::KV_CACHE_DTYPES_ON_CPUS)),
     };
     let cpu = CpuOptions {
-        threads: options.threads,
-        kv_bytes: options.kv_cache_bytes,
-        host_bytes: options.host_cache_bytes,
-        block_tokens: options.block_tokens,
-        slots: options.max_sequences,
-        batch_tokens: options.max_batch_tokens,
-        context_tokens: options.max_context_tokens,
+        threads: options.compute.threads,
+        kv_bytes: options.compute.kv_cache_bytes,
+        host_bytes: options.compute.host_cache_bytes,
+        block_tokens: options.compute.block_tokens,
+        slots: options.compute.max_sequences,
+        batch_tokens: options.compute.max_batch_tokens,
+        context_tokens: options.compute.max_context_tokens,
         isa: None,
-        quantize: options.quantize,
+        quantize: options.compute.quantize,
         kv_dtype,
-        tensor_parallel: options.tensor_parallel,
+        tensor_parallel: options.compute.tensor_parallel,
     };
     check_known_answer(options, &cpu)?;
     let runtime = CpuRuntime::load_beside(model, &cpu, ledger, progress)?;
     let runtime: Box<dyn Runtime> =
-        if options.overlap { Box::new(runtime.overlapped()?) } else { Box::new(runtime) };
+        if options.compute.overlap { Box::new(runtime.overlapped()?) } else { Box::new(runtime) };
     LoadedRuntime::new(runtime, options, SelfTestDevice::Cpu)
 }
 
 /// Compares what this processor computes with what is recorded for its instruction set, unless self-tests are off.
 fn check_known_answer(options: &Options, cpu: &CpuOptions) -> Result<(), Error> {
-    if options.self_test_interval.on(SelfTestDevice::Cpu)?.is_none() {
+    if options.compute.self_test_interval().on(SelfTestDevice::Cpu)?.is_none() {
         return Ok(());
     }
     let isa = Isa::detect();
@@ -117,7 +117,7 @@ fn check_known_answer(options: &Options, cpu: &CpuOptions) -> Result<(), Error> 
 
 /// Error for a KV cache dtype that the device chosen by [`Device::Auto`] does not support.
 fn wrong_kv_dtype(options: &Options, range: &'static str) -> Error {
-    let (name, value) = ("kv_cache_dtype", options.kv_cache_dtype.to_string());
+    let (name, value) = ("kv_cache_dtype", options.compute.kv_cache_dtype.to_string());
     OptionsError::OutOfRange { name, value, range }.into()
 }
 
@@ -143,12 +143,12 @@ fn load_cuda(
 ) -> Result<Box<dyn Runtime>, Error> {
     let cuda = cuda_options(options)?;
     // Pinned memory is taken at once and cannot be swapped out.
-    ledger.reserve(options.host_cache_bytes).map_err(Error::HostMemory)?;
+    ledger.reserve(options.compute.host_cache_bytes).map_err(Error::HostMemory)?;
     Ok(Box::new(CudaRuntime::load(model, &cuda, progress)?))
 }
 
 fn cuda_options(options: &Options) -> Result<CudaOptions, Error> {
-    if let Some(quantize) = options.quantize {
+    if let Some(quantize) = options.compute.quantize {
         let range = "left out on GPUs, which keep weights in 16 bits; --device cpu rounds them";
         let (name, value) = ("quantize", quantize.to_string());
         return Err(OptionsError::OutOfRange { name, value, range }.into());
@@ -156,26 +156,26 @@ fn cuda_options(options: &Options) -> Result<CudaOptions, Error> {
     Ok(CudaOptions {
         gpus: ordinals(options),
         lone_communicator: false,
-        utilization: options.gpu_memory_utilization,
+        utilization: options.compute.gpu_memory_utilization,
         kv_bytes: None,
-        host_bytes: options.host_cache_bytes,
-        block_tokens: options.block_tokens,
-        slots: options.max_sequences,
-        draft_rows: if options.drafts == Drafts::Off { 0 } else { DRAFT_ROWS },
-        batch_tokens: options.max_batch_tokens,
-        context_tokens: options.max_context_tokens,
-        kv_store: match options.kv_cache_dtype {
+        host_bytes: options.compute.host_cache_bytes,
+        block_tokens: options.compute.block_tokens,
+        slots: options.compute.max_sequences,
+        draft_rows: if options.compute.scheduling.drafts == Drafts::Off { 0 } else { DRAFT_ROWS },
+        batch_tokens: options.compute.max_batch_tokens,
+        context_tokens: options.compute.max_context_tokens,
+        kv_store: match options.compute.kv_cache_dtype {
             KvCacheDtype::Auto => cuda::KvStore::Half,
             KvCacheDtype::Fp8 => cuda::KvStore::Fp8,
             KvCacheDtype::Int8 => return Err(wrong_kv_dtype(options, Options::KV_CACHE_DTYPES_ON_GPUS)),
         },
-        deterministic: options.deterministic,
+        deterministic: options.compute.deterministic,
         graphs: true,
         copy_streams: true,
-        autotune: options.autotune,
+        autotune: !options.compute.no_autotune,
         gemm_cache: options
-            .gemm_cache
-            .clone()
+            .compute
+            .gemm_cache()
             .map(|path| inflight_models::CacheDirectory::new(path, "--gemm-cache")),
         overlap: true,
     })
@@ -187,8 +187,8 @@ mod tests {
 
     #[test]
     fn a_gpu_has_rows_for_drafts_only_if_there_are_some() {
-        for (drafts, rows) in [(Drafts::Off, 0), (Drafts::PromptLookup, DRAFT_ROWS)] {
-            let options = Options { drafts, ..Options::default() };
+        for (drafts, rows) in [("--drafts=off", 0), ("--drafts=prompt-lookup", DRAFT_ROWS)] {
+            let options: Options = inflight_options::parse(&[drafts]).unwrap();
             assert_eq!(cuda_options(&options).ok().map(|cuda| cuda.draft_rows), Some(rows));
         }
     }

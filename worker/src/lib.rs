@@ -23,13 +23,13 @@ pub use inflight_models::ModelSource;
 pub use inflight_runtime_cpu::Quantization;
 pub use inflight_worker_core::policy::{Aging, PolicyKind, UnknownPolicy};
 pub use inflight_worker_core::{
-    BlockedBy, FirstTokenParts, FirstTokens, Iteration, LatencyObjectives, Preemption, ReplayError,
-    ReplayEvent, SequenceId, StepTarget, replay,
+    BlockedBy, Drafts, FirstTokenParts, FirstTokens, Iteration, LatencyObjectives, Preemption, ReplayError,
+    ReplayEvent, SchedulingOptions, SequenceId, StepTarget, StepTargetOption, UnknownDrafts, replay,
 };
 
 pub use bundle::Bundle;
 pub use device::{host_memory_limit, usable_gpus};
-pub use options::{Device, Drafts, KvCacheDtype, Options, OptionsError, UnknownDevice, UnknownDrafts};
+pub use options::{ComputeOptions, Device, KvCacheDtype, Options, OptionsError, UnknownDevice};
 pub use self_test_interval::SelfTestInterval;
 pub use session::EngineExecution;
 pub use worker::{CONNECTIONS_MAX, Core, Error, Progress, Served, Worker};

@@ -18,7 +18,7 @@ use inflight_net::{
 use inflight_proto::v1::worker_server::WorkerServer;
 use inflight_proto::{FILE_DESCRIPTOR_SET, PROTOCOL_VERSION, v1};
 use inflight_runtime::{MemoryLedger, Runtime};
-use inflight_worker_core::policy::{Aging, Policy};
+use inflight_worker_core::policy::Aging;
 use inflight_worker_core::{CostPrior, priority_sequences_max};
 use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::sync::{Semaphore, mpsc, oneshot};
@@ -32,7 +32,7 @@ use tower::ServiceBuilder;
 use crate::bundle::Bundle;
 use crate::device;
 use crate::engine::{Engine, EngineOptions};
-use crate::options::{Device, Drafts, Options, OptionsError};
+use crate::options::{Device, Options, OptionsError};
 use crate::self_test::SelfTest;
 use crate::session::{
     Authentication, Authenticator, BUNDLES_MAX, COMMANDS_MAX, COMPILED_AT_ONCE, COMPILED_KIB_MAX, Clock,
@@ -168,14 +168,14 @@ impl Worker {
         listener.set_nonblocking(true).map_err(listen)?;
         let address = listener.local_addr().map_err(listen)?;
         let tls = options.tls.clone().map(ServerTls::load).transpose()?;
-        let mut model = ModelDir::open(&options.model)?;
-        if let Some(directory) = &options.fingerprint_cache {
+        let mut model = ModelDir::open(&options.compute.source())?;
+        if let Some(directory) = options.compute.fingerprint_cache() {
             model = model.with_fingerprint_cache(FingerprintCache::new(directory.clone()));
         }
-        let ledger = match options.device {
+        let ledger = match options.compute.device {
             Device::Sim(_) => MemoryLedger::alone(),
             Device::Auto | Device::Cpu | Device::Cuda(_) => {
-                MemoryLedger::open(options.reservation_dir.as_deref())
+                MemoryLedger::open(options.compute.reservation_dir.as_deref())
             }
         };
         let loaded = device::load_runtime(options, &model, &ledger, progress)?;
@@ -183,7 +183,7 @@ impl Worker {
             runtime: loaded.runtime,
             prior: loaded.prior,
             self_test_interval: loaded.self_test_interval,
-            name: options.model_name.clone().unwrap_or_else(|| model.name().to_owned()),
+            name: options.compute.model_name.clone().unwrap_or_else(|| model.name().to_owned()),
             architecture: model.architecture().to_owned(),
             eos_token_ids: model.eos_token_ids().to_vec(),
             bundle: Bundle::new(model.bundle_files().to_vec()),
@@ -234,7 +234,7 @@ fn grammars(bundle: &Bundle, vocab_size: u32, eos_token_ids: &[u32], options: &O
         Some(confinement) => grammars.confined(confinement.clone()),
         None => grammars,
     };
-    let bytes = (options.max_sequences as usize).saturating_mul(MATCHER_BYTES);
+    let bytes = (options.compute.max_sequences as usize).saturating_mul(MATCHER_BYTES);
     grammars.with_matcher_bytes_max(bytes.max(MemoryBudget::DEFAULT_BYTES))
 }
 
@@ -252,26 +252,16 @@ impl Core {
         });
         let recording = recording.transpose()?;
         let fingerprint = runtime.capabilities().fingerprint.clone();
-        let queue_ahead = (options.max_sequences / 8).max(1);
-        let priority_sequences = priority_sequences_max(options.max_sequences, queue_ahead);
+        let queue_ahead = (options.compute.max_sequences / 8).max(1);
+        let priority_sequences = priority_sequences_max(options.compute.max_sequences, queue_ahead);
         let engine_options = EngineOptions {
             // The waiting queue must hold everything that was granted, or granted submissions would be
             // rejected.
-            waiting_max: options
-                .max_waiting
-                .max(options.max_sequences + queue_ahead + priority_sequences + SamplingSpec::CHOICES_MAX),
+            waiting_max: options.compute.scheduling.max_waiting.max(
+                options.compute.max_sequences + queue_ahead + priority_sequences + SamplingSpec::CHOICES_MAX,
+            ),
             queue_ahead,
-            policy: Policy { kind: options.policy, aging: options.aging },
-            prefix_cache: options.prefix_cache,
-            step_target: options.step_target,
-            decode_reserve_tokens: options.decode_reserve_tokens,
-            kv_watermark: options.kv_watermark,
-            preemption_threshold: options.preemption_threshold,
-            bypass_max: options.bypass_max,
-            drafts_max: match options.drafts {
-                Drafts::Off => 0,
-                Drafts::PromptLookup => options.drafts_max,
-            },
+            scheduling: options.compute.scheduling,
             govern_drafts: true,
             prior: prior.unwrap_or_default(),
             record: options.record.is_some(),
@@ -290,7 +280,7 @@ impl Core {
         let limits = *engine.limits();
         let hello = v1::Hello {
             protocol_version: PROTOCOL_VERSION,
-            worker_id: options.worker_id.clone(),
+            worker_id: options.worker_id(),
             incarnation,
             fingerprint,
             model: name,
@@ -332,7 +322,12 @@ impl Core {
             authenticator: options.secret.clone().map(Authenticator::new),
         });
         let engine = EngineThread::new(engine, messages, clock, recording, watchdog, self_test);
-        Ok(Self { engine, sessions, drain_timeout: options.drain_timeout, aging: options.aging })
+        Ok(Self {
+            engine,
+            sessions,
+            drain_timeout: options.drain_timeout,
+            aging: options.compute.scheduling.policy.aging,
+        })
     }
 
     /// Serves connections until `drain` is cancelled and running sequences have finished, or until the device

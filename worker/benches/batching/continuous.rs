@@ -130,8 +130,9 @@ fn pass(
     mode: BatchingMode,
 ) -> BenchResult<PassResult> {
     let policy = if mode == BatchingMode::Continuous { PolicyKind::Fair } else { PolicyKind::Static };
-    let mut driver =
-        EngineDriver::new(model, size, EngineOptions { policy: policy.into(), ..EngineOptions::default() })?;
+    let mut engine_options = EngineOptions::default();
+    engine_options.scheduling.policy = policy.into();
+    let mut driver = EngineDriver::new(model, size, engine_options)?;
     let mut submitted = vec![0.0; jobs.len()];
     let mut got: Vec<Vec<f64>> = vec![Vec::new(); jobs.len()];
     // Requests waiting for a padded batch; only in that mode.

@@ -3,6 +3,7 @@
 use std::sync::Arc;
 
 use inflight_contract::SamplingSpec;
+use inflight_worker::Drafts;
 use inflight_worker::engine::EngineOptions;
 
 use crate::engine_driver::{EngineDriver, EngineSize};
@@ -116,7 +117,9 @@ fn serve(
     drafts_max: u32,
     pair: u32,
 ) -> BenchResult<Figures> {
-    let engine_options = EngineOptions { drafts_max, ..EngineOptions::default() };
+    let mut engine_options = EngineOptions::default();
+    engine_options.scheduling.drafts = Drafts::PromptLookup;
+    engine_options.scheduling.drafts_max = drafts_max;
     let sampling = workload.sampling.clone();
     let mut driver = EngineDriver::new(model, size, engine_options)?.with_sampling(sampling)?;
     let mut random = SplitMix64(u64::from(pair));

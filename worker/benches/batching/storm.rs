@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use inflight_worker::engine::EngineOptions;
-use inflight_worker_core::StepTarget;
+use inflight_worker_core::StepTargetOption;
 
 use crate::engine_driver::{EngineDriver, EngineSize};
 use crate::model::BenchModel;
@@ -71,16 +71,16 @@ pub fn run(options: &Options) -> BenchResult<()> {
         machine_load(),
     );
     // Warm-up of caches and clock frequency.
-    phase(&model, &size, StepTarget::Unbounded, &load, false)?;
+    phase(&model, &size, StepTargetOption::Off, &load, false)?;
     let (mut calm, mut chunked, mut unchunked) = (Vec::new(), Vec::new(), Vec::new());
     for _ in 0..runs {
-        let alone = phase(&model, &size, StepTarget::Unbounded, &load, false)?;
+        let alone = phase(&model, &size, StepTargetOption::Off, &load, false)?;
         // The step target follows the calm P99 of the same round, as the machine's speed may drift.
         let target = Duration::from_secs_f64(factor * quantile(&alone.between, 0.99) / 1e3);
         println!("step target {:.2} ms, {factor} times the calm P99", 1e3 * target.as_secs_f64());
         calm.push(alone);
-        chunked.push(phase(&model, &size, StepTarget::Fixed(target), &load, true)?);
-        unchunked.push(phase(&model, &whole, StepTarget::Unbounded, &load, true)?);
+        chunked.push(phase(&model, &size, StepTargetOption::Fixed(target), &load, true)?);
+        unchunked.push(phase(&model, &whole, StepTargetOption::Off, &load, true)?);
     }
     println!(
         "\n| medians of {runs} | between tokens P50 / P99 / P99.9 / longest ms | streams tok/s | long prompts: first \
@@ -136,12 +136,13 @@ pub fn run(options: &Options) -> BenchResult<()> {
 fn phase(
     model: &BenchModel,
     size: &EngineSize,
-    target: StepTarget,
+    target: StepTargetOption,
     load: &StormLoad,
     storm: bool,
 ) -> BenchResult<PhaseResult> {
-    let mut driver =
-        EngineDriver::new(model, size, EngineOptions { step_target: target, ..EngineOptions::default() })?;
+    let mut engine_options = EngineOptions::default();
+    engine_options.scheduling.step_target = target;
+    let mut driver = EngineDriver::new(model, size, engine_options)?;
     let vocab = model.dir.config().vocab_size as u32;
     let mut random = SplitMix64(load.seed);
     let contents: Vec<Arc<[u32]>> = (0..4).map(|_| random.tokens(load.prompt, vocab).into()).collect();

@@ -6,6 +6,7 @@ use std::sync::Arc;
 use inflight_contract::{Constraint, Grammar, SamplingSpec};
 use inflight_grammar::Vocabulary;
 use inflight_grammar_service::Grammars;
+use inflight_worker::Drafts;
 use inflight_worker::engine::EngineOptions;
 
 use crate::engine_driver::{EngineDriver, EngineSize};
@@ -210,7 +211,9 @@ impl Server<'_> {
             logit_bias: if workload.requests > 1 { self.words.clone() } else { Vec::new() },
             ..SamplingSpec::default()
         };
-        let engine_options = EngineOptions { drafts_max, ..EngineOptions::default() };
+        let mut engine_options = EngineOptions::default();
+        engine_options.scheduling.drafts = Drafts::PromptLookup;
+        engine_options.scheduling.drafts_max = drafts_max;
         let mut driver =
             EngineDriver::new(self.model, &self.size, engine_options)?.with_sampling(sampling)?;
         driver.set_grammars(Arc::clone(&self.grammars));

@@ -25,6 +25,7 @@ mod profile;
 mod record;
 mod scheduler;
 mod scheduler_limits;
+mod scheduling_options;
 mod sequence;
 mod step_target;
 mod time;
@@ -34,7 +35,7 @@ pub use block_pool::{Block, BlockPool, CacheEvent, CacheTier};
 pub use cost::{CostModel, CostPrior, StepWork};
 pub use diagnosis::{Bottleneck, Conditions, Finding, Objectives, diagnose};
 pub use dispatch_ahead::DispatchAhead;
-pub use drafts::{DraftKind, DraftSource, DraftsWanted, PromptLookup};
+pub use drafts::{DraftKind, DraftSource, Drafts, DraftsWanted, PromptLookup, UnknownDrafts};
 pub use first_token::{FirstTokenParts, FirstTokens};
 pub use grants::{Capacity, Grant, Grants, priority_sequences_max};
 pub use history::{History, IterationSummary};
@@ -50,6 +51,7 @@ pub use scheduler::{
     CommitError, Ended, Load, PrefillEstimate, Scheduler, SequencePhase, SequenceStatus, SubmitError,
 };
 pub use scheduler_limits::{LimitsError, SchedulerLimits};
+pub use scheduling_options::{SchedulingOptions, StepTargetOption};
 pub use sequence::{NewSequence, ScoredRange, SequenceId, Slot};
 pub use step_target::{LatencyObjectives, StepTarget};
 pub use time::Time;

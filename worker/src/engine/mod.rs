@@ -27,11 +27,11 @@ use inflight_runtime::{
     self as runtime, Batch, BlockCopy, NonFiniteRows, PromptLogprobs, Runtime, SCORES_MAX, Sampled, ScoreRow,
     SlotSetup, TransferDone,
 };
-use inflight_worker_core::policy::{Policy, PolicyKind};
+use inflight_worker_core::policy::PolicyKind;
 use inflight_worker_core::{
     CacheEvent, CacheTier, Capacity, Chunk, CostModel, CostPrior, DispatchAhead, DraftsWanted, Ended, Grant,
-    Grants, Iteration, IterationOutcome, LimitsError, Preemption, Scheduler, SchedulerLimits, SequenceId,
-    StepTarget, Time, TokenVerdict, priority_sequences_max,
+    Grants, Iteration, IterationOutcome, LimitsError, Preemption, Scheduler, SchedulerLimits,
+    SchedulingOptions, SequenceId, StepTargetOption, Time, TokenVerdict, priority_sequences_max,
 };
 
 use live_choice::LiveChoice;
@@ -43,29 +43,15 @@ pub use request::{ChoiceEvent, Command, Failure, Finish, Request, RequestKey, Re
 /// Engine configuration beyond the runtime's capabilities.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct EngineOptions {
-    /// Maximum waiting sequences.
+    /// What the scheduler does.
+    pub scheduling: SchedulingOptions,
+    /// Maximum waiting sequences, at least [`SchedulingOptions::max_waiting`]: it must hold all that is granted.
     pub waiting_max: u32,
     /// Maximum sequences granted to routers beyond the running ones; [`DispatchAhead`] uses as few as hide the
     /// round trip between worker and router.
     pub queue_ahead: u32,
-    /// Scheduling policy with its parameters.
-    pub policy: Policy,
-    /// Enables prefix caching.
-    pub prefix_cache: bool,
-    /// Bound of the duration of an iteration with decodes.
-    pub step_target: StepTarget,
-    /// Output tokens for which a sequence reserves KV blocks at admission; `None`: one block.
-    pub decode_reserve_tokens: Option<u32>,
-    /// Share of the KV blocks that admission keeps free.
-    pub kv_watermark: f64,
-    /// Minimum difference of priorities for a waiting sequence to preempt a running one.
-    pub preemption_threshold: u32,
-    /// Maximum number of sequences admitted past a waiting one that does not fit.
-    pub bypass_max: u32,
     /// Prior of the cost model.
     pub prior: CostPrior,
-    /// Maximum tokens drafted for a sequence and iteration by prompt lookup; 0: no drafts.
-    pub drafts_max: u32,
     /// Uses drafts only where they are expected to save time; else all, for tests.
     pub govern_drafts: bool,
     /// Records all scheduler inputs for replay.
@@ -73,19 +59,16 @@ pub struct EngineOptions {
 }
 
 impl Default for EngineOptions {
+    /// The defaults of the scheduler, but without a step target.
     fn default() -> Self {
         Self {
+            scheduling: SchedulingOptions {
+                step_target: StepTargetOption::Off,
+                ..SchedulingOptions::default()
+            },
             waiting_max: 1024,
             queue_ahead: 16,
-            policy: Policy::default(),
-            prefix_cache: true,
-            step_target: StepTarget::Unbounded,
-            decode_reserve_tokens: None,
-            kv_watermark: SchedulerLimits::WATERMARK_SHARE,
-            preemption_threshold: SchedulerLimits::PREEMPTION_THRESHOLD,
-            bypass_max: SchedulerLimits::BYPASS_MAX,
             prior: CostPrior::default(),
-            drafts_max: 0,
             govern_drafts: true,
             record: false,
         }
@@ -197,20 +180,23 @@ impl Engine {
         options: EngineOptions,
     ) -> Result<Self, LimitsError> {
         let capabilities = runtime.capabilities();
+        let scheduling = options.scheduling;
+        let drafts_max =
+            if capabilities.sample_rows > capabilities.slots { scheduling.drafted_tokens_max() } else { 0 };
         let limits = SchedulerLimits {
             host_blocks: capabilities.host_blocks,
             depth: capabilities.depth,
             waiting_max: options.waiting_max,
             sequence_tokens: capabilities.context_tokens,
-            prefix_cache: options.prefix_cache,
-            step_target: options.step_target,
+            prefix_cache: !scheduling.no_prefix_cache,
+            step_target: scheduling.step_target(),
             iteration_scores: SCORES_MAX,
-            min_decode_tokens: options.decode_reserve_tokens.unwrap_or(capabilities.block_tokens),
-            watermark_blocks: SchedulerLimits::watermark_of(capabilities.blocks, options.kv_watermark),
-            preemption_threshold: options.preemption_threshold,
-            bypass_max: options.bypass_max,
+            min_decode_tokens: scheduling.decode_reserve_tokens.unwrap_or(capabilities.block_tokens),
+            watermark_blocks: SchedulerLimits::watermark_of(capabilities.blocks, scheduling.kv_watermark),
+            preemption_threshold: scheduling.preemption_threshold,
+            bypass_max: scheduling.bypass_max,
             iteration_samples: capabilities.sample_rows,
-            drafts_max: if capabilities.sample_rows > capabilities.slots { options.drafts_max } else { 0 },
+            drafts_max,
             govern_drafts: options.govern_drafts,
             ..SchedulerLimits::new(
                 capabilities.block_tokens,
@@ -228,12 +214,12 @@ impl Engine {
         let capacity =
             Capacity { sequences: limits.running_max + 1, blocks: limits.blocks - limits.watermark_blocks };
         let cost = CostModel::new(options.prior);
-        let mut scheduler = Scheduler::new(limits, options.policy.build(), cost, tenants)?;
+        let mut scheduler = Scheduler::new(limits, scheduling.policy.build(), cost, tenants)?;
         if options.record {
-            scheduler.record(options.policy, &options.prior);
+            scheduler.record(scheduling.policy, &options.prior);
         }
         // Priority sequences need a policy that schedules by priority.
-        let by_priority = matches!(options.policy.kind, PolicyKind::Fair | PolicyKind::Priority);
+        let by_priority = matches!(scheduling.policy.kind, PolicyKind::Fair | PolicyKind::Priority);
         let priority_sequences_max =
             if by_priority { priority_sequences_max(limits.running_max, options.queue_ahead) } else { 0 };
         Ok(Self {

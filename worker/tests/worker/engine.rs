@@ -17,7 +17,8 @@ use inflight_worker::engine::{
 };
 use inflight_worker_core::policy::PolicyKind;
 use inflight_worker_core::{
-    CostModel, CostPrior, Direction, Grant, StepTarget, StepWork, Time, Transfer, replay,
+    CostModel, CostPrior, Direction, Drafts, Grant, SchedulingOptions, StepTargetOption, StepWork, Time,
+    Transfer, replay,
 };
 use proptest::prelude::*;
 
@@ -376,8 +377,11 @@ proptest! {
         let policy = if fcfs { PolicyKind::Fcfs } else { PolicyKind::Fair };
         let prior = CostPrior { trust: 1e-3, ..CostPrior::default().with_copies(0.0, 1e-9) };
         let engine_options = EngineOptions {
-            waiting_max: 64, queue_ahead: 4, policy: policy.into(), prefix_cache, prior, step_target: StepTarget::Unbounded, record: true,
-            drafts_max, govern_drafts: false, ..EngineOptions::default()
+            scheduling: SchedulingOptions {
+                policy: policy.into(), no_prefix_cache: !prefix_cache, step_target: StepTargetOption::Off,
+                drafts: Drafts::PromptLookup, drafts_max, ..SchedulingOptions::default()
+            },
+            waiting_max: 64, queue_ahead: 4, prior, record: true, govern_drafts: false,
         };
         let mut engine = Engine::new(Box::new(runtime), &[EOS], engine_options).unwrap();
         let mut events = Vec::new();

@@ -3,7 +3,7 @@
 #![allow(clippy::unwrap_used, reason = "helpers of tests fail like tests")]
 
 use inflight_runtime_cuda::{Unavailable, available};
-use inflight_worker::{Device, Options, Worker};
+use inflight_worker::{ComputeOptions, Device, Options, Worker};
 
 #[test]
 fn without_a_driver_cuda_is_rejected_and_auto_falls_back() {
@@ -18,7 +18,11 @@ fn without_a_driver_cuda_is_rejected_and_auto_falls_back() {
         }
     }
     let load = |device, tensor_parallel| {
-        Worker::load(&Options { device, tensor_parallel, ..Options::default() }, &|_, _| {})
+        let off = Some("off".into());
+        let compute =
+            ComputeOptions { device, tensor_parallel, fingerprint_cache: off, ..ComputeOptions::default() };
+        let listen = ([127, 0, 0, 1], 0).into();
+        Worker::load(&Options { listen, compute, ..Options::default() }, &|_, _| {})
     };
     for ranks in [1, 2] {
         let refused = load(Device::Cuda(None), ranks).err().unwrap().to_string();

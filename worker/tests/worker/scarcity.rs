@@ -30,7 +30,7 @@ use inflight_worker::PolicyKind;
 use inflight_worker::engine::{
     Command, Engine, EngineOptions, Finish, Request, RequestKey, ResumedChoice, SessionId,
 };
-use inflight_worker_core::{CostPrior, Load, StepTarget, Time};
+use inflight_worker_core::{CostPrior, Drafts, Load, SchedulingOptions, StepTargetOption, Time};
 use proptest::prelude::*;
 use proptest::test_runner::{Config, RngSeed, TestRunner};
 
@@ -428,7 +428,7 @@ struct Workload {
     ranks: usize,
     cheap_copies: bool,
     policy: PolicyKind,
-    step_target: StepTarget,
+    step_target: StepTargetOption,
     overlap: bool,
     /// Maximum tokens drafted for a sequence and iteration.
     drafts_max: u32,
@@ -439,9 +439,9 @@ fn workload(specs: std::ops::Range<usize>) -> impl Strategy<Value = Workload> {
     let specs = prop::collection::vec(spec(), specs);
     let policy = prop_oneof![2 => Just(Fair), 2 => Just(Priority), 1 => Just(Fcfs), 1 => Just(Static)];
     let target = prop_oneof![
-        1 => Just(StepTarget::Unbounded),
-        1 => (1u64..3000).prop_map(|target| StepTarget::Fixed(Duration::from_micros(target))),
-        2 => Just(StepTarget::adaptive()),
+        1 => Just(StepTargetOption::Off),
+        1 => (1u64..3000).prop_map(|target| StepTargetOption::Fixed(Duration::from_micros(target))),
+        2 => Just(StepTargetOption::Auto),
     ];
     let ranks = prop_oneof![3 => Just(1usize), 1 => Just(2)];
     let sizes = (16u64..30, 0u64..40, 1usize..3, 0u32..8);
@@ -476,7 +476,8 @@ fn check(
     device: TestDevice,
     coverage: &mut Coverage,
 ) -> Result<(), TestCaseError> {
-    let engine_options = EngineOptions { prefix_cache: false, ..EngineOptions::default() };
+    let mut engine_options = EngineOptions::default();
+    engine_options.scheduling.no_prefix_cache = true;
     let ranks = workload.ranks;
     let roomy = device.runtime(folder, (1, ranks), false, 64, 0);
     let mut engine = engine(roomy, engine_options);
@@ -498,10 +499,14 @@ fn check(
     let (policy, step_target) = (workload.policy, workload.step_target);
     let drafts_max = workload.drafts_max;
     let engine_options = EngineOptions {
-        policy: policy.into(),
+        scheduling: SchedulingOptions {
+            policy: policy.into(),
+            step_target,
+            drafts: Drafts::PromptLookup,
+            drafts_max,
+            ..SchedulingOptions::default()
+        },
         prior,
-        step_target,
-        drafts_max,
         govern_drafts: false,
         ..EngineOptions::default()
     };

@@ -7,7 +7,7 @@ use inflight_proto::v1::session_response::Message as ResponseMessage;
 use inflight_proto::v1::worker_client::WorkerClient;
 use inflight_proto::{PROTOCOL_VERSION, v1};
 use inflight_runtime_sim::{SimOptions, SimRuntime};
-use inflight_worker::{Bundle, Core, EngineExecution, Options, Served};
+use inflight_worker::{Bundle, ComputeOptions, Core, EngineExecution, Options, Served};
 use inflight_worker_core::DeviceProfile;
 use tokio::net::TcpListener;
 use tokio::sync::mpsc;
@@ -55,7 +55,7 @@ impl Router {
             bundle: Bundle::new(vec![(BUNDLE_FILE.to_owned(), vec![b'x'; BUNDLE_BYTES])]),
         };
         let options = Options {
-            max_sequences: 4,
+            compute: ComputeOptions { max_sequences: 4, ..ComputeOptions::default() },
             heartbeat: Duration::from_millis(100),
             drain_timeout: Duration::from_secs(30),
             ..Options::default()

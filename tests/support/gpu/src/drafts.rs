@@ -13,7 +13,7 @@ use inflight_runtime_cuda::CudaRuntime;
 use inflight_worker::engine::{
     Command, Engine, EngineOptions, Finish, Request, RequestKey, ResumedChoice, SessionId,
 };
-use inflight_worker_core::{Time, Transfer};
+use inflight_worker_core::{SchedulingOptions, StepTargetOption, Time, Transfer};
 use serde::Deserialize;
 use serde_json::{Value, json};
 
@@ -203,8 +203,14 @@ fn median(values: &mut [f64]) -> f64 {
 fn serve(runtime: SharedRuntime, run: &Run) -> JobResult<Outcome> {
     let vocabulary = runtime.capabilities.vocab_size;
     let Run { drafts_max, govern_drafts, .. } = *run;
-    let options =
-        EngineOptions { drafts_max, govern_drafts, prefix_cache: false, ..EngineOptions::default() };
+    let scheduling = SchedulingOptions {
+        no_prefix_cache: true,
+        step_target: StepTargetOption::Off,
+        drafts: inflight_worker_core::Drafts::PromptLookup,
+        drafts_max,
+        ..SchedulingOptions::default()
+    };
+    let options = EngineOptions { scheduling, govern_drafts, ..EngineOptions::default() };
     let mut engine = Engine::new(Box::new(runtime), &[], options)?;
     engine.calibrate()?;
     let mut events = Vec::new();

@@ -11,7 +11,7 @@ use inflight_runtime_cuda::CudaRuntime;
 use inflight_worker::engine::{
     ChoiceEvent, Command, Engine, EngineOptions, Finish, Request, RequestKey, ResumedChoice, SessionId,
 };
-use inflight_worker_core::{StepTarget, Time};
+use inflight_worker_core::{SchedulingOptions, StepTargetOption, Time};
 use serde::Deserialize;
 use serde_json::{Value, json};
 
@@ -95,8 +95,11 @@ impl Server {
         let vocabulary = runtime.capabilities().vocab_size;
         let options = EngineOptions {
             waiting_max: 65_536,
-            prefix_cache: false,
-            step_target: StepTarget::Unbounded,
+            scheduling: SchedulingOptions {
+                no_prefix_cache: true,
+                step_target: StepTargetOption::Off,
+                ..SchedulingOptions::default()
+            },
             ..EngineOptions::default()
         };
         let mut engine = Engine::new(Box::new(runtime), &[], options)?;

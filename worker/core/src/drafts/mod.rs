@@ -3,9 +3,11 @@
 
 mod governor;
 mod prompt_lookup;
+mod setting;
 
 pub(crate) use governor::{Acceptance, DraftBudget, DraftPrice};
 pub use prompt_lookup::PromptLookup;
+pub use setting::{Drafts, UnknownDrafts};
 
 /// Kind of drafts. Each has an estimate of its own of how many stand.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]

@@ -7,30 +7,61 @@ use std::time::Duration;
 use super::{Fair, Fcfs, PolicyKind, Priority, SchedulingPolicy, StaticBatch};
 
 /// Aging of waiting sequences: parameters of [`Fair`] and [`Priority`]; other policies have none.
-#[derive(Debug, Clone, Copy, PartialEq)]
+#[derive(Debug, Clone, Copy, PartialEq, clap::Args)]
 pub struct Aging {
-    /// [`Fair`]: queueing time after which a sequence goes before all that have waited less, whatever their
-    /// priorities.
+    /// Aging of --policy fair: queueing time after which a sequence goes before all that have
+    /// waited less, whatever their priorities
+    #[arg(
+        id = "aging_threshold",
+        long = "aging-threshold",
+        value_name = "DURATION",
+        default_value = "10m",
+        value_parser = inflight_options::duration,
+        env = "INFLIGHT_WORKER_AGING_THRESHOLD"
+    )]
     pub threshold: Duration,
-    /// [`Fair`]: service forgiven per second in the queue, in tokens at weight 1.
+    /// Aging of --policy fair: service, in tokens of weight 1, forgiven per second of queueing
+    #[arg(
+        id = "aging_tokens_per_second",
+        long = "aging-tokens-per-second",
+        value_name = "TOKENS",
+        default_value_t = 0.0,
+        env = "INFLIGHT_WORKER_AGING_TOKENS_PER_SECOND"
+    )]
     pub tokens_per_second: f64,
-    /// [`Fair`]: maximum service forgiven, in tokens at weight 1.
+    /// Aging of --policy fair: maximum service forgiven; the fairness bound between two tenants grows by it
+    #[arg(
+        id = "aging_tokens_max",
+        long = "aging-tokens-max",
+        value_name = "TOKENS",
+        default_value_t = 0.0,
+        env = "INFLIGHT_WORKER_AGING_TOKENS_MAX"
+    )]
     pub tokens_max: f64,
-    /// [`Priority`]: queueing time per level gained.
+    /// Aging of --policy priority: queueing time per priority level gained
+    #[arg(
+        id = "aging_level_every",
+        long = "aging-level-every",
+        value_name = "DURATION",
+        default_value = "10s",
+        value_parser = inflight_options::duration,
+        env = "INFLIGHT_WORKER_AGING_LEVEL_EVERY"
+    )]
     pub level_every: Duration,
-    /// [`Priority`]: maximum number of levels gained.
+    /// Aging of --policy priority: maximum number of levels gained
+    #[arg(
+        id = "aging_levels_max",
+        long = "aging-levels-max",
+        value_name = "LEVELS",
+        default_value_t = 10,
+        env = "INFLIGHT_WORKER_AGING_LEVELS_MAX"
+    )]
     pub levels_max: u32,
 }
 
 impl Default for Aging {
     fn default() -> Self {
-        Self {
-            threshold: Duration::from_secs(600),
-            tokens_per_second: 0.0,
-            tokens_max: 0.0,
-            level_every: Duration::from_secs(10),
-            levels_max: 10,
-        }
+        inflight_options::defaults()
     }
 }
 
@@ -38,11 +69,19 @@ impl Default for Aging {
 ///
 /// As text it is its name, followed by `,NAME=VALUE` for each parameter that is not the default; durations are
 /// in nanoseconds. Recordings contain this text.
-#[derive(Debug, Clone, Copy, PartialEq, Default)]
+#[derive(Debug, Clone, Copy, PartialEq, Default, clap::Args)]
 pub struct Policy {
-    /// Which policy.
+    /// Scheduling policy: fair, fcfs, priority or static
+    #[arg(
+        id = "policy",
+        long = "policy",
+        value_name = "POLICY",
+        default_value_t = PolicyKind::default(),
+        env = "INFLIGHT_WORKER_POLICY"
+    )]
     pub kind: PolicyKind,
     /// Aging of waiting sequences.
+    #[command(flatten)]
     pub aging: Aging,
 }
 
