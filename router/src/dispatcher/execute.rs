@@ -150,7 +150,8 @@ impl SharedDispatcher {
         metrics::gauge!(names::MIXED_FINGERPRINTS).set(mixed.len() as f64);
         let ready = state.core.is_ready();
         self.ready.send_if_modified(|now| std::mem::replace(now, ready) != ready);
-        let names: BTreeSet<String> = state.core.served_lanes().map(|(_, lane)| lane.name.clone()).collect();
+        let names: BTreeSet<String> =
+            state.core.served_lanes().map(|(_, lane)| lane.name().to_owned()).collect();
         if let Some(hub) = &self.live {
             hub.set_models(names.iter().cloned());
             hub.set_mixed_models(mixed);

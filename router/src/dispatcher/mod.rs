@@ -220,7 +220,7 @@ impl SharedDispatcher {
         for (id, lane) in state.core.served_lanes() {
             let fingerprints = || state.core.fingerprints(id).map(str::to_owned);
             if let Some(served) = state.served_model(id) {
-                let entry = models.entry(lane.name.clone()).or_insert_with(|| (served, Vec::new()));
+                let entry = models.entry(lane.name().to_owned()).or_insert_with(|| (served, Vec::new()));
                 entry.1.extend(fingerprints());
             }
         }

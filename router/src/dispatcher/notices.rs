@@ -76,7 +76,7 @@ impl DispatcherState {
     fn report_mixed_fingerprints(&self, worker: WorkerId, others: &[String]) {
         let lane = self.core.lane_of(worker).and_then(|lane| self.core.lane(lane));
         tracing::warn!(
-            model = lane.map_or("", |lane| lane.name.as_str()),
+            model = lane.map_or("", |lane| lane.name()),
             worker = self.address(worker),
             fingerprint = self.core.fingerprint_of(worker).unwrap_or_default(),
             others = others.join(", "),

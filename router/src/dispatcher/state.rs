@@ -208,9 +208,9 @@ impl DispatcherState {
         let of_lane = self.core.lane(lane)?;
         Some(ServedModel {
             lane,
-            name: of_lane.name.clone(),
-            architecture: of_lane.architecture.clone(),
-            limits: of_lane.limits,
+            name: of_lane.name().to_owned(),
+            architecture: of_lane.architecture().to_owned(),
+            limits: of_lane.limits(),
             model: self.models.get(&lane)?.clone(),
         })
     }
@@ -303,7 +303,7 @@ impl DispatcherState {
         for (id, worker) in &self.workers {
             let lane = self.core.lane_of(*id).and_then(|lane| self.core.lane(lane));
             let (Some(lane), Some(usage)) = (lane, self.core.worker_usage(*id)) else { continue };
-            let load = loads.entry(lane.name.as_str()).or_default();
+            let load = loads.entry(lane.name()).or_default();
             load.sequences += u64::from(usage.used.sequences);
             load.blocks += u64::from(worker.pool.blocks);
             load.blocks_used += u64::from(worker.pool.used.load(Ordering::Relaxed));

@@ -1,4 +1,4 @@
-//! Model catalogue: the models that workers serve, each a lane of the queue.
+//! Model catalogue: names of models and fingerprints, resolved to lanes of the queue.
 
 use std::collections::BTreeSet;
 use std::time::Duration;
@@ -6,26 +6,9 @@ use std::time::Duration;
 use inflight_contract::ModelLimits;
 
 use super::Dispatcher;
+use super::lanes::Lane;
 use super::sessions::WorkerSession;
-use crate::{Command, Failure, LaneId, Notice, RequestId, RequestSpec, WorkerId, WorkerInfo};
-
-/// Model that workers serve, or served lately.
-#[derive(Debug)]
-pub struct Lane {
-    /// Name of the model.
-    pub name: String,
-    /// Architecture of the model.
-    pub architecture: String,
-    /// Limits of its worker with the longest sequences; placement checks each worker.
-    pub limits: ModelLimits,
-    /// Time since which no worker serves it; `None` while one does.
-    pub unserved_since: Option<Duration>,
-    pub(super) bundle_digest: String,
-    /// Workers with an open session.
-    pub(super) workers: BTreeSet<WorkerId>,
-    /// Backlog state last sent to all of these; `None` if one of them may not have it.
-    pub(super) backlog: Option<bool>,
-}
+use crate::{Command, Failure, LaneId, Notice, RequestId, RequestSpec, WorkerInfo};
 
 /// Why a model name does not resolve to a lane.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -66,9 +49,9 @@ impl Dispatcher {
         now: Duration,
     ) -> Result<LaneId, ResolveError> {
         let wait = self.options.no_worker_timeout;
-        let in_reach = |lane: &Lane| lane.unserved_since.is_none_or(|since| now.saturating_sub(since) < wait);
+        let in_reach = |lane: &Lane| !lane.unserved_for(wait, now);
         let names: BTreeSet<&str> =
-            self.lanes.values().filter(|lane| in_reach(lane)).map(|lane| lane.name.as_str()).collect();
+            self.lanes.iter().filter(|(_, lane)| in_reach(lane)).map(|(_, lane)| lane.name()).collect();
         let served = || names.iter().map(|name| (*name).to_owned()).collect();
         let name = match (asked, names.first()) {
             (_, None) if !self.connected_ever => {
@@ -81,17 +64,17 @@ impl Dispatcher {
         };
         // Workers of the same model with another bundle form their own lane: choose the one with most
         // workers.
-        let best = self.lanes.iter().filter(|(_, lane)| lane.name == name && in_reach(lane)).max_by_key(
+        let best = self.lanes.iter().filter(|(_, lane)| lane.name() == name && in_reach(lane)).max_by_key(
             |(id, _)| {
                 let required = fingerprint.is_some_and(|required| {
-                    self.fingerprints(**id).any(|served| RequestSpec::matches(required, served))
+                    self.fingerprints(*id).any(|served| RequestSpec::matches(required, served))
                 });
-                (required, self.serving(**id).count(), **id)
+                (required, self.serving(*id).count(), *id)
             },
         );
         match best {
-            Some((id, _)) => Ok(*id),
-            None if self.lanes.values().any(|lane| lane.name == name) => {
+            Some((id, _)) => Ok(id),
+            None if self.lanes.iter().any(|(_, lane)| lane.name() == name) => {
                 Err(ResolveError::Unserved { model: name.to_owned() })
             }
             None => Err(ResolveError::Unknown { asked: name.to_owned(), served: served() }),
@@ -100,20 +83,18 @@ impl Dispatcher {
 
     /// Returns a lane.
     pub fn lane(&self, id: LaneId) -> Option<&Lane> {
-        self.lanes.get(&id)
+        self.lanes.get(id)
     }
 
     /// Returns the lanes with serving workers.
     pub fn served_lanes(&self) -> impl Iterator<Item = (LaneId, &Lane)> {
-        self.lanes.iter().filter(|(_, lane)| lane.unserved_since.is_none()).map(|(id, lane)| (*id, lane))
+        self.lanes.iter().filter(|(_, lane)| lane.unserved_since().is_none())
     }
 
     /// Returns the model of each lane with its numbers of serving workers and of queued requests. A model whose workers
     /// have different bundles has several lanes.
     pub fn lane_loads(&self) -> impl Iterator<Item = (&str, usize, usize)> {
-        self.lanes
-            .iter()
-            .map(|(id, lane)| (lane.name.as_str(), self.serving(*id).count(), self.queue.len_of(*id)))
+        self.lanes.iter().map(|(id, lane)| (lane.name(), self.serving(id).count(), self.queue.len_of(id)))
     }
 
     /// Returns the block sizes of a lane's workers; empty if the placement policy ignores prefixes.
@@ -132,13 +113,13 @@ impl Dispatcher {
 
     /// Returns the names of the lanes whose serving workers have different fingerprints.
     pub fn mixed_lanes(&self) -> impl Iterator<Item = &str> + '_ {
-        let mixed = self.lanes.iter().filter(|(lane, _)| self.distinct_fingerprints(**lane).len() > 1);
-        mixed.map(|(_, lane)| lane.name.as_str())
+        let mixed = self.lanes.iter().filter(|(lane, _)| self.distinct_fingerprints(*lane).len() > 1);
+        mixed.map(|(_, lane)| lane.name())
     }
 
     pub(super) fn sessions_of(&self, lane: LaneId) -> impl Iterator<Item = &WorkerSession> {
-        let workers = self.lanes.get(&lane).map(|lane| lane.workers.iter());
-        workers.into_iter().flatten().filter_map(|worker| self.sessions.get(*worker))
+        let workers = self.lanes.get(lane).map(Lane::workers);
+        workers.into_iter().flatten().filter_map(|worker| self.sessions.get(worker))
     }
 
     /// Returns the sessions of a lane that do not drain.
@@ -167,58 +148,23 @@ impl Dispatcher {
         self.commands.push(Notice::MixedFingerprints { worker: info.worker, others }.into());
     }
 
-    pub(super) fn lane_for(&mut self, info: &WorkerInfo) -> LaneId {
-        let same = |lane: &Lane| {
-            lane.name == info.model
-                && lane.bundle_digest == info.bundle_digest
-                // Another vocabulary means another model, even under the same name.
-                && lane.limits.vocab_size == info.limits.vocab_size
-        };
-        if let Some((id, _)) = self.lanes.iter().find(|(_, lane)| same(lane)) {
-            return *id;
-        }
-        let id = self.next_lane;
-        self.next_lane.0 += 1;
-        let lane = Lane {
-            name: info.model.clone(),
-            architecture: info.architecture.clone(),
-            limits: info.limits,
-            unserved_since: None,
-            bundle_digest: info.bundle_digest.clone(),
-            workers: BTreeSet::new(),
-            backlog: None,
-        };
-        self.lanes.insert(id, lane);
-        id
-    }
-
     /// Updates a lane from its sessions.
     pub(super) fn refresh_lane(&mut self, id: LaneId) {
         let limits = self.serving(id).map(|session| session.limits).max_by_key(ModelLimits::sequence_tokens);
-        let Some(lane) = self.lanes.get_mut(&id) else { return };
-        match limits {
-            Some(limits) => {
-                lane.limits = limits;
-                lane.unserved_since = None;
-            }
-            None => {
-                lane.unserved_since.get_or_insert(self.now);
-            }
-        }
+        self.lanes.set_limits(id, limits, self.now);
     }
 
     /// Fails the requests that wait for a model which no worker has served for the configured time.
     pub(super) fn fail_unserved(&mut self) {
         let (now, wait) = (self.now, self.options.no_worker_timeout);
-        let expired =
-            |lane: &Lane| lane.unserved_since.is_some_and(|since| now.saturating_sub(since) >= wait);
-        if !self.lanes.values().any(expired) {
+        let expired = |lane: &Lane| lane.unserved_for(wait, now);
+        if !self.lanes.iter().any(|(_, lane)| expired(lane)) {
             return;
         }
         let waiting: Vec<RequestId> = self
             .requests
             .values()
-            .filter(|request| request.waits() && self.lanes.get(&request.spec.lane).is_some_and(expired))
+            .filter(|request| request.waits() && self.lanes.get(request.spec.lane).is_some_and(expired))
             .map(|request| request.id)
             .collect();
         for request in waiting {
@@ -229,16 +175,9 @@ impl Dispatcher {
     /// Removes lanes without sessions and waiting requests, some time after their last worker left.
     pub(super) fn forget_lanes(&mut self) {
         let wait = self.options.model_retention.max(self.options.no_worker_timeout);
-        let now = self.now;
-        let (queue, commands) = (&mut self.queue, &mut self.commands);
-        self.lanes.retain(|id, lane| {
-            let lost_long_ago = lane.unserved_since.is_some_and(|since| now.saturating_sub(since) > wait);
-            let kept = !lost_long_ago || !lane.workers.is_empty() || queue.waits_in(*id);
-            if !kept {
-                queue.forget_lane(*id);
-                commands.push(Command::LaneForgotten { lane: *id });
-            }
-            kept
-        });
+        for lane in self.lanes.forget(wait, self.now, |lane| self.queue.waits_in(lane)) {
+            self.queue.forget_lane(lane);
+            self.commands.push(Command::LaneForgotten { lane });
+        }
     }
 }

@@ -4,6 +4,7 @@ use std::time::Duration;
 
 use super::Dispatcher;
 use super::assignment::PlacementDecision;
+use super::lanes::Lane;
 use super::request::{Phase, Request};
 use super::sessions::WorkerSession;
 use crate::{
@@ -15,7 +16,7 @@ impl Dispatcher {
     pub(super) fn arrive(&mut self, id: RequestId, spec: RequestSpec) {
         match self.admit(id, &spec) {
             Ok(Admitted { position, displaced }) => {
-                self.touched.insert(spec.lane);
+                self.lanes.touch(spec.lane);
                 self.requests.insert(id, Request::new(id, spec, position));
                 for other in displaced {
                     if let Some(other) = self.requests.get_mut(other) {
@@ -35,7 +36,7 @@ impl Dispatcher {
         if tokens > most {
             return Err(Failure::TooManyTokens { tokens, most });
         }
-        if !self.lanes.contains_key(&spec.lane) {
+        if self.lanes.get(spec.lane).is_none() {
             return Err(Failure::Unserved);
         }
         // Without any worker it waits like other requests: the worker that it needs may return.
@@ -71,7 +72,7 @@ impl Dispatcher {
             return;
         }
         let ended = request.journal.ended();
-        match request.phase {
+        match request.phase() {
             Phase::Running { worker, session, submission } => {
                 let session = self.sessions.session_mut(worker, session);
                 if let Some(session) = session {
@@ -82,16 +83,16 @@ impl Dispatcher {
             Phase::Queued(_) | Phase::AwaitingRetry | Phase::Quarantined | Phase::Paused | Phase::Ended => {}
         }
         if ended {
-            request.phase = Phase::Ended;
+            request.end();
         }
-        self.touched.insert(request.spec.lane);
+        self.lanes.touch(request.spec.lane);
     }
 
     /// Dispatches the waiting requests of the lanes that an event has touched.
     pub(super) fn dispatch_waiting(&mut self) {
         self.release_retries();
         self.place_quarantined();
-        while let Some(lane) = self.touched.pop_first() {
+        while let Some(lane) = self.lanes.next_touched() {
             self.dispatch_lane(lane);
             self.send_backlog(lane);
         }
@@ -122,15 +123,15 @@ impl Dispatcher {
     /// Tells the workers of a lane whether requests wait that they could run.
     fn send_backlog(&mut self, id: LaneId) {
         let waits = self.queue.waits_in(id);
-        let Some(lane) = self.lanes.get_mut(&id) else { return };
-        if lane.backlog.replace(waits) == Some(waits) {
+        if !self.lanes.set_backlog(id, waits) {
             return;
         }
-        for worker in &lane.workers {
-            let Some(session) = self.sessions.get_mut(*worker) else { continue };
+        let workers = self.lanes.get(id).map(Lane::workers);
+        for worker in workers.into_iter().flatten() {
+            let Some(session) = self.sessions.get_mut(worker) else { continue };
             // A quarantined request waits outside the queue and needs a grant of its worker as well.
             let awaited = session.reserved().and_then(|reserved| self.requests.get(reserved.request));
-            let awaits_quarantined = awaited.is_some_and(|request| request.phase == Phase::Quarantined);
+            let awaits_quarantined = awaited.is_some_and(|request| request.phase() == Phase::Quarantined);
             session.send_backlog(waits || awaits_quarantined, &mut self.commands);
         }
     }

@@ -11,7 +11,7 @@ impl Dispatcher {
         let Some(lane) = self.sessions.get(worker).map(|session| session.lane) else { return };
         self.sessions.drain(worker, self.now);
         self.refresh_lane(lane);
-        self.touched.insert(lane);
+        self.lanes.touch(lane);
         self.commands.push(crate::Command::TopologyChanged);
     }
 
@@ -50,14 +50,14 @@ impl Dispatcher {
         };
         let here = Phase::Running { worker, session: session.id, submission };
         let quarantined = session.reserved().is_some_and(|reserved| reserved.request == id);
-        if request.phase != here || quarantined {
+        if request.phase() != here || quarantined {
             return;
         }
         // A reservation excludes others for a bounded time: after it, streams that cannot move are requeued.
         let overdue = session.reserved().is_some_and(|reserved| {
             let waiting = self.requests.get(reserved.request);
             self.now.saturating_sub(reserved.since) > Self::RESERVED_MAX
-                && waiting.is_some_and(|request| request.phase == Phase::Quarantined)
+                && waiting.is_some_and(|request| request.phase() == Phase::Quarantined)
         });
         let begun = request.journal.tokens() > 0;
         let fingerprint = &session.fingerprint;

@@ -14,8 +14,8 @@ impl Dispatcher {
     /// Removes a request from the queue or its worker.
     pub(super) fn cancel_everywhere(&mut self, request: RequestId) {
         let Some(request) = self.requests.get_mut(request) else { return };
-        self.touched.insert(request.spec.lane);
-        match std::mem::replace(&mut request.phase, Phase::Ended) {
+        self.lanes.touch(request.spec.lane);
+        match request.end() {
             Phase::Queued(position) => self.queue.remove(&position),
             Phase::Running { worker, session, submission } => {
                 let session = self.sessions.session_mut(worker, session);

@@ -13,6 +13,7 @@ mod drain;
 mod ending;
 mod event;
 mod failure;
+mod lanes;
 mod non_finite;
 mod placement_state;
 mod quarantine;
@@ -25,19 +26,21 @@ mod sessions;
 mod updates;
 mod violation;
 
-use std::collections::{BTreeMap, BTreeSet, VecDeque};
+use std::collections::{BTreeSet, VecDeque};
 use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 use slotmap::SecondaryMap;
 
-pub use catalogue::{Lane, ResolveError};
+pub use catalogue::ResolveError;
 use cluster_queue::ClusterQueue;
 pub use command::{
     ChoiceOutput, ClientCommand, Command, Notice, RequestPlaced, ResumedChoice, Submission, WorkerCommand,
 };
 pub use event::{Event, RequestSpec, WorkerInfo};
 pub use failure::Failure;
+pub use lanes::Lane;
+use lanes::Lanes;
 use placement_state::PlacementState;
 pub use placement_state::prompt_chains;
 pub use reason::ResubmissionReason;
@@ -147,8 +150,7 @@ pub struct WorkerUsage {
 pub struct Dispatcher {
     options: DispatcherOptions,
     queue: ClusterQueue,
-    lanes: BTreeMap<LaneId, Lane>,
-    next_lane: LaneId,
+    lanes: Lanes,
     sessions: Sessions,
     /// Known workers, connected or not.
     members: BTreeSet<WorkerId>,
@@ -164,8 +166,6 @@ pub struct Dispatcher {
     ticks: u32,
     /// Number of routers at the last [`Command::RoutersChanged`].
     reported_routers: u32,
-    /// Lanes in which a request may have become dispatchable.
-    touched: BTreeSet<LaneId>,
     /// Time of the current event.
     now: Duration,
     /// Commands of the current event.
@@ -187,8 +187,7 @@ impl Dispatcher {
         Self {
             options,
             queue: ClusterQueue::new(options.queue),
-            lanes: BTreeMap::new(),
-            next_lane: LaneId(0),
+            lanes: Lanes::default(),
             sessions: Sessions::default(),
             members: BTreeSet::new(),
             next_submission: SubmissionId(0),
@@ -200,7 +199,6 @@ impl Dispatcher {
             outliers: OutlierDetector::new(OutlierLimits::default()),
             ticks: 0,
             reported_routers: 1,
-            touched: BTreeSet::new(),
             now: Duration::ZERO,
             commands: Vec::new(),
             candidates: Vec::new(),
@@ -331,7 +329,7 @@ impl Dispatcher {
         }
         self.fail_unserved();
         self.move_streams();
-        self.touched.extend(self.queue.lanes());
+        self.queue.lanes().for_each(|lane| self.lanes.touch(lane));
     }
 
     /// Ends requests past their deadlines. A stream that is not polled would hold its resources until its

@@ -19,7 +19,7 @@ impl Dispatcher {
         for _ in 0..self.quarantined.len() {
             let Some(id) = self.quarantined.pop_front() else { break };
             let Some(request) = self.requests.get_mut(id) else { continue };
-            if request.phase != Phase::Quarantined {
+            if request.phase() != Phase::Quarantined {
                 continue;
             }
             if request.expired(self.now) {
@@ -36,7 +36,7 @@ impl Dispatcher {
         let Some(Reservation { request, since }) = session.reserved() else { return };
         let waited = self.now.saturating_sub(since) > 2 * Self::RESERVED_MAX;
         let (mut over, mut failed_at) = (session.draining().is_some(), None);
-        over |= match self.requests.get(request).map(|request| (request.phase, &request.losses)) {
+        over |= match self.requests.get(request).map(|request| (request.phase(), &request.losses)) {
             Some((Phase::Quarantined, _)) => {
                 failed_at = waited.then_some(self.now);
                 waited
@@ -50,7 +50,7 @@ impl Dispatcher {
         if over {
             let lane = session.lane;
             self.sessions.end_reservation(worker, failed_at);
-            self.resend_backlog(lane);
+            self.lanes.resend_backlog(lane);
         }
     }
 
@@ -72,7 +72,7 @@ impl Dispatcher {
                     request.alone = true;
                 }
                 self.dispatch_to(id, worker);
-                self.resend_backlog(lane);
+                self.lanes.resend_backlog(lane);
             }
             return free;
         }
@@ -83,7 +83,7 @@ impl Dispatcher {
         if let Some(worker) = self.worker_to_reserve(id) {
             self.commands.push(Notice::Quarantined { request: id, worker }.into());
             self.sessions.reserve(worker, Reservation { request: id, since: self.now });
-            self.resend_backlog(lane);
+            self.lanes.resend_backlog(lane);
         }
         false
     }
@@ -110,13 +110,5 @@ impl Dispatcher {
                 (ejected(s), s.is_overdue(self.now), s.submissions.len(), last, s.worker)
             })
             .map(|session| session.worker)
-    }
-
-    /// Makes the next dispatch in a lane send every worker its backlog state again.
-    pub(super) fn resend_backlog(&mut self, id: crate::LaneId) {
-        if let Some(lane) = self.lanes.get_mut(&id) {
-            lane.backlog = None;
-        }
-        self.touched.insert(id);
     }
 }

@@ -51,7 +51,7 @@ pub(super) enum UpdateEffect {
 pub(super) struct Request {
     pub(super) id: RequestId,
     pub(super) spec: RequestSpec,
-    pub(super) phase: Phase,
+    phase: Phase,
     pub(super) journal: Journal,
     /// Worker that lost or returned the latest attempt.
     pub(super) avoid: Option<WorkerId>,
@@ -92,6 +92,40 @@ impl Request {
         }
     }
 
+    pub(super) fn phase(&self) -> Phase {
+        self.phase
+    }
+
+    /// It waits in the queue.
+    pub(super) fn queue(&mut self, position: QueuePosition<LaneId>) {
+        self.phase = Phase::Queued(position);
+    }
+
+    /// It waits to be submitted again.
+    pub(super) fn await_retry(&mut self) {
+        self.phase = Phase::AwaitingRetry;
+    }
+
+    /// It waits for a worker of its own.
+    pub(super) fn quarantine(&mut self) {
+        self.phase = Phase::Quarantined;
+    }
+
+    /// It waits for its client to read.
+    pub(super) fn pause(&mut self) {
+        self.phase = Phase::Paused;
+    }
+
+    /// It runs on a worker.
+    pub(super) fn run(&mut self, worker: WorkerId, session: SessionId, submission: SubmissionId) {
+        self.phase = Phase::Running { worker, session, submission };
+    }
+
+    /// Ends it. Returns its phase before. The caller removes it from the queue or its worker.
+    pub(super) fn end(&mut self) -> Phase {
+        std::mem::replace(&mut self.phase, Phase::Ended)
+    }
+
     pub(super) fn expired(&self, now: Duration) -> bool {
         self.spec.deadline.is_some_and(|deadline| deadline <= now)
     }
@@ -112,7 +146,7 @@ impl Request {
 
     /// Fails the request. The caller removes it from the queue or its worker.
     pub(super) fn fail(&mut self, failure: Failure, commands: &mut Vec<Command>) {
-        let ended = std::mem::replace(&mut self.phase, Phase::Ended) == Phase::Ended;
+        let ended = self.end() == Phase::Ended;
         if !ended {
             self.send(ClientCommand::Fail(failure), commands);
         }

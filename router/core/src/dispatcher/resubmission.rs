@@ -16,8 +16,8 @@ impl Dispatcher {
         suspected: bool,
     ) {
         let Some(request) = self.requests.get_mut(id) else { return };
-        let Phase::Running { .. } = request.phase else { return };
-        self.touched.insert(request.spec.lane);
+        let Phase::Running { .. } = request.phase() else { return };
+        self.lanes.touch(request.spec.lane);
         let attempts = request.journal.attempt();
         let alone = request.alone;
         if request.next_attempt(&mut self.commands) {
@@ -29,9 +29,9 @@ impl Dispatcher {
             request.fail(Failure::AttemptsExhausted { attempts }, &mut self.commands);
             return;
         }
-        request.phase = Phase::AwaitingRetry;
+        request.await_retry();
         let wait = if request.losses.is_quarantined() {
-            request.phase = Phase::Quarantined;
+            request.quarantine();
             RetryWait::Quarantine
         } else if !reason.is_loss() || self.retries.admit(self.now) {
             RetryWait::Queue
@@ -50,7 +50,7 @@ impl Dispatcher {
     pub(super) fn release_retries(&mut self) {
         let requests = &self.requests;
         let waits =
-            |id| requests.get(id).is_some_and(|request: &Request| request.phase == Phase::AwaitingRetry);
+            |id| requests.get(id).is_some_and(|request: &Request| request.phase() == Phase::AwaitingRetry);
         let mut released = Vec::new();
         while let Some(next) = self.retries.pop(self.now, waits) {
             released.push(next);
@@ -64,19 +64,19 @@ impl Dispatcher {
     /// Takes a request off its worker until its client reads again.
     pub(super) fn pause(&mut self, id: RequestId) {
         let Some(request) = self.requests.get_mut(id) else { return };
-        let Phase::Running { worker, session, submission } = request.phase else { return };
+        let Phase::Running { worker, session, submission } = request.phase() else { return };
         if let Some(session) = self.sessions.session_mut(worker, session) {
             session.cancel(submission, &mut self.commands);
         }
         if !request.next_attempt(&mut self.commands) {
-            request.phase = Phase::Paused;
+            request.pause();
             request.send(ClientCommand::Pause, &mut self.commands);
         }
     }
 
     /// Requeues a paused request whose client reads again.
     pub(super) fn resume(&mut self, id: RequestId) {
-        if self.requests.get(id).is_some_and(|request| request.phase == Phase::Paused) {
+        if self.requests.get(id).is_some_and(|request| request.phase() == Phase::Paused) {
             self.requeue_first(id);
         }
     }

@@ -1,6 +1,7 @@
 //! Session events: workers open, update and close their sessions.
 
 use super::Dispatcher;
+use super::lanes::Lane;
 use super::request::{Phase, UpdateEffect};
 use super::sessions::WorkerSession;
 use crate::{
@@ -33,7 +34,7 @@ impl Dispatcher {
     /// Opens a session with a worker.
     pub(super) fn open_session(&mut self, session: SessionId, info: WorkerInfo) {
         self.connected_ever = true;
-        let lane = self.lane_for(&info);
+        let lane = self.lanes.of(&info);
         self.notice_mixed_fingerprints(lane, &info);
         let worker = info.worker;
         let tables = self.queue.open(worker, lane, info.incarnation.clone());
@@ -44,12 +45,10 @@ impl Dispatcher {
             session.send_service_table(table, &mut self.commands);
         }
         self.sessions.insert(session);
-        if let Some(lane) = self.lanes.get_mut(&lane) {
-            lane.workers.insert(worker);
-        }
+        self.lanes.add(lane, worker);
         self.refresh_lane(lane);
         self.forget_lanes();
-        self.resend_backlog(lane);
+        self.lanes.resend_backlog(lane);
         self.commands.push(Command::TopologyChanged);
     }
 
@@ -75,7 +74,7 @@ impl Dispatcher {
             opened.send(WorkerCommand::ResyncPrefixCache, &mut self.commands);
         }
         let lane = opened.lane;
-        self.touched.insert(lane);
+        self.lanes.touch(lane);
         let drains = update.draining && opened.draining().is_none();
         let summary = self.apply_sequences(worker, std::mem::take(&mut update.sequences), update.draining);
         let Some(opened) = self.sessions.get_mut(worker) else { return };
@@ -186,9 +185,7 @@ impl Dispatcher {
         }
         let Some(lost) = self.sessions.remove(worker) else { return };
         self.placement.close(worker);
-        if let Some(lane) = self.lanes.get_mut(&lost.lane) {
-            lane.workers.remove(&worker);
-        }
+        self.lanes.remove(lost.lane, worker);
         let before = self.queue.routers();
         let table = self.queue.close(worker);
         let now = self.queue.routers();
@@ -196,12 +193,12 @@ impl Dispatcher {
             self.commands.push(Command::Notice(Notice::Routers { before, now }));
         }
         if let Some(table) = table {
-            let workers = self.lanes.get(&lost.lane).map(|lane| lane.workers.iter());
-            let others = workers.into_iter().flatten().filter_map(|worker| self.sessions.get(*worker));
+            let workers = self.lanes.get(lost.lane).map(Lane::workers);
+            let others = workers.into_iter().flatten().filter_map(|worker| self.sessions.get(worker));
             others.for_each(|session| session.send_service_table(table.clone(), &mut self.commands));
         }
         self.refresh_lane(lost.lane);
-        self.touched.insert(lost.lane);
+        self.lanes.touch(lost.lane);
         let reason = match reason {
             // A violation about no request in flight may be caused by any of them.
             ResubmissionReason::ProtocolViolation { about } => ResubmissionReason::ProtocolViolation {
@@ -226,7 +223,7 @@ impl Dispatcher {
             };
             let request = self.requests.get(in_flight.request);
             let in_force = request.is_some_and(
-                |request| matches!(request.phase, Phase::Running { session: current, .. } if current == session),
+                |request| matches!(request.phase(), Phase::Running { session: current, .. } if current == session),
             );
             if in_force {
                 self.resubmit(in_flight.request, worker, reason, suspected);
