@@ -19,6 +19,8 @@ use crate::Cli;
 use crate::exit::{CommandError, Exit};
 use crate::renamed;
 
+/// Name of the values of sizes.
+const SIZE: &str = "BYTES";
 /// Name of the flag of the configuration file.
 const CONFIG: &str = "config";
 
@@ -248,8 +250,10 @@ fn scalar(argument: &Arg, value: &Value) -> Result<String, String> {
         TypeId::of::<i64>(),
     ]);
     let float = is(&[TypeId::of::<f32>(), TypeId::of::<f64>()]);
-    let quantity = is(&[TypeId::of::<inflight_options::ByteSize>()]);
     let boolean = is(&[TypeId::of::<bool>()]);
+    // A size is written as a number or with its unit.
+    let quantity = argument.get_value_names().is_some_and(|names| names.iter().any(|name| name == SIZE));
+    let integer = integer && !quantity;
     match value {
         Value::Boolean(truth) if boolean => Ok(truth.to_string()),
         Value::Integer(number) if integer || float || quantity => Ok(number.to_string()),
@@ -321,6 +325,27 @@ mod tests {
         assert_eq!(args.worker.compute.max_sequences, 9);
         assert_eq!(args.worker.compute.kv_cache_bytes, 64 << 20);
         assert_eq!(args.worker.heartbeat.as_millis(), 250);
+    }
+
+    #[test]
+    fn a_file_gives_sizes_as_numbers_and_with_their_units() {
+        let mut sizes = 0;
+        for role in Cli::command().get_subcommands() {
+            let is_size = |argument: &&Arg| {
+                argument.get_value_names().is_some_and(|names| names.iter().any(|name| name == SIZE))
+            };
+            for argument in options(role).filter(is_size) {
+                let name = argument.get_long().unwrap();
+                for value in [Value::Integer(1 << 20), Value::String("1MiB".to_owned())] {
+                    let flags = key_flags(argument, name, &value).unwrap();
+                    assert_eq!(check(role, &flags), Ok(()), "{} --{name}", role.get_name());
+                }
+                let refused = key_flags(argument, name, &Value::Boolean(true)).unwrap_err();
+                assert_eq!(refused, "expected an integer or a string, found true");
+                sizes += 1;
+            }
+        }
+        assert!(sizes > 10, "{sizes} options are sizes");
     }
 
     #[test]

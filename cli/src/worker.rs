@@ -31,20 +31,19 @@ const PROGRESS_INTERVAL: Duration = Duration::from_millis(100);
 /// Options of `inflight worker`: those of the worker, and those of its process.
 #[derive(Debug, Clone, clap::Args)]
 pub struct Args {
+    #[command(flatten)]
+    pub worker: Options,
     /// Address of the Prometheus endpoint, or `off`
     #[arg(
         long,
         value_name = "ADDRESS",
         default_value = "127.0.0.1:8653",
-        env = "INFLIGHT_WORKER_METRICS_LISTEN"
-    )]
+        env = "INFLIGHT_WORKER_METRICS_LISTEN", help_heading = None::<&str>)]
     pub metrics_listen: ListenAt,
     /// File with the secret that routers must prove, and that the worker proves to them, one on each line: all
     /// are accepted, so that a secret can be replaced step by step. Reread when it changes
-    #[arg(long, value_name = "FILE", env = "INFLIGHT_WORKER_SECRET_FILE")]
+    #[arg(long, value_name = "FILE", env = "INFLIGHT_WORKER_SECRET_FILE", help_heading = None::<&str>)]
     pub secret_file: Option<PathBuf>,
-    #[command(flatten)]
-    pub worker: Options,
     #[command(flatten)]
     pub tls: tls::ServerArgs,
     #[command(flatten)]

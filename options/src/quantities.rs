@@ -151,12 +151,6 @@ impl ListenAt {
     }
 }
 
-impl From<SocketAddr> for ListenAt {
-    fn from(address: SocketAddr) -> Self {
-        Self::Address(address)
-    }
-}
-
 impl FromStr for ListenAt {
     type Err = String;
 

@@ -170,7 +170,7 @@ impl Worker {
         let tls = options.tls.clone().map(ServerTls::load).transpose()?;
         let mut model = ModelDir::open(&options.compute.source())?;
         if let Some(directory) = options.compute.fingerprint_cache() {
-            model = model.with_fingerprint_cache(FingerprintCache::new(directory.clone()));
+            model = model.with_fingerprint_cache(FingerprintCache::new(directory));
         }
         let ledger = match options.compute.device {
             Device::Sim(_) => MemoryLedger::alone(),
@@ -254,14 +254,14 @@ impl Core {
         let fingerprint = runtime.capabilities().fingerprint.clone();
         let queue_ahead = (options.compute.max_sequences / 8).max(1);
         let priority_sequences = priority_sequences_max(options.compute.max_sequences, queue_ahead);
+        let mut scheduling = options.compute.scheduling;
+        // The waiting queue must hold everything that was granted, or granted submissions would be rejected.
+        scheduling.max_waiting = scheduling.max_waiting.max(
+            options.compute.max_sequences + queue_ahead + priority_sequences + SamplingSpec::CHOICES_MAX,
+        );
         let engine_options = EngineOptions {
-            // The waiting queue must hold everything that was granted, or granted submissions would be
-            // rejected.
-            waiting_max: options.compute.scheduling.max_waiting.max(
-                options.compute.max_sequences + queue_ahead + priority_sequences + SamplingSpec::CHOICES_MAX,
-            ),
+            scheduling,
             queue_ahead,
-            scheduling: options.compute.scheduling,
             govern_drafts: true,
             prior: prior.unwrap_or_default(),
             record: options.record.is_some(),

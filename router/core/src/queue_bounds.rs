@@ -2,7 +2,7 @@
 
 use inflight_contract::Weight;
 
-/// Bounds of a queue, or of a tenant in it. As options, those of the router's queue.
+/// Bounds of a queue, or of a tenant in it. As command-line options: the bounds of the router's queue.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize, serde::Deserialize, clap::Args)]
 pub struct QueueLimits {
     /// Maximum requests in the queue

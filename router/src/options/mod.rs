@@ -30,7 +30,7 @@ use crate::metrics as names;
 ///
 /// What has no flag here (`skip`) is what files say and what the process brings: certificates, secrets, the program of grammar helpers.
 #[derive(Debug, Clone, clap::Args)]
-// Without a group: clap names it after the struct, and commands have several of the name `Options`.
+// Without a group, whose name would be that of the worker's options.
 #[group(skip)]
 pub struct Options {
     /// Address on which to listen for clients; port 0 picks a free one
@@ -251,7 +251,13 @@ pub struct Options {
     #[arg(long, value_name = "N", default_value_t = 1024, env = "INFLIGHT_ROUTER_CONNECTION_STREAMS_MAX")]
     pub connection_streams_max: u32,
     /// Maximum size of a call's headers
-    #[arg(long, value_name = "BYTES", default_value_t = 16 << 10, env = "INFLIGHT_ROUTER_HEADER_BYTES_MAX")]
+    #[arg(
+        long,
+        value_name = "BYTES",
+        default_value = "16384",
+        value_parser = bytes::<u32>,
+        env = "INFLIGHT_ROUTER_HEADER_BYTES_MAX"
+    )]
     pub header_bytes_max: u32,
     /// Timeout of receiving a call's message, from its headers
     #[arg(
@@ -368,6 +374,7 @@ impl Options {
             return Err(OptionsError::ExpectedModel { name: name.clone() });
         }
         let queue = &self.dispatcher.queue;
+        let (logs, serves_http) = (self.usage_log.is_some(), self.http.listen.address().is_some());
         let bounds = [
             ("queue_requests_max", queue.limits.requests == 0),
             ("queue_tokens_max", queue.limits.tokens == 0),
@@ -400,9 +407,9 @@ impl Options {
             ("reconnect_backoff_max", self.reconnect_backoff_max.is_zero()),
             ("session_timeout", self.session_timeout.is_zero()),
             ("keepalive_interval", self.keepalive_interval.is_zero()),
-            ("usage_log_bytes", self.usage_files.file_bytes_max == 0),
-            ("usage_log_files", self.usage_files.files_max == 0),
-            ("http_keepalive", self.http.keepalive.is_zero()),
+            ("usage_log_bytes", logs && self.usage_files.file_bytes_max == 0),
+            ("usage_log_files", logs && self.usage_files.files_max == 0),
+            ("http_keepalive", serves_http && self.http.keepalive.is_zero()),
         ];
         if let Some((name, _)) = bounds.into_iter().find(|(_, zero)| *zero) {
             return Err(OptionsError::Zero { name });

@@ -64,7 +64,8 @@ impl EngineDriver {
     }
 
     fn with_runtime(runtime: Box<dyn Runtime>, engine_options: EngineOptions) -> BenchResult<Self> {
-        let mut engine_options = EngineOptions { waiting_max: 65_536, ..engine_options };
+        let mut engine_options = engine_options;
+        engine_options.scheduling.max_waiting = 65_536;
         engine_options.scheduling.no_prefix_cache = true;
         let mut engine = Engine::new(runtime, &[], engine_options)?;
         engine.calibrate()?;

@@ -45,8 +45,6 @@ pub use request::{ChoiceEvent, Command, Failure, Finish, Request, RequestKey, Re
 pub struct EngineOptions {
     /// What the scheduler does.
     pub scheduling: SchedulingOptions,
-    /// Maximum waiting sequences, at least [`SchedulingOptions::max_waiting`]: it must hold all that is granted.
-    pub waiting_max: u32,
     /// Maximum sequences granted to routers beyond the running ones; [`DispatchAhead`] uses as few as hide the
     /// round trip between worker and router.
     pub queue_ahead: u32,
@@ -66,7 +64,6 @@ impl Default for EngineOptions {
                 step_target: StepTargetOption::Off,
                 ..SchedulingOptions::default()
             },
-            waiting_max: 1024,
             queue_ahead: 16,
             prior: CostPrior::default(),
             govern_drafts: true,
@@ -186,7 +183,7 @@ impl Engine {
         let limits = SchedulerLimits {
             host_blocks: capabilities.host_blocks,
             depth: capabilities.depth,
-            waiting_max: options.waiting_max,
+            waiting_max: scheduling.max_waiting,
             sequence_tokens: capabilities.context_tokens,
             prefix_cache: !scheduling.no_prefix_cache,
             step_target: scheduling.step_target(),

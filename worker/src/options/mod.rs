@@ -25,7 +25,7 @@ pub use self::kv_cache_dtype::KvCacheDtype;
 ///
 /// What has no flag here (`skip`) is what files say and what the process brings: certificates, secrets, the program of grammar helpers.
 #[derive(Debug, Clone, clap::Args)]
-// Without a group: clap names it after the struct, and commands have several of the name `Options`.
+// Without a group, whose name would be that of the router's options.
 #[group(skip)]
 pub struct Options {
     /// Address on which to listen for routers; port 0 picks a free one
@@ -90,9 +90,9 @@ impl Default for Options {
 impl Options {
     /// Allowed KV cache dtypes on CPUs and on GPUs, as error sentences.
     pub(crate) const KV_CACHE_DTYPES_ON_CPUS: &str = "auto or int8 on CPUs: only GPUs compute with fp8";
-    /// Maximum of [`Options::kv_watermark`].
+    /// Maximum of [`SchedulingOptions::kv_watermark`](inflight_worker_core::SchedulingOptions::kv_watermark).
     pub const KV_WATERMARK_MAX: f64 = 0.5;
-    /// Maximum of [`Options::bypass_max`]: more would let a stream of small requests keep a large one waiting for
+    /// Maximum of [`SchedulingOptions::bypass_max`](inflight_worker_core::SchedulingOptions::bypass_max): more would let a stream of small requests keep a large one waiting for
     /// hours.
     pub const BYPASS_MAX: u32 = 10_000;
     pub(crate) const KV_CACHE_DTYPES_ON_GPUS: &str = "auto or fp8 on GPUs: int8 is for CPUs (--device cpu)";

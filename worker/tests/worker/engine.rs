@@ -379,9 +379,9 @@ proptest! {
         let engine_options = EngineOptions {
             scheduling: SchedulingOptions {
                 policy: policy.into(), no_prefix_cache: !prefix_cache, step_target: StepTargetOption::Off,
-                drafts: Drafts::PromptLookup, drafts_max, ..SchedulingOptions::default()
+                drafts: Drafts::PromptLookup, drafts_max, max_waiting: 64, ..SchedulingOptions::default()
             },
-            waiting_max: 64, queue_ahead: 4, prior, record: true, govern_drafts: false,
+            queue_ahead: 4, prior, record: true, govern_drafts: false,
         };
         let mut engine = Engine::new(Box::new(runtime), &[EOS], engine_options).unwrap();
         let mut events = Vec::new();
@@ -513,8 +513,9 @@ fn simple(id: u64) -> RequestSpec {
     }
 }
 
-fn engine(runtime: RecordingRuntime, waiting_max: u32) -> Engine {
-    let engine_options = EngineOptions { waiting_max, queue_ahead: 1, ..EngineOptions::default() };
+fn engine(runtime: RecordingRuntime, max_waiting: u32) -> Engine {
+    let mut engine_options = EngineOptions { queue_ahead: 1, ..EngineOptions::default() };
+    engine_options.scheduling.max_waiting = max_waiting;
     let mut engine = Engine::new(Box::new(runtime), &[EOS], engine_options).unwrap();
     engine.command(Command::Open(SessionId(0)), NOW, &mut Vec::new());
     engine

@@ -147,7 +147,7 @@ impl Dispatcher {
         let changed_after = request.set_fingerprint(&session.fingerprint);
         let fingerprint = session.fingerprint.clone();
         let generated = request.journal.tokens();
-        request.run(worker, session.id, submission);
+        request.set_running(worker, session.id, submission);
         let (tokens, cached_tokens) = self.placement.route(worker, submission, &request.spec, generated);
         let (mut virtual_start_time, mut min_waiting_virtual_time) = (None, None);
         if let Some(position) = &request.position {
@@ -192,7 +192,7 @@ impl Dispatcher {
         let Some(request) = self.requests.get_mut(id) else { return };
         let Some(position) = request.position.take() else { return };
         let position = self.queue.requeue_first(&position, id, &request.spec, self.now);
-        request.queue(position);
+        request.set_queued(position);
         self.lanes.touch(request.spec.lane);
     }
 }

@@ -151,7 +151,7 @@ impl Dispatcher {
     /// Updates a lane from its sessions.
     pub(super) fn refresh_lane(&mut self, id: LaneId) {
         let limits = self.serving(id).map(|session| session.limits).max_by_key(ModelLimits::sequence_tokens);
-        self.lanes.set_limits(id, limits, self.now);
+        self.lanes.update_served(id, limits, self.now);
     }
 
     /// Fails the requests that wait for a model which no worker has served for the configured time.

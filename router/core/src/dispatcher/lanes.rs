@@ -21,7 +21,7 @@ pub struct Lane {
     backlog: Option<bool>,
 }
 
-/// Lanes by their numbers, and those in which a request may have become dispatchable.
+/// Lanes by id, and those in which a request may have become dispatchable.
 #[derive(Debug, Default)]
 pub(super) struct Lanes {
     lanes: BTreeMap<LaneId, Lane>,
@@ -78,7 +78,7 @@ impl Lanes {
     }
 
     /// Returns the lane of a worker, which is created if the worker is the first of its model.
-    pub(super) fn of(&mut self, info: &WorkerInfo) -> LaneId {
+    pub(super) fn lane_of(&mut self, info: &WorkerInfo) -> LaneId {
         if let Some((id, _)) = self.lanes.iter().find(|(_, lane)| lane.serves(info)) {
             return *id;
         }
@@ -98,21 +98,21 @@ impl Lanes {
     }
 
     /// Adds a worker that has opened a session.
-    pub(super) fn add(&mut self, id: LaneId, worker: WorkerId) {
+    pub(super) fn add_worker(&mut self, id: LaneId, worker: WorkerId) {
         if let Some(lane) = self.lanes.get_mut(&id) {
             lane.workers.insert(worker);
         }
     }
 
     /// Removes a worker whose session is closed.
-    pub(super) fn remove(&mut self, id: LaneId, worker: WorkerId) {
+    pub(super) fn remove_worker(&mut self, id: LaneId, worker: WorkerId) {
         if let Some(lane) = self.lanes.get_mut(&id) {
             lane.workers.remove(&worker);
         }
     }
 
-    /// Sets the limits of a lane from those of its serving workers; `None`: it has none.
-    pub(super) fn set_limits(&mut self, id: LaneId, limits: Option<ModelLimits>, now: Duration) {
+    /// Sets the limits of a lane from those of its serving workers; `None`: it is unserved from now on.
+    pub(super) fn update_served(&mut self, id: LaneId, limits: Option<ModelLimits>, now: Duration) {
         let Some(lane) = self.lanes.get_mut(&id) else { return };
         match limits {
             Some(limits) => {
@@ -148,7 +148,7 @@ impl Lanes {
         self.touch(id);
     }
 
-    /// Removes the lanes without workers that have been without a serving worker for longer than `wait`, except those to keep. Returns them.
+    /// Removes the lanes without workers that have been without a serving worker for longer than `wait`, except those to keep. Returns the removed ones.
     pub(super) fn forget(
         &mut self,
         wait: Duration,

@@ -96,29 +96,35 @@ impl Request {
         self.phase
     }
 
-    /// It waits in the queue.
-    pub(super) fn queue(&mut self, position: QueuePosition<LaneId>) {
-        self.phase = Phase::Queued(position);
+    /// Marks it as waiting in the queue.
+    pub(super) fn set_queued(&mut self, position: QueuePosition<LaneId>) {
+        self.enter(Phase::Queued(position));
     }
 
-    /// It waits to be submitted again.
-    pub(super) fn await_retry(&mut self) {
-        self.phase = Phase::AwaitingRetry;
+    /// Marks it as waiting to be submitted again.
+    pub(super) fn set_awaiting_retry(&mut self) {
+        self.enter(Phase::AwaitingRetry);
     }
 
-    /// It waits for a worker of its own.
-    pub(super) fn quarantine(&mut self) {
-        self.phase = Phase::Quarantined;
+    /// Marks it as waiting for a worker of its own.
+    pub(super) fn set_quarantined(&mut self) {
+        self.enter(Phase::Quarantined);
     }
 
-    /// It waits for its client to read.
-    pub(super) fn pause(&mut self) {
-        self.phase = Phase::Paused;
+    /// Marks it as waiting for its client to read.
+    pub(super) fn set_paused(&mut self) {
+        self.enter(Phase::Paused);
     }
 
-    /// It runs on a worker.
-    pub(super) fn run(&mut self, worker: WorkerId, session: SessionId, submission: SubmissionId) {
-        self.phase = Phase::Running { worker, session, submission };
+    /// Marks it as running on a worker.
+    pub(super) fn set_running(&mut self, worker: WorkerId, session: SessionId, submission: SubmissionId) {
+        self.enter(Phase::Running { worker, session, submission });
+    }
+
+    /// Enters a phase; a request that has ended stays so.
+    fn enter(&mut self, phase: Phase) {
+        debug_assert!(self.phase != Phase::Ended, "a request that has ended enters {phase:?}");
+        self.phase = phase;
     }
 
     /// Ends it. Returns its phase before. The caller removes it from the queue or its worker.

@@ -29,9 +29,9 @@ impl Dispatcher {
             request.fail(Failure::AttemptsExhausted { attempts }, &mut self.commands);
             return;
         }
-        request.await_retry();
+        request.set_awaiting_retry();
         let wait = if request.losses.is_quarantined() {
-            request.quarantine();
+            request.set_quarantined();
             RetryWait::Quarantine
         } else if !reason.is_loss() || self.retries.admit(self.now) {
             RetryWait::Queue
@@ -69,7 +69,7 @@ impl Dispatcher {
             session.cancel(submission, &mut self.commands);
         }
         if !request.next_attempt(&mut self.commands) {
-            request.pause();
+            request.set_paused();
             request.send(ClientCommand::Pause, &mut self.commands);
         }
     }

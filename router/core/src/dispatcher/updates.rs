@@ -34,7 +34,7 @@ impl Dispatcher {
     /// Opens a session with a worker.
     pub(super) fn open_session(&mut self, session: SessionId, info: WorkerInfo) {
         self.connected_ever = true;
-        let lane = self.lanes.of(&info);
+        let lane = self.lanes.lane_of(&info);
         self.notice_mixed_fingerprints(lane, &info);
         let worker = info.worker;
         let tables = self.queue.open(worker, lane, info.incarnation.clone());
@@ -45,7 +45,7 @@ impl Dispatcher {
             session.send_service_table(table, &mut self.commands);
         }
         self.sessions.insert(session);
-        self.lanes.add(lane, worker);
+        self.lanes.add_worker(lane, worker);
         self.refresh_lane(lane);
         self.forget_lanes();
         self.lanes.resend_backlog(lane);
@@ -185,7 +185,7 @@ impl Dispatcher {
         }
         let Some(lost) = self.sessions.remove(worker) else { return };
         self.placement.close(worker);
-        self.lanes.remove(lost.lane, worker);
+        self.lanes.remove_worker(lost.lane, worker);
         let before = self.queue.routers();
         let table = self.queue.close(worker);
         let now = self.queue.routers();

@@ -94,9 +94,9 @@ impl Server {
     fn new(runtime: CudaRuntime) -> JobResult<Self> {
         let vocabulary = runtime.capabilities().vocab_size;
         let options = EngineOptions {
-            waiting_max: 65_536,
             scheduling: SchedulingOptions {
                 no_prefix_cache: true,
+                max_waiting: 65_536,
                 step_target: StepTargetOption::Off,
                 ..SchedulingOptions::default()
             },

@@ -2,6 +2,7 @@
 
 use std::fmt;
 use std::str::FromStr;
+use std::sync::LazyLock;
 use std::time::Duration;
 
 use super::{Fair, Fcfs, PolicyKind, Priority, SchedulingPolicy, StaticBatch};
@@ -61,7 +62,9 @@ pub struct Aging {
 
 impl Default for Aging {
     fn default() -> Self {
-        inflight_options::defaults()
+        // Once: recordings compare with it.
+        static DEFAULT: LazyLock<Aging> = LazyLock::new(inflight_options::defaults);
+        *DEFAULT
     }
 }
 
