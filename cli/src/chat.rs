@@ -304,6 +304,7 @@ async fn stream_answer(
             _ => {}
         }
     }
+    tool_file::remove_cut(calls);
     Ok(ending)
 }
 

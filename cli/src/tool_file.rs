@@ -40,9 +40,9 @@ fn parse(text: &str) -> Result<ToolUse, String> {
     Ok(ToolUse { tools, ..ToolUse::default() })
 }
 
-/// Appends fragments to the calls of an answer.
+/// Appends fragments to the calls of an answer; one that was not made becomes empty.
 pub fn append(calls: &mut Vec<ToolCall>, fragments: Vec<ToolCallDelta>) {
-    for ToolCallDelta { index, id, name, arguments } in fragments {
+    for ToolCallDelta { index, id, name, arguments, cut } in fragments {
         let index = index as usize;
         if index >= calls.len() {
             calls.resize_with(index + 1, ToolCall::default);
@@ -52,7 +52,15 @@ pub fn append(calls: &mut Vec<ToolCall>, fragments: Vec<ToolCallDelta>) {
             (call.id, call.name) = (id, name);
         }
         call.arguments.push_str(&arguments);
+        if cut {
+            *call = ToolCall::default();
+        }
     }
+}
+
+/// Removes the calls that were not made, once the answer has ended.
+pub fn remove_cut(calls: &mut Vec<ToolCall>) {
+    calls.retain(|call| !call.name.is_empty());
 }
 
 #[cfg(test)]
@@ -79,11 +87,14 @@ mod tests {
             id: format!("c{index}"),
             name: name.to_owned(),
             arguments: arguments.to_owned(),
+            cut: false,
         };
         let mut calls = Vec::new();
         append(&mut calls, vec![delta(0, "f", "{\"a\": ")]);
-        append(&mut calls, vec![delta(0, "", "1}"), delta(1, "g", "{}")]);
+        append(&mut calls, vec![delta(0, "", "1}"), ToolCallDelta { cut: true, ..delta(1, "h", "{") }]);
+        append(&mut calls, vec![delta(2, "g", "{}")]);
+        remove_cut(&mut calls);
         let shown: Vec<_> = calls.iter().map(|call| (&*call.id, &*call.name, &*call.arguments)).collect();
-        assert_eq!(shown, [("c0", "f", "{\"a\": 1}"), ("c1", "g", "{}")]);
+        assert_eq!(shown, [("c0", "f", "{\"a\": 1}"), ("c2", "g", "{}")]);
     }
 }

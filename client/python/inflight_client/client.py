@@ -119,6 +119,9 @@ class _Choice:
             fields = self.calls.setdefault(call.index, ["", "", ""])
             for at, new in enumerate((call.id, call.name, call.arguments)):
                 fields[at] += new
+            if call.cut:
+                # The output ended within it, or it was malformed: it was not made.
+                del self.calls[call.index]
 
     def finished(self) -> Choice:
         calls = [ToolCall(*self.calls[index]) for index in sorted(self.calls)]

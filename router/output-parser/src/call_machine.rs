@@ -2,7 +2,7 @@
 
 use crate::call_object::CallObject;
 use crate::call_part::{CallPart, Progress};
-use crate::marker::Symbol;
+use crate::marker::{Marker, Symbol};
 use crate::mistral::MistralCalls;
 use crate::qwen_xml::XmlCall;
 use crate::{ToolCallFormat, ToolTypes};
@@ -31,11 +31,18 @@ impl CallMachine {
             Symbol::Marker(marker, text) => (marker, text),
         };
         if !self.in_text() {
-            return match self {
-                Self::Mistral(calls) => calls.push_marker(marker),
-                Self::Object(_) | Self::Xml(_) => Progress::Invalid,
+            return match (self, marker) {
+                (Self::Mistral(calls), _) => calls.push_marker(marker),
+                // It is no marker within a call, but its text.
+                (machine @ Self::Xml(_), Marker::FunctionBegin) => machine.push_text(text, tools, out),
+                (Self::Xml(call), _) => call.push_marker(marker == Marker::CallEnd, out),
+                (Self::Object(_), _) => Progress::Invalid,
             };
         }
+        self.push_text(text, tools, out)
+    }
+
+    fn push_text(&mut self, text: &str, tools: &ToolTypes, out: &mut Vec<CallPart>) -> Progress {
         for c in text.chars() {
             let progress = self.push_char(c, tools, out);
             if progress != Progress::More {
@@ -61,10 +68,13 @@ impl CallMachine {
         }
     }
 
-    /// Releases arguments that are held back, at the end of the output.
+    /// Ends an open call, at the end of the output or because it is malformed: releases arguments that are held back.
     pub(crate) fn finish(&mut self, out: &mut Vec<CallPart>) {
-        if let Self::Xml(call) = self {
-            call.finish(out);
-        }
+        let is_whole = match self {
+            Self::Object(object) => object.has_all_arguments(),
+            Self::Mistral(calls) => calls.has_all_arguments(),
+            Self::Xml(call) => call.finish(out),
+        };
+        out.push(if is_whole { CallPart::End } else { CallPart::Cut });
     }
 }

@@ -81,6 +81,12 @@ impl CallObject {
         }
     }
 
+    /// Whether name and arguments are complete, so that whatever is missing says nothing more.
+    pub(crate) fn has_all_arguments(&self) -> bool {
+        let in_arguments = matches!(self.state, State::Arguments(_) | State::QuotedArguments { .. });
+        self.begun && self.has_arguments && !in_arguments
+    }
+
     /// Takes the next character.
     pub(crate) fn push(&mut self, c: char, out: &mut Vec<CallPart>) -> Progress {
         let space = matches!(c, ' ' | '\n' | '\r' | '\t');

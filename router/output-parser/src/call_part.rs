@@ -8,7 +8,10 @@ pub(crate) const NAME_BYTES_MAX: usize = 256;
 pub(crate) enum CallPart {
     Begin(String),
     Arguments(String),
+    /// The call is whole: its arguments are a JSON object.
     End,
+    /// The output ended within the call, or it turned out to be malformed.
+    Cut,
 }
 
 /// Result of a symbol.

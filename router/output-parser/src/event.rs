@@ -16,7 +16,7 @@ pub enum OutputEvent {
         /// Name of the tool.
         name: String,
     },
-    /// Fragment of a call's arguments; all of them together are the text of a JSON object.
+    /// Fragment of a call's arguments; those of a whole call are together the text of a JSON object.
     CallArguments {
         /// Position of the call.
         index: u32,
@@ -27,6 +27,8 @@ pub enum OutputEvent {
     CallEnd {
         /// Position of the call.
         index: u32,
+        /// Whether it was made: its arguments are a JSON object. Otherwise the output ended within it, or it was malformed.
+        whole: bool,
     },
 }
 
@@ -47,7 +49,7 @@ impl OutputEvent {
 }
 
 /// Collects events; text of one kind is merged.
-#[derive(Debug, Default)]
+#[derive(Debug, Clone, Default)]
 pub(crate) struct Events(pub(crate) Vec<OutputEvent>);
 
 impl Events {

@@ -43,9 +43,12 @@ impl ToolCallFormat {
     pub fn markers(self) -> &'static [(Marker, &'static str)] {
         match self {
             Self::Llama3 => &[(Marker::CallBegin, "<|python_tag|>")],
-            Self::Hermes | Self::QwenXml => {
-                &[(Marker::CallBegin, "<tool_call>"), (Marker::CallEnd, "</tool_call>")]
-            }
+            Self::Hermes => &[(Marker::CallBegin, "<tool_call>"), (Marker::CallEnd, "</tool_call>")],
+            Self::QwenXml => &[
+                (Marker::CallBegin, "<tool_call>"),
+                (Marker::CallEnd, "</tool_call>"),
+                (Marker::FunctionBegin, "<function="),
+            ],
             Self::Mistral => &[
                 (Marker::CallBegin, "[TOOL_CALLS]"),
                 (Marker::Arguments, "[ARGS]"),

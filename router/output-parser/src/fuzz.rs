@@ -7,7 +7,8 @@ use crate::{
 };
 
 /// Parses a text behind a byte that chooses the format and what the prompt has opened: calls are begun, continued and ended in
-/// order, the events do not depend on how the text is divided, and text without calls is not lost. Returns whether it has a call.
+/// order, the arguments of those that were made, and of no others, are JSON objects, the events do not depend on how the text is divided,
+/// and text without calls is not lost. Returns whether it has a call.
 ///
 /// # Panics
 /// If one of these does not hold.
@@ -27,6 +28,7 @@ pub fn output_parser(data: &[u8]) -> bool {
         texts: calls.markers().iter().chain(markers).copied().collect(),
         begins_in_reasoning: reasoning.is_some() && first & 8 != 0,
         single_call: first & 16 != 0,
+        whole_calls: first & 32 != 0,
         tools: Arc::new(tools),
         ..OutputFormat::default()
     });
@@ -43,15 +45,22 @@ pub fn output_parser(data: &[u8]) -> bool {
     let (events, pieces) = (OutputEvent::merged(events), OutputEvent::merged(pieces));
     assert_eq!(events, pieces, "the events depend on the division");
     let mut open = None;
-    let mut content = String::new();
+    let (mut content, mut arguments) = (String::new(), String::new());
     for event in &events {
         match event {
-            OutputEvent::CallBegin { index, .. } => assert_eq!(open.replace(*index), None, "a call is open"),
-            OutputEvent::CallArguments { index, .. } => {
-                assert_eq!(open, Some(*index), "arguments without a call")
+            OutputEvent::CallBegin { index, .. } => {
+                assert_eq!(open.replace(*index), None, "a call is open");
+                arguments.clear();
             }
-            OutputEvent::CallEnd { index } => {
-                assert_eq!(open.take(), Some(*index), "the end of another call")
+            OutputEvent::CallArguments { index, fragment } => {
+                assert_eq!(open, Some(*index), "arguments without a call");
+                arguments += fragment;
+            }
+            OutputEvent::CallEnd { index, whole } => {
+                assert_eq!(open.take(), Some(*index), "the end of another call");
+                let is_json = serde_json::from_str::<serde::de::IgnoredAny>(&arguments).is_ok();
+                assert_eq!(*whole, is_json && arguments.trim_start().starts_with('{'), "{arguments}");
+                assert!(*whole || !format.whole_calls, "a call that was not made");
             }
             OutputEvent::Content(text) => content.push_str(text),
             OutputEvent::Reasoning(_) => {}

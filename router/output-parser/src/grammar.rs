@@ -5,7 +5,7 @@ use std::fmt::{self, Write};
 
 use serde_json::{Map, Value, json};
 
-use crate::tool_types::ParameterKind;
+use crate::tool_types::{ParameterKind, listed_values};
 use crate::{Marker, ReasoningFormat, ToolCallFormat};
 
 /// Tool in a grammar.
@@ -171,7 +171,7 @@ impl CallGrammar<'_> {
             let optional = if required.contains(key.as_str()) { "" } else { "?" };
             write!(body, " param_{at}_{index}{optional}")?;
             let open = literal(&format!("<parameter={key}>\n"));
-            let close = if is_any_text(schema) { "" } else { " \"\\n</parameter>\\n\"" };
+            let close = if is_any_text(schema, tool.parameters) { "" } else { " \"\\n</parameter>\\n\"" };
             writeln!(rules, "param_{at}_{index}: {open} value_{at}_{index}{close}")?;
             write!(rules, "value_{at}_{index}")?;
             write_xml_value(rules, schema, tool.parameters)?;
@@ -252,21 +252,23 @@ impl Write for BytesLeft {
 }
 
 /// Whether a value between tags is any text, up to the tag that closes it.
-fn is_any_text(schema: &Value) -> bool {
-    let is_enum = schema["enum"].as_array().is_some_and(|values| !values.is_empty());
-    ParameterKind::of_schema(schema) != ParameterKind::Json && !is_enum
+fn is_any_text(schema: &Value, root: &Value) -> bool {
+    ParameterKind::of_schema(schema, root) != ParameterKind::Json && listed_values(schema, root).is_none()
 }
 
 /// Writes the rest of the rule of a value between tags.
 fn write_xml_value(rules: &mut Rules, schema: &Value, root: &Value) -> fmt::Result {
-    if is_any_text(schema) {
+    if is_any_text(schema, root) {
         return rules.write_str("[lazy]: /(.|\\n)*\\n<\\/parameter>\\n/\n");
     }
     rules.write_str(": ")?;
-    if ParameterKind::of_schema(schema) == ParameterKind::Json {
-        return rules.json(schema, Some(root));
-    }
-    for (at, value) in schema["enum"].as_array().into_iter().flatten().enumerate() {
+    let kind = ParameterKind::of_schema(schema, root);
+    let listed = listed_values(schema, root).filter(|values| {
+        // Text stands between tags without quotes.
+        kind != ParameterKind::Json || values.iter().any(Value::is_string)
+    });
+    let Some(listed) = listed else { return rules.json(schema, Some(root)) };
+    for (at, value) in listed.iter().enumerate() {
         rules.write_str(if at == 0 { "" } else { " | " })?;
         match value {
             Value::String(text) => rules.write_str(&literal(text))?,

@@ -11,6 +11,8 @@ pub enum Marker {
     CallBegin,
     /// End of a tool call.
     CallEnd,
+    /// Begin of a call, whose marker may be missing, by the tag that names its function.
+    FunctionBegin,
     /// Begin of a call's id.
     CallId,
     /// Begin of a call's arguments.
@@ -22,6 +24,16 @@ pub enum Marker {
 pub(crate) enum Symbol {
     Char(char),
     Marker(Marker, &'static str),
+}
+
+impl Symbol {
+    /// Returns its text.
+    pub(crate) fn text(self) -> String {
+        match self {
+            Self::Char(c) => c.to_string(),
+            Self::Marker(_, text) => text.to_owned(),
+        }
+    }
 }
 
 /// Incremental search for markers in text. Holds back what may become one.

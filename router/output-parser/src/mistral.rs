@@ -45,6 +45,11 @@ impl MistralCalls {
         }
     }
 
+    /// Whether the arguments of the open call are complete.
+    pub(crate) fn has_all_arguments(&self) -> bool {
+        matches!(&self.state, State::Object(object) if object.has_all_arguments())
+    }
+
     /// Takes a marker outside of strings.
     pub(crate) fn push_marker(&mut self, marker: Marker) -> Progress {
         match (&self.state, marker) {

@@ -36,6 +36,8 @@ pub struct OutputFormat {
     pub begins_in_reasoning: bool,
     /// Whether calls after the first are dropped.
     pub single_call: bool,
+    /// Whether a call is emitted at its end only, if it is whole; the text of any other is content.
+    pub whole_calls: bool,
     /// Tools of the request.
     pub tools: Arc<ToolTypes>,
 }
@@ -66,8 +68,8 @@ enum State {
 
 /// Parser of a choice's output.
 ///
-/// Malformed calls are content. If a call turns out to be malformed after its name and some arguments were emitted, it
-/// ends there, and what follows is content.
+/// Malformed calls are content. If a call turns out to be malformed, or the output ends in it, after its name and some arguments were
+/// emitted, it ends there as one that was not made, and what follows is content.
 #[derive(Debug, Clone)]
 pub struct OutputParser {
     format: Arc<OutputFormat>,
@@ -76,11 +78,18 @@ pub struct OutputParser {
     state: State,
     /// Whitespace whose meaning depends on what follows: it is dropped around calls and reasoning.
     spaces: String,
-    /// Text since the beginning of a call, or since its last part.
+    /// Text since the beginning of a call that is emitted at its end, else since its last part.
     held: String,
+    /// Length of the held text up to the last part of the call.
+    parted: usize,
+    /// Calls that were begun.
     calls: u32,
+    /// Whether one of them was not made.
+    has_cut_call: bool,
     /// Whether the last call has not ended.
     open: bool,
+    /// Events of the open call, if it is emitted at its end only.
+    pending: Events,
 }
 
 impl OutputParser {
@@ -96,7 +105,19 @@ impl OutputParser {
         let state = if format.begins_in_reasoning { State::Reasoning { begun: false } } else { State::Start };
         let scanner = MarkerScanner::new(format.texts.clone());
         let (spaces, held) = (String::new(), String::new());
-        Self { format, ids, scanner, state, spaces, held, calls: 0, open: false }
+        Self {
+            format,
+            ids,
+            scanner,
+            state,
+            spaces,
+            held,
+            parted: 0,
+            calls: 0,
+            has_cut_call: false,
+            open: false,
+            pending: Events::default(),
+        }
     }
 
     /// Whether the output so far ends in reasoning.
@@ -104,9 +125,19 @@ impl OutputParser {
         matches!(self.state, State::Reasoning { .. })
     }
 
-    /// Returns the number of calls so far.
+    /// Returns the number of calls so far, emitted or not.
     pub fn calls(&self) -> u32 {
         self.calls
+    }
+
+    /// Whether a call was not made: the output ended within it, or it was malformed.
+    pub fn has_cut_call(&self) -> bool {
+        self.has_cut_call
+    }
+
+    /// Whether the output so far has calls, and all of them were made.
+    pub fn has_made_calls(&self) -> bool {
+        self.calls > 0 && !self.open && !self.has_cut_call
     }
 
     /// Takes text.
@@ -141,15 +172,15 @@ impl OutputParser {
             State::Start | State::Content => events.content(&spaces),
             State::Reasoning { .. } => events.reasoning(&spaces),
             State::AfterCall => {}
-            State::Call { mut machine, .. } if self.open => {
-                let mut parts = Vec::new();
-                machine.finish(&mut parts);
-                parts.push(CallPart::End);
-                self.emit(parts, &mut events);
-            }
-            State::Call { .. } => {
-                events.content(&spaces);
-                events.content(&std::mem::take(&mut self.held));
+            State::Call { mut machine, .. } => {
+                let was_open = self.open;
+                let is_whole = was_open && self.end_call(&mut machine, &mut events);
+                let is_content = !was_open || (self.format.whole_calls && !is_whole);
+                let held = std::mem::take(&mut self.held);
+                if is_content {
+                    events.content(&spaces);
+                    events.content(&held);
+                }
             }
         }
         events.0
@@ -182,7 +213,17 @@ impl OutputParser {
                 if self.format.calls.is_some() && self.calls < Self::CALLS_MAX =>
             {
                 text.clone_into(&mut self.held);
+                self.parted = 0;
                 self.state = self.call(false);
+            }
+            // Without its marker, it is a call if it names a tool.
+            (State::Start | State::Content | State::AfterCall, Symbol::Marker(Marker::FunctionBegin, _))
+                if self.format.calls.is_some() && self.calls < Self::CALLS_MAX =>
+            {
+                self.held.clear();
+                self.parted = 0;
+                self.state = self.call(true);
+                self.call_symbol(symbol, events);
             }
             (State::AfterCall, Symbol::Marker(Marker::CallEnd, _)) => self.spaces.clear(),
             (_, Symbol::Marker(_, text)) => self.literal(text, events),
@@ -191,8 +232,10 @@ impl OutputParser {
 
     fn call(&self, bare: bool) -> State {
         let format = self.format.calls.unwrap_or(ToolCallFormat::Hermes);
-        let machine =
-            if bare { CallMachine::Object(CallObject::new(true)) } else { CallMachine::new(format) };
+        let machine = match format {
+            ToolCallFormat::Llama3 if bare => CallMachine::Object(CallObject::new(true)),
+            _ => CallMachine::new(format),
+        };
         State::Call { machine, bare }
     }
 
@@ -250,7 +293,9 @@ impl OutputParser {
             progress = Progress::Invalid;
         }
         // The last character of a malformed call is no part of it.
-        if !parts.is_empty() && progress != Progress::Invalid {
+        let emitted =
+            if self.format.whole_calls { parts.contains(&CallPart::End) } else { !parts.is_empty() };
+        if emitted && progress != Progress::Invalid {
             self.held.clear();
         }
         self.emit(parts, events);
@@ -258,6 +303,7 @@ impl OutputParser {
             Progress::More => {}
             Progress::Done => {
                 self.held.clear();
+                self.parted = 0;
                 self.state = State::AfterCall;
             }
             Progress::Invalid => self.malformed(symbol, events),
@@ -266,12 +312,18 @@ impl OutputParser {
 
     /// Continues after a call that is malformed.
     fn malformed(&mut self, symbol: Symbol, events: &mut Events) {
-        let held = std::mem::take(&mut self.held);
-        if self.open {
-            self.emit(vec![CallPart::End], events);
+        let mut held = std::mem::take(&mut self.held);
+        let state = std::mem::replace(&mut self.state, State::Content);
+        if let State::Call { mut machine, .. } = state
+            && self.open
+            && self.end_call(&mut machine, events)
+        {
+            // The call was made; what follows its arguments is content, but for the tags that close a value and the call.
+            let behind = held.split_off(self.parted);
+            held = if matches!(machine, CallMachine::Xml(_)) { symbol.text() } else { behind };
         }
+        self.parted = 0;
         events.content(&std::mem::take(&mut self.spaces));
-        self.state = State::Content;
         match symbol {
             // It begins another call.
             Symbol::Marker(Marker::CallBegin, text) => {
@@ -282,24 +334,47 @@ impl OutputParser {
         }
     }
 
+    /// Ends the open call. Returns whether it was made.
+    fn end_call(&mut self, machine: &mut CallMachine, events: &mut Events) -> bool {
+        let mut parts = Vec::new();
+        machine.finish(&mut parts);
+        let is_whole = parts.last() == Some(&CallPart::End);
+        self.emit(parts, events);
+        is_whole
+    }
+
     /// Emits parts of calls.
     fn emit(&mut self, parts: Vec<CallPart>, events: &mut Events) {
         for part in parts {
             if let CallPart::Begin(_) = part {
-                self.spaces.clear();
                 self.calls += 1;
             }
-            self.open = part != CallPart::End;
+            self.open = !matches!(part, CallPart::End | CallPart::Cut);
+            // Spaces before a call are no content, unless the call turns out to be.
+            if !self.format.whole_calls || part == CallPart::End {
+                self.spaces.clear();
+            }
             let dropped = self.format.single_call && self.calls > 1;
+            self.has_cut_call |= part == CallPart::Cut && !dropped;
             let index = self.calls.saturating_sub(1);
+            let whole = part == CallPart::End;
+            let target = if self.format.whole_calls { &mut self.pending } else { &mut *events };
             match part {
                 _ if dropped => {}
                 CallPart::Begin(name) => {
                     let id = self.ids.id(index);
-                    events.0.push(OutputEvent::CallBegin { index, id, name });
+                    target.0.push(OutputEvent::CallBegin { index, id, name });
                 }
-                CallPart::Arguments(fragment) => events.arguments(index, &fragment),
-                CallPart::End => events.0.push(OutputEvent::CallEnd { index }),
+                CallPart::Arguments(fragment) => target.arguments(index, &fragment),
+                CallPart::End | CallPart::Cut => target.0.push(OutputEvent::CallEnd { index, whole }),
+            }
+            if self.format.whole_calls && !self.open {
+                let call = std::mem::take(&mut self.pending);
+                if whole {
+                    events.0.extend(call.0);
+                } else {
+                    self.calls -= 1;
+                }
             }
         }
     }

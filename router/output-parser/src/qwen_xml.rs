@@ -1,4 +1,8 @@
 //! Qwen3-Coder's calls: `<function=NAME>`, then `<parameter=KEY>` with values as plain text, written as JSON.
+//!
+//! A value that its tag does not close ends where the call or another parameter follows, as in the model's own parser. A closing tag of
+//! the call ends a value only if the call ends there, and the tag of a parameter only if the tool has it and it was not given: any other
+//! such text is part of the value.
 
 use crate::ToolTypes;
 use crate::call_part::{CallPart, NAME_BYTES_MAX, Progress};
@@ -24,6 +28,10 @@ enum State {
     Key,
     /// In a value.
     Value { kind: ParameterKind, first: bool },
+    /// In a value, after the closing tag of the call, which is the end if nothing but the call's closing marker follows.
+    MaybeEnd { kind: ParameterKind },
+    /// In a value, in the tag of a parameter, which begins another value if the tool has it.
+    MaybeKey { kind: ParameterKind },
 }
 
 /// Parser of one call.
@@ -37,18 +45,34 @@ pub(crate) struct XmlCall {
     /// Value that is not text, up to its end.
     value: String,
     name: String,
-    parameters: u32,
+    /// Keys of the parameters so far.
+    given: Vec<String>,
+    /// Text after the beginning of a tag in a value that may be its end.
+    ambiguous: String,
 }
 
 impl XmlCall {
     pub(crate) fn new() -> Self {
         let text = String::new;
         let (tail, value, name) = (text(), text(), text());
-        Self { state: State::Head, text: text(), tail, value, name, parameters: 0 }
+        let (given, ambiguous) = (Vec::new(), text());
+        Self { state: State::Head, text: text(), tail, value, name, given, ambiguous }
     }
 
     pub(crate) fn in_text(&self) -> bool {
-        matches!(self.state, State::Value { .. })
+        matches!(self.state, State::Value { .. } | State::MaybeKey { .. })
+    }
+
+    /// Takes a marker outside of text; `is_end` if it is that of the end of a call.
+    pub(crate) fn push_marker(&mut self, is_end: bool, out: &mut Vec<CallPart>) -> Progress {
+        match self.state {
+            State::MaybeEnd { kind } if is_end => {
+                self.close(kind, out);
+                out.extend([CallPart::Arguments("}".to_owned()), CallPart::End]);
+                Progress::Done
+            }
+            _ => Progress::Invalid,
+        }
     }
 
     pub(crate) fn push(&mut self, c: char, tools: &ToolTypes, out: &mut Vec<CallPart>) -> Progress {
@@ -59,7 +83,7 @@ impl XmlCall {
             State::Name | State::Key if c != '>' => {
                 self.text.push(c);
                 let valid = c != '<' && c != '\n' && self.text.len() <= NAME_BYTES_MAX;
-                if valid { Progress::More } else { self.invalid(out) }
+                if valid { Progress::More } else { Progress::Invalid }
             }
             State::Name => {
                 self.name = std::mem::take(&mut self.text).trim().to_owned();
@@ -84,6 +108,30 @@ impl XmlCall {
                 }
                 Progress::More
             }
+            State::MaybeEnd { kind } => {
+                self.ambiguous.push(c);
+                if !c.is_whitespace() || self.ambiguous.len() > NAME_BYTES_MAX {
+                    self.continue_value(FUNCTION_END, kind, out);
+                }
+                Progress::More
+            }
+            State::MaybeKey { kind } => {
+                if c == '>' && tools.has_parameter(&self.name, self.ambiguous.trim()) {
+                    let key = std::mem::take(&mut self.ambiguous).trim().to_owned();
+                    if !self.given.contains(&key) {
+                        self.tail.clear();
+                        self.close(kind, out);
+                        self.open(&key, tools.kind(&self.name, &key), out);
+                        return Progress::More;
+                    }
+                    self.ambiguous = key;
+                }
+                self.ambiguous.push(c);
+                if matches!(c, '>' | '<' | '\n') || self.ambiguous.len() > NAME_BYTES_MAX {
+                    self.continue_value(PARAMETER, kind, out);
+                }
+                Progress::More
+            }
         }
     }
 
@@ -100,21 +148,13 @@ impl XmlCall {
             return Progress::More;
         }
         let begins = tags.iter().any(|(tag, _)| tag.starts_with(self.text.as_str()));
-        if begins { Progress::More } else { self.invalid(out) }
-    }
-
-    /// Closes the arguments of a call that turns out to be malformed.
-    fn invalid(&mut self, out: &mut Vec<CallPart>) -> Progress {
-        if !self.name.is_empty() {
-            out.push(CallPart::Arguments("}".to_owned()));
-        }
-        Progress::Invalid
+        if begins { Progress::More } else { Progress::Invalid }
     }
 
     /// Writes the key of a parameter.
     fn open(&mut self, key: &str, kind: ParameterKind, out: &mut Vec<CallPart>) {
-        let comma = if self.parameters > 0 { ", " } else { "" };
-        self.parameters += 1;
+        let comma = if self.given.is_empty() { "" } else { ", " };
+        self.given.push(key.to_owned());
         let quote = if kind == ParameterKind::Text { "\"" } else { "" };
         out.push(CallPart::Arguments(format!("{comma}{}: {quote}", quoted(key))));
         self.state = State::Value { kind, first: true };
@@ -126,12 +166,25 @@ impl XmlCall {
         self.tail.push(c);
         loop {
             let unbroken = self.tail.strip_prefix('\n').unwrap_or(&self.tail);
-            if unbroken == PARAMETER_END {
-                self.tail.clear();
-                self.close(kind, out);
-                return;
+            match unbroken {
+                PARAMETER_END => {
+                    self.tail.clear();
+                    self.close(kind, out);
+                    return;
+                }
+                // The line break before the tag stays in the tail until it is known whose it is.
+                FUNCTION_END => {
+                    self.state = State::MaybeEnd { kind };
+                    return;
+                }
+                PARAMETER => {
+                    self.state = State::MaybeKey { kind };
+                    return;
+                }
+                _ => {}
             }
-            if self.tail.is_empty() || PARAMETER_END.starts_with(unbroken) {
+            let begins = |tag: &str| tag.starts_with(unbroken);
+            if self.tail.is_empty() || begins(PARAMETER_END) || begins(FUNCTION_END) || begins(PARAMETER) {
                 return;
             }
             let released = self.tail.remove(0);
@@ -139,7 +192,30 @@ impl XmlCall {
         }
     }
 
+    /// Continues a value with a tag that was not its end, and what came after the tag.
+    fn continue_value(&mut self, tag: &str, kind: ParameterKind, out: &mut Vec<CallPart>) {
+        self.state = State::Value { kind, first: false };
+        let broken = self.tail.len() > tag.len();
+        self.tail.clear();
+        let text = format!("{}{tag}", if broken { "\n" } else { "" });
+        text.chars().for_each(|c| self.release(c, kind, out));
+        for c in std::mem::take(&mut self.ambiguous).chars() {
+            // A value that became too long has become text.
+            let State::Value { kind, .. } = self.state else { return };
+            self.value_char(c, kind, out);
+        }
+    }
+
+    /// Returns the kind of the value; one that was too long has become text.
+    fn kind(&self) -> Option<ParameterKind> {
+        match self.state {
+            State::Value { kind, .. } | State::MaybeEnd { kind } | State::MaybeKey { kind } => Some(kind),
+            State::Head | State::Name | State::Body | State::Key => None,
+        }
+    }
+
     fn release(&mut self, c: char, kind: ParameterKind, out: &mut Vec<CallPart>) {
+        let kind = self.kind().unwrap_or(kind);
         if kind == ParameterKind::Text {
             let text = quoted(c.encode_utf8(&mut [0; 4]));
             out.push(CallPart::Arguments(text[1..text.len() - 1].to_owned()));
@@ -155,11 +231,7 @@ impl XmlCall {
 
     /// Ends a value.
     fn close(&mut self, kind: ParameterKind, out: &mut Vec<CallPart>) {
-        // A value that was too long has become text.
-        let kind = match self.state {
-            State::Value { kind, .. } => kind,
-            _ => kind,
-        };
+        let kind = self.kind().unwrap_or(kind);
         let value = std::mem::take(&mut self.value);
         let trimmed = value.trim();
         let json = |text: &str| serde_json::from_str::<serde::de::IgnoredAny>(text).is_ok();
@@ -180,8 +252,16 @@ impl XmlCall {
         self.state = State::Body;
     }
 
-    /// Releases the rest of a value that was cut off.
-    pub(crate) fn finish(&mut self, out: &mut Vec<CallPart>) {
+    /// Ends the call at the end of the output: releases the rest of a value that was cut off. Returns whether the call was made.
+    pub(crate) fn finish(&mut self, out: &mut Vec<CallPart>) -> bool {
+        if let State::MaybeEnd { kind } = self.state {
+            self.close(kind, out);
+            out.push(CallPart::Arguments("}".to_owned()));
+            return true;
+        }
+        if let State::MaybeKey { kind } = self.state {
+            self.continue_value(PARAMETER, kind, out);
+        }
         if let State::Value { kind, .. } = self.state {
             let tail = std::mem::take(&mut self.tail);
             tail.chars().for_each(|c| self.release(c, kind, out));
@@ -189,6 +269,7 @@ impl XmlCall {
                 out.push(CallPart::Arguments(std::mem::take(&mut self.value)));
             }
         }
+        false
     }
 }
 

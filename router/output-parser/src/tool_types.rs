@@ -15,34 +15,121 @@ pub enum ParameterKind {
     Json,
 }
 
-impl ParameterKind {
-    /// Returns the kind that a JSON schema describes; text if it does not say.
-    pub(crate) fn of_schema(schema: &Value) -> Self {
-        let (mut text, mut null, mut other) = (false, false, false);
-        let mut add = |name: &str| match name {
-            "string" => text = true,
-            "null" => null = true,
-            _ => other = true,
+/// Returns the values that a schema lists, by `enum`, `const` or a reference to such a schema in `root`; `None` if it lists none.
+pub(crate) fn listed_values<'a>(schema: &'a Value, root: &'a Value) -> Option<&'a [Value]> {
+    const REFERENCES_MAX: usize = 16;
+    let mut schema = schema;
+    for _ in 0..REFERENCES_MAX {
+        if let Some(values) = schema["enum"].as_array().filter(|values| !values.is_empty()) {
+            return Some(values);
+        }
+        if let Some(value) = schema.get("const") {
+            return Some(std::slice::from_ref(value));
+        }
+        schema = root.pointer(schema["$ref"].as_str()?.strip_prefix('#')?)?;
+    }
+    None
+}
+
+/// Types that a schema allows, as far as they matter between tags.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Types {
+    text: bool,
+    null: bool,
+    other: bool,
+}
+
+impl Types {
+    const NONE: Self = Self { text: false, null: false, other: false };
+
+    fn of_name(name: &str) -> Self {
+        match name {
+            "string" => Self { text: true, ..Self::NONE },
+            "null" => Self { null: true, ..Self::NONE },
+            _ => Self { other: true, ..Self::NONE },
+        }
+    }
+
+    fn of_value(value: &Value) -> Self {
+        Self { text: value.is_string(), null: value.is_null(), other: !value.is_string() && !value.is_null() }
+    }
+
+    /// Returns the types of the values of an `enum`. Of mixed ones, those that are JSON are written as such, and the rest as text.
+    fn of_values(values: &[Value]) -> Option<Self> {
+        let types = values.iter().map(Self::of_value).reduce(Self::or)?;
+        let is_json = |text: &str| serde_json::from_str::<serde::de::IgnoredAny>(text).is_ok();
+        let ambiguous = || values.iter().filter_map(Value::as_str).any(is_json);
+        Some(if types.text && types.other && !ambiguous() { Self { text: false, ..types } } else { types })
+    }
+
+    fn or(self, other: Self) -> Self {
+        Self {
+            text: self.text || other.text,
+            null: self.null || other.null,
+            other: self.other || other.other,
+        }
+    }
+
+    fn and(self, other: Self) -> Self {
+        Self {
+            text: self.text && other.text,
+            null: self.null && other.null,
+            other: self.other && other.other,
+        }
+    }
+
+    /// Returns the types of a schema, whose references are to `root`; `None` if it does not say. Keywords of a schema, and the parts
+    /// of `allOf`, hold together; of `anyOf` and `oneOf` one part does.
+    fn of_schema(schema: &Value, root: &Value, left: &mut u32) -> Option<Self> {
+        // References may be cycles, and name the same part many times over.
+        *left = left.checked_sub(1)?;
+        let all = |types: Vec<Option<Self>>| types.into_iter().flatten().reduce(Self::and);
+        let union = |types: Option<Vec<Self>>| {
+            types.filter(|types| !types.is_empty()).map(|types| types.into_iter().fold(Self::NONE, Self::or))
         };
-        let branches = ["anyOf", "oneOf"].into_iter().filter_map(|key| schema[key].as_array()).flatten();
-        for schema in std::iter::once(schema).chain(branches) {
+        let mut found = vec![
             match &schema["type"] {
-                Value::String(name) => add(name),
-                Value::Array(names) => names.iter().filter_map(Value::as_str).for_each(&mut add),
-                _ => {}
+                Value::String(name) => Some(Self::of_name(name)),
+                Value::Array(names) => {
+                    union(names.iter().map(|name| name.as_str().map(Self::of_name)).collect())
+                }
+                _ => None,
+            },
+            schema.get("const").map(Self::of_value),
+            schema["enum"].as_array().and_then(|values| Self::of_values(values)),
+        ];
+        let reference = schema["$ref"].as_str().and_then(|reference| reference.strip_prefix('#'));
+        if let Some(target) = reference.and_then(|pointer| root.pointer(pointer)) {
+            found.push(Self::of_schema(target, root, left));
+        }
+        for key in ["anyOf", "oneOf"] {
+            if let Some(parts) = schema[key].as_array() {
+                let types = parts.iter().map(|part| Self::of_schema(part, root, left)).collect();
+                found.push(union(types));
             }
         }
-        match (text, null, other) {
-            (true, true, _) => Self::NullableText,
-            (true, false, _) => Self::Text,
-            (false, _, true) | (false, true, false) => Self::Json,
-            (false, false, false) => {
-                let typed = |value: &Value| !value.is_string();
-                match schema["enum"].as_array() {
-                    Some(values) if values.iter().all(typed) && !values.is_empty() => Self::Json,
-                    _ => Self::Text,
-                }
-            }
+        for part in schema["allOf"].as_array().into_iter().flatten() {
+            found.push(Self::of_schema(part, root, left));
+        }
+        let has = |keys: &[&str]| keys.iter().any(|key| schema.get(key).is_some());
+        all(found).or_else(|| {
+            // Keywords that mean something for one type only.
+            has(&["properties", "additionalProperties", "items", "prefixItems"])
+                .then(|| Self::of_name("object"))
+        })
+    }
+}
+
+impl ParameterKind {
+    /// Maximum schemas that are looked at for the kind of one parameter.
+    const SCHEMAS_MAX: u32 = 256;
+
+    /// Returns the kind that a JSON schema describes, whose references are to `root`; text if it does not say.
+    pub(crate) fn of_schema(schema: &Value, root: &Value) -> Self {
+        match Types::of_schema(schema, root, &mut { Self::SCHEMAS_MAX }) {
+            Some(Types { text: true, null: true, .. }) => Self::NullableText,
+            Some(Types { text: false, other, null }) if other || null => Self::Json,
+            Some(_) | None => Self::Text,
         }
     }
 }
@@ -59,7 +146,7 @@ impl ToolTypes {
         let mut kinds = BTreeMap::new();
         if let Some(properties) = parameters["properties"].as_object() {
             for (key, schema) in properties {
-                kinds.insert(key.clone(), ParameterKind::of_schema(schema));
+                kinds.insert(key.clone(), ParameterKind::of_schema(schema, parameters));
             }
         }
         self.tools.insert(name.to_owned(), kinds);
@@ -68,6 +155,11 @@ impl ToolTypes {
     /// Whether there is a tool of this name.
     pub(crate) fn has(&self, name: &str) -> bool {
         self.tools.contains_key(name)
+    }
+
+    /// Whether a tool has a parameter of this name.
+    pub(crate) fn has_parameter(&self, tool: &str, parameter: &str) -> bool {
+        self.tools.get(tool).is_some_and(|parameters| parameters.contains_key(parameter))
     }
 
     /// Returns the kind of a parameter; text if it is unknown.

@@ -84,8 +84,10 @@ pub(crate) struct Finished {
     pub(crate) reason: FinishReason,
     /// Last parts of a parsed output, which its end decides.
     pub(crate) parts: Vec<OutputEvent>,
-    /// Whether the output has tool calls.
+    /// Whether the output has tool calls, all of which were made.
     pub(crate) called: bool,
+    /// Whether the output ended within a tool call, or one was malformed.
+    pub(crate) cut_call: bool,
     /// Stop string that matched; empty if none did.
     pub(crate) stop_string: String,
     /// Stop token that matched.

@@ -95,22 +95,34 @@ impl StopMatcher {
                 }
             }
             if let (Some((stop, len)), true) = (longest, armed) {
-                out.push_str(&self.held[..before + at + 1 - len]);
+                // Text before a marker is released already.
+                out.push_str(&self.held[..(before + at + 1).saturating_sub(len)]);
                 self.held.clear();
                 return Some(StopMatch { stop });
             }
         }
         let open = self.patterns.iter().map(Pattern::open).max().unwrap_or(0);
-        let safe = self.held.len() - open;
+        let safe = self.held.len().saturating_sub(open);
         out.push_str(&self.held[..safe]);
         self.held.drain(..safe);
         None
     }
 
-    /// Appends the held-back text and searches anew: what follows continues no match.
-    pub(crate) fn interrupt(&mut self, out: &mut String) {
-        self.finish(out);
-        self.patterns.iter_mut().for_each(|pattern| pattern.matched = 0);
+    /// Searches the next piece of text and a marker behind it, which is no part of the text but may be the end of a stop string, or
+    /// within one. Appends all text before the marker, unless a match ends earlier.
+    pub(crate) fn push_marker(
+        &mut self,
+        piece: &str,
+        marker: &str,
+        armed: bool,
+        out: &mut String,
+    ) -> Option<StopMatch> {
+        let before = format!("{}{piece}", self.held);
+        let mut released = String::new();
+        let found = self.push(&format!("{piece}{marker}"), armed, &mut released);
+        out.push_str(if found.is_some() { &released } else { &before });
+        self.held.clear();
+        found
     }
 
     /// Appends the held-back text: it has ended without a match.
@@ -160,6 +172,32 @@ mod tests {
             if found.is_none() { matcher.finish(&mut out); }
             prop_assert_eq!(out, expected);
             prop_assert_eq!(found.map(|f| f.stop), stop);
+        }
+
+        #[test]
+        fn markers_count_as_their_text_and_are_no_part_of_it(
+            pieces in proptest::collection::vec(("[ab]{0,4}", proptest::option::of("[ab]{0,3}")), 0..12),
+            stops in proptest::collection::vec("[ab]{1,6}", 1..4),
+        ) {
+            let mut matcher = StopMatcher::new(&stops);
+            let (mut whole, mut plain, mut out, mut found) = (String::new(), String::new(), String::new(), None);
+            for (piece, marker) in &pieces {
+                whole += piece;
+                plain += piece;
+                match marker {
+                    None => found = matcher.push(piece, true, &mut out),
+                    Some(marker) => {
+                        whole += marker;
+                        found = matcher.push_marker(piece, marker, true, &mut out);
+                        // All text before a marker is released, for the parser to take it first.
+                        prop_assert!(found.is_some() || out == plain);
+                    }
+                }
+                if found.is_some() { break; }
+            }
+            if found.is_none() { matcher.finish(&mut out); }
+            prop_assert_eq!(found.map(|found| found.stop), naive(&whole, &stops, 1).1);
+            prop_assert!(found.is_some() || out == plain);
         }
 
         #[test]

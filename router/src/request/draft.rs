@@ -18,6 +18,17 @@ pub(crate) enum Input {
     Chat(Conversation),
 }
 
+/// How reasoning and tool calls are parsed out of the text of an output.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum OutputParsing {
+    /// The output is its text.
+    Off,
+    /// Calls are delivered as they are generated. Their end says whether they were made.
+    Fragments,
+    /// Calls are delivered at their end, if they were made; the text of any other is content.
+    WholeCalls,
+}
+
 /// Request to generate text, not validated.
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) struct Draft {
@@ -32,8 +43,8 @@ pub(crate) struct Draft {
     pub(crate) parse_special: Option<bool>,
     /// Tools that the output may call.
     pub(crate) tools: Option<ToolUse>,
-    /// Whether reasoning and tool calls are parsed out of the text of the output.
-    pub(crate) parse_output: bool,
+    /// How reasoning and tool calls are parsed out of the text of the output.
+    pub(crate) parsing: OutputParsing,
     /// Whether deltas carry token ids.
     pub(crate) return_token_ids: bool,
     /// Tenant name; empty: the caller's, or the default tenant.
@@ -89,7 +100,7 @@ impl Draft {
             sampling: SamplingOverrides::default(),
             stop: StopConditions::default(),
             tools: None,
-            parse_output: false,
+            parsing: OutputParsing::Off,
             return_token_ids: false,
             tenant: String::new(),
             weight: None,

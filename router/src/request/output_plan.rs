@@ -11,7 +11,7 @@ use inflight_output_parser::{
 use crate::cluster::bundle::Model;
 use crate::options::Options;
 use crate::outcome::Outcome;
-use crate::request::draft::Draft;
+use crate::request::draft::{Draft, OutputParsing};
 use crate::request::tool_use::{ToolChoice, ToolUse};
 
 /// How the output of an admitted request is parsed.
@@ -30,7 +30,7 @@ impl OutputPlan {
         (name, model): (&str, &Model),
         options: &Options,
     ) -> Result<Option<Self>, Outcome> {
-        if !request.parse_output {
+        if request.parsing == OutputParsing::Off {
             return Ok(None);
         }
         let tools = request.tools.as_ref().filter(|tools| tools.is_active());
@@ -43,6 +43,7 @@ impl OutputPlan {
             calls: calls.filter(|_| tools.is_some()),
             reasoning,
             single_call: tools.is_some_and(|tools| !tools.parallel),
+            whole_calls: request.parsing == OutputParsing::WholeCalls,
             tools: tools.map(|tools| Arc::new(tools.types())).unwrap_or_default(),
             ..OutputFormat::default()
         };
@@ -78,8 +79,10 @@ impl OutputPlan {
 
     /// Returns the parts of the plan that decide the events of a stream, as text.
     pub(crate) fn identity(&self) -> String {
-        let OutputFormat { calls, reasoning, begins_in_reasoning, single_call, .. } = &*self.format;
-        format!("{calls:?} {reasoning:?} {begins_in_reasoning} {single_call}")
+        let OutputFormat { calls, reasoning, begins_in_reasoning, single_call, whole_calls, .. } =
+            &*self.format;
+        let whole = if *whole_calls { " whole" } else { "" };
+        format!("{calls:?} {reasoning:?} {begins_in_reasoning} {single_call}{whole}")
     }
 }
 

@@ -159,3 +159,43 @@ async fn an_output_in_one_message_has_calls_and_their_results_are_rendered() {
     })
     .await;
 }
+
+#[tokio::test]
+async fn a_call_that_was_not_made_is_marked_in_a_stream_and_text_in_one_message() {
+    bounded(async {
+        let mut worker = ScriptedWorker::start(profile(TEMPLATE)).await;
+        let mut cluster = Cluster::start(&[&worker], Options::default()).await;
+        let mut session = worker.granted().await;
+        cluster.handle.ready().await;
+        let cut = &OUTPUT[..OUTPUT.find("rich").unwrap()];
+        let tokens = tokenizer().encode_rendered(cut).unwrap();
+        let mut stream =
+            cluster.client.generate(weather(vec![message("user", "hi")])).await.unwrap().into_inner();
+        let submit = session.submit().await;
+        session.tokens(&submit, 0, &tokens);
+        session.finish(&submit, 0, &[282], FinishReason::Stop);
+        let mut fragments = Vec::new();
+        while let Some(message) = stream.message().await.unwrap() {
+            match message.event.unwrap() {
+                Event::Delta(delta) => fragments.extend(delta.tool_calls),
+                Event::Finished(finished) => fragments.extend(finished.tool_calls),
+                _ => {}
+            }
+        }
+        let (last, before) = fragments.split_last().unwrap();
+        assert!(
+            last.cut && !before.is_empty() && before.iter().all(|fragment| !fragment.cut),
+            "{fragments:?}"
+        );
+
+        let ask = v1::GenerateRequest { resumable: false, ..weather(vec![message("user", "hi")]) };
+        let mut client = cluster.client.clone();
+        let call = tokio::spawn(async move { client.generate_unary(ask).await });
+        let submit = session.submit().await;
+        session.tokens(&submit, 0, &tokens);
+        session.finish(&submit, 0, &[282], FinishReason::Stop);
+        let choice = call.await.unwrap().unwrap().into_inner().choices.remove(0);
+        assert!(choice.tool_calls.is_empty() && choice.text.ends_with("{\"city\": \"Zü"), "{choice:?}");
+    })
+    .await;
+}

@@ -8,6 +8,7 @@ mod administrators;
 mod chaos;
 mod cluster;
 mod connections;
+mod cut_calls;
 mod failover;
 mod foreign_clients;
 mod grpc_tools;

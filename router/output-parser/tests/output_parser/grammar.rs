@@ -70,7 +70,7 @@ fn generate(compiler: &Compiler, lark: &str, random: &mut Random) -> Option<Vec<
     None
 }
 
-fn schemas() -> [(&'static str, Value); 3] {
+fn schemas() -> [(&'static str, Value); 4] {
     [
         (
             "weather",
@@ -83,6 +83,19 @@ fn schemas() -> [(&'static str, Value); 3] {
             json!({"type": "object", "properties": {"flag": {"type": "boolean"}, "at": {"$ref": "#/$defs/p"}},
             "required": ["flag"], "additionalProperties": false, "$defs": {"p": {"type": "object", "properties": {"x":
             {"type": "boolean"}}, "required": ["x"], "additionalProperties": false}}}),
+        ),
+        (
+            // Types that other keywords than `type` say.
+            "typed",
+            json!({"type": "object", "properties": {"reference": {"$ref": "#/$defs/flag"}, "five": {"const": 5},
+            "on": {"const": "on"}, "all": {"allOf": [{"$ref": "#/$defs/flag"}]},
+            "mixed": {"enum": [1, "one", true, null]}, "unit": {"$ref": "#/$defs/unit"},
+            "either": {"anyOf": [{"$ref": "#/$defs/flag"}, {"type": "null"}]},
+            "chain": {"$ref": "#/$defs/chain"}, "nested": {"oneOf": [{"anyOf": [{"type": "boolean"}]}, {"const": 7}]}},
+            "required": ["reference", "five", "on", "all", "mixed", "unit", "either", "chain", "nested"],
+            "additionalProperties": false, "$defs": {"flag": {"type": "object", "properties": {"x": {"type": "boolean"}},
+            "required": ["x"], "additionalProperties": false}, "unit": {"enum": ["C", "F"]},
+            "chain": {"$ref": "#/$defs/flag"}}}),
         ),
     ]
 }
@@ -174,16 +187,9 @@ fn required_outputs_are_calls_of_the_tools_with_arguments_of_their_schemas() {
                     assert_eq!(content, "", "seed {seed}: {written}\n{lark}");
                     assert!(!calls.is_empty() && (several || calls.len() == 1), "seed {seed}: {written}");
                     for (name, arguments) in calls {
-                        let valid = match name.as_str() {
-                            "weather" => {
-                                (1..=7).contains(&arguments["days"].as_i64().unwrap())
-                                    && ["Oslo", "Rome"].contains(&arguments["city"].as_str().unwrap())
-                            }
-                            "now" => arguments == json!({}),
-                            "note" => arguments["flag"].is_boolean(),
-                            _ => false,
-                        };
-                        assert!(valid, "seed {seed}: {name} {arguments}");
+                        let (_, schema) = schemas.iter().find(|(tool, _)| *tool == name).unwrap();
+                        let invalid = jsonschema::validate(schema, &arguments).err();
+                        assert!(invalid.is_none(), "seed {seed}: {name} {arguments}: {}", invalid.unwrap());
                     }
                 }
                 assert!(whole > 6, "{format}: only {whole} outputs ended\n{lark}");

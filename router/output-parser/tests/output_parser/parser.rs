@@ -84,26 +84,41 @@ fn parse(format: &OutputFormat, pieces: &[Piece]) -> Vec<OutputEvent> {
 struct Parsed {
     content: String,
     reasoning: String,
+    /// Those that were made.
     calls: Vec<(String, String)>,
+    /// The others.
+    cut: Vec<(String, String)>,
 }
 
 fn parsed(format: &OutputFormat, pieces: &[Piece]) -> Parsed {
     let mut parsed = Parsed::default();
-    let mut open = None;
+    let mut open: Option<(u32, String, String)> = None;
     for event in parse(format, pieces) {
         match event {
             OutputEvent::Content(text) => parsed.content.push_str(&text),
             OutputEvent::Reasoning(text) => parsed.reasoning.push_str(&text),
             OutputEvent::CallBegin { index, name, .. } => {
-                assert_eq!((index as usize, open), (parsed.calls.len(), None), "calls are numbered in order");
-                parsed.calls.push((name, String::new()));
-                open = Some(index);
+                assert_eq!(
+                    index as usize,
+                    parsed.calls.len() + parsed.cut.len(),
+                    "calls are numbered in order"
+                );
+                assert_eq!(open.replace((index, name, String::new())), None, "a call is open");
             }
             OutputEvent::CallArguments { index, fragment } => {
-                assert_eq!(open, Some(index), "arguments belong to the open call");
-                parsed.calls[index as usize].1.push_str(&fragment);
+                let (at, _, arguments) = open.as_mut().expect("arguments belong to the open call");
+                assert_eq!(*at, index, "arguments belong to the open call");
+                arguments.push_str(&fragment);
             }
-            OutputEvent::CallEnd { index } => assert_eq!(open.take(), Some(index)),
+            OutputEvent::CallEnd { index, whole } => {
+                let (at, name, arguments) = open.take().expect("a call that ends is open");
+                assert_eq!(at, index);
+                let is_object =
+                    serde_json::from_str::<Value>(&arguments).is_ok_and(|value| value.is_object());
+                assert_eq!(whole, is_object, "a call was made if its arguments are an object: {arguments}");
+                assert!(whole || !format.whole_calls, "a call that was not made");
+                if whole { &mut parsed.calls } else { &mut parsed.cut }.push((name, arguments));
+            }
         }
     }
     assert_eq!(open, None, "every call ends");
@@ -111,9 +126,24 @@ fn parsed(format: &OutputFormat, pieces: &[Piece]) -> Parsed {
 }
 
 fn expect(calls: ToolCallFormat, output: &str, content: &str, expected: &[(&str, &str)]) {
+    expect_cut(calls, output, content, expected, None);
+}
+
+/// Checks the calls that were made, and the last one, if it was not made.
+fn expect_cut(
+    calls: ToolCallFormat,
+    output: &str,
+    content: &str,
+    expected: &[(&str, &str)],
+    cut: Option<(&str, &str)>,
+) {
     let found = parsed(&format(calls), &[text(output)]);
-    let calls: Vec<_> = found.calls.iter().map(|(name, text)| (name.as_str(), text.as_str())).collect();
-    assert_eq!((found.content.as_str(), &calls[..]), (content, expected), "{output}");
+    let pairs = |calls: &[(String, String)]| -> Vec<(String, String)> { calls.to_vec() };
+    let owned = |calls: &[(&str, &str)]| -> Vec<(String, String)> {
+        calls.iter().map(|(name, text)| ((*name).to_owned(), (*text).to_owned())).collect()
+    };
+    assert_eq!((found.content.as_str(), pairs(&found.calls)), (content, owned(expected)), "{output}");
+    assert_eq!(pairs(&found.cut), owned(cut.as_slice()), "{output}");
 }
 
 #[test]
@@ -139,7 +169,11 @@ fn hermes_calls_are_objects_between_markers() {
     let quoted = r#"<tool_call>{"name": "f", "arguments": {"a": "</tool_call><tool_call>"}}</tool_call>"#;
     expect(format, quoted, "", &[("f", r#"{"a": "</tool_call><tool_call>"}"#)]);
     let cut = r#"<tool_call>{"name": "f", "arguments": {"a": "b"#;
-    expect(format, cut, "", &[("f", r#"{"a": "b"#)]);
+    expect_cut(format, cut, "", &[], Some(("f", r#"{"a": "b"#)));
+    // Nothing but the bracket of the call is missing.
+    expect(format, r#"<tool_call>{"name": "f", "arguments": {"a": 1}"#, "", &[("f", r#"{"a": 1}"#)]);
+    let odd = r#"<tool_call>{"name": "f", "arguments": {"a": 1}, @"#;
+    expect(format, odd, ", @", &[("f", r#"{"a": 1}"#)]);
 }
 
 #[test]
@@ -157,7 +191,7 @@ fn malformed_calls_are_content() {
         expect(ToolCallFormat::Hermes, output, output, &[]);
     }
     let late = r#"<tool_call>{"name": "f", "arguments": {"a": @ 1}}</tool_call>"#;
-    expect(ToolCallFormat::Hermes, late, "@ 1}}</tool_call>", &[("f", r#"{"a": "#)]);
+    expect_cut(ToolCallFormat::Hermes, late, "@ 1}}</tool_call>", &[], Some(("f", r#"{"a": "#)));
     let twice = r#"<tool_call>{"nam<tool_call>{"name": "f"}</tool_call>"#;
     expect(ToolCallFormat::Hermes, twice, "<tool_call>{\"nam<tool_call>{\"name\": \"f\"}</tool_call>", &[]);
     let twice = "<tool_call>\n<tool_call>\n{\"name\": \"f\"}\n</tool_call>";
@@ -168,7 +202,7 @@ fn malformed_calls_are_content() {
     let second = r#"[TOOL_CALLS][{"name": "f", "arguments": {}}, {"name": 1}]"#;
     expect(ToolCallFormat::Mistral, second, ", {\"name\": 1}]", &[("f", "{}")]);
     let deep = format!("<tool_call>{{\"name\": \"f\", \"arguments\": {{\"a\": {}", "[".repeat(100));
-    assert_eq!(parsed(&format(ToolCallFormat::Hermes), &[text(&deep)]).calls.len(), 1, "ends at the bound");
+    assert_eq!(parsed(&format(ToolCallFormat::Hermes), &[text(&deep)]).cut.len(), 1, "ends at the bound");
     let name = format!("<tool_call>{{\"name\": \"{}\"}}", "f".repeat(300));
     expect(ToolCallFormat::Hermes, &name, &name, &[]);
     let many = r#"<tool_call>{"name": "f"}</tool_call>"#.repeat(200);
@@ -241,11 +275,39 @@ fn qwen_parameters_become_json_of_their_types() {
     one("unit", "C", r#""C""#);
     one("deep", "{\"a\": null}", "{\"a\": null}");
     one("unknown", "7", r#""7""#);
+    // A value is closed by what follows it, if it has no closing tag of its own.
+    let open = |key: &str, value: &str| format!("<parameter={key}>\n{value}\n");
+    let both = r#"{"city": "x", "days": 3}"#;
+    for end in ["</function>\n</tool_call>", "</function>", "</function>\n"] {
+        let body = open("city", "x") + &open("days", "3");
+        let output = format!("<tool_call>\n<function=get_weather>\n{body}{end}");
+        expect(ToolCallFormat::QwenXml, &output, "", &[("get_weather", both)]);
+    }
+    let next = format!("<tool_call><function=search>{}</function>\n", open("a", "1"));
+    expect(ToolCallFormat::QwenXml, &next.repeat(2), "", &[("search", r#"{"a": "1"}"#); 2]);
+    // What only looks like it is text.
+    one("city", "a</function>b\n</function>\nc", r#""a</function>b\n</function>\nc""#);
+    one("city", "</function>", r#""</function>""#);
+    one(
+        "city",
+        "<parameter=x>\n<parameter=city>\n<parameter=",
+        r#""<parameter=x>\n<parameter=city>\n<parameter=""#,
+    );
+    one("tags", "[\"</function>\"]", r#"["</function>"]"#);
+    // Without its marker, a call is one that names a tool.
+    let body = parameter("city", "x") + &parameter("days", "3");
+    let bare = format!("Yes.\n<function=get_weather>\n{body}</function>\n</tool_call>");
+    expect(ToolCallFormat::QwenXml, &bare, "Yes.", &[("get_weather", both)]);
+    for content in
+        ["<function=unknown>\n</function>", "a <function=", "<function=get_weather", "a<function=\nb>"]
+    {
+        expect(ToolCallFormat::QwenXml, content, content, &[]);
+    }
     let two = call(&(parameter("city", "x") + &parameter("days", "3")));
     expect(ToolCallFormat::QwenXml, &two, "", &[("get_weather", r#"{"city": "x", "days": 3}"#)]);
     expect(ToolCallFormat::QwenXml, &call(""), "", &[("get_weather", "{}")]);
     let odd = "<tool_call><function=search><parameter=a>1</parameter><odd></function>";
-    expect(ToolCallFormat::QwenXml, odd, "<odd></function>", &[("search", r#"{"a": "1"}"#)]);
+    expect_cut(ToolCallFormat::QwenXml, odd, "<odd></function>", &[], Some(("search", r#"{"a": "1""#)));
 }
 
 #[test]
@@ -329,6 +391,8 @@ fn fragments() -> impl Strategy<Value = Vec<Piece>> {
         ", ",
         "; ",
         "<function=get_weather>",
+        "<function=",
+        "</tool_call>\n",
         "<parameter=city>",
         "<parameter=days>",
         "\n",
@@ -388,10 +452,11 @@ proptest! {
     fn events_do_not_depend_on_how_the_output_is_divided(
         pieces in fragments(), cuts in prop::collection::vec(any::<bool>(), 1..40), pick in 0usize..4,
         as_tokens in any::<bool>(), begins_in_reasoning in any::<bool>(), single_call in any::<bool>(),
+        whole_calls in any::<bool>(),
     ) {
         let calls = ToolCallFormat::ALL[pick];
         let format = if as_tokens { token_format(calls) } else { format(calls) };
-        let format = OutputFormat { begins_in_reasoning, single_call, ..format };
+        let format = OutputFormat { begins_in_reasoning, single_call, whole_calls, ..format };
         let whole = parse(&format, &joined(&pieces, &[false]));
         prop_assert_eq!(&parse(&format, &characters(&pieces)), &whole);
         prop_assert_eq!(&parse(&format, &joined(&pieces, &cuts)), &whole);
@@ -408,12 +473,12 @@ proptest! {
     }
 
     #[test]
-    fn output_without_calls_is_not_lost(pieces in fragments(), pick in 0usize..4) {
-        let format = OutputFormat { reasoning: None, ..format(ToolCallFormat::ALL[pick]) };
+    fn output_without_calls_is_not_lost(pieces in fragments(), pick in 0usize..4, whole_calls in any::<bool>()) {
+        let format = OutputFormat { reasoning: None, whole_calls, ..format(ToolCallFormat::ALL[pick]) };
         let texts = format.texts.iter().filter(|(marker, _)| !matches!(marker, Marker::ReasoningBegin | Marker::ReasoningEnd));
         let format = OutputFormat { texts: texts.copied().collect(), ..format };
         let found = parsed(&format, &pieces);
-        if found.calls.is_empty() {
+        if found.calls.is_empty() && found.cut.is_empty() {
             let given: String = pieces.iter().map(|piece| if let Piece::Text(text) = piece { text } else { "" }).collect();
             prop_assert_eq!(found.content, given);
         }
@@ -447,6 +512,79 @@ proptest! {
             prop_assert_eq!(found, expected, "{}", output);
         }
     }
+}
+
+/// Outputs with one or two calls in every spelling that a format has, with text around them.
+fn scripted(calls: ToolCallFormat) -> Vec<String> {
+    let object = |key: &str| {
+        format!(
+            r#"{{"name": "get_weather", "{key}": {{"city": "a\\"}}é", "days": -1.5e3, "tags": [{{}}, null]}}}}"#
+        )
+    };
+    let quoted = r#"{"name": "f", "arguments": "{\"a\": \"b\"}"}"#;
+    let early = r#"{"arguments": {"a": {"b": []}}, "id": "x", "name": "f"}"#;
+    match calls {
+        ToolCallFormat::Hermes => vec![
+            format!(
+                "Yes.\n<tool_call>\n{}\n</tool_call>\n<tool_call>{quoted}</tool_call> Done.",
+                object("arguments")
+            ),
+            format!("<tool_call>{early}</tool_call>"),
+        ],
+        ToolCallFormat::Llama3 => vec![
+            format!("<|python_tag|>{}; {}", object("parameters"), object("arguments")),
+            format!("{}\n", object("parameters")),
+        ],
+        ToolCallFormat::Mistral => vec![
+            format!("Yes.[TOOL_CALLS][{}, {quoted}]", object("arguments")),
+            r#"[TOOL_CALLS]add[CALL_ID]123456789[ARGS]{"a": 3.5}[TOOL_CALLS]sub{"b": [true]} "#.to_owned(),
+        ],
+        ToolCallFormat::QwenXml => {
+            let parameters = "<parameter=city>\na \"b\"\n</parameter>\n<parameter=days>\n7\n</parameter>\n<parameter=deep>\n{\"a\": null}\n</parameter>\n";
+            let call = format!("<tool_call>\n<function=get_weather>\n{parameters}</function>\n</tool_call>");
+            let bare = format!("<function=get_weather>\n{parameters}</function>\n</tool_call>");
+            let open = parameters.replace("</parameter>\n", "");
+            vec![
+                format!("Yes.\n{call}\n{call}"),
+                bare,
+                format!("<tool_call>\n<function=get_weather>\n{open}</function>\n</tool_call>"),
+            ]
+        }
+    }
+}
+
+#[test]
+fn of_every_prefix_of_a_call_only_the_calls_that_were_made_are_said_to_be() {
+    let mut cut = 0;
+    for calls in ToolCallFormat::ALL {
+        for output in scripted(calls) {
+            let all = parsed(&format(calls), &[text(&output)]).calls;
+            assert!(!all.is_empty(), "{output}");
+            for (at, _) in output.char_indices().chain([(output.len(), ' ')]) {
+                let prefix = &output[..at];
+                let streamed = parsed(&format(calls), &[text(prefix)]);
+                assert_eq!(streamed.calls[..], all[..streamed.calls.len()], "{prefix}");
+                cut += streamed.cut.len();
+                // At once: the same calls, and the text of the other one is content.
+                let format = OutputFormat { whole_calls: true, ..format(calls) };
+                let whole = parsed(&format, &[text(prefix)]);
+                assert_eq!((&whole.calls, whole.cut.len()), (&streamed.calls, 0), "{prefix}");
+                let mut parser = parser(&format);
+                parser.push_text(prefix);
+                parser.finish();
+                let made = !whole.calls.is_empty() && streamed.cut.is_empty();
+                assert_eq!(
+                    (parser.has_made_calls(), parser.has_cut_call()),
+                    (made, !streamed.cut.is_empty()),
+                    "{prefix}"
+                );
+                if whole.calls.is_empty() {
+                    assert_eq!(whole.content, prefix, "the text of a call that was not made is content");
+                }
+            }
+        }
+    }
+    assert!(cut > 100, "{cut} prefixes end in a call");
 }
 
 #[test]

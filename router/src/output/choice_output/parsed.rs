@@ -78,15 +78,17 @@ impl ChoiceOutput {
         let mut piece = String::new();
         let marker = call.output.as_ref().and_then(|output| output.marker(token));
         let was_reasoning = parser.in_reasoning();
-        let mut found = None;
+        let found;
         match marker {
             Some(marker) => {
-                // No character and no stop string continues over a marker.
+                // No character continues over a marker.
                 self.detokenizer.finish(&mut piece);
-                text.push_str(&piece);
-                self.stops.interrupt(text);
+                let armed = self.tokens > call.sampling.min_tokens;
+                found = self.stops.push_marker(&piece, marker.text, armed, text);
                 parts.extend(parser.push_text(text));
-                parts.extend(parser.push_marker(marker));
+                if found.is_none() {
+                    parts.extend(parser.push_marker(marker));
+                }
             }
             None => {
                 self.detokenizer.push(vocabulary, token, &mut piece);

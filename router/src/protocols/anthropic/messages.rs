@@ -22,7 +22,7 @@ use crate::protocols::http::structured;
 use crate::protocols::http::usage::TimingsBody;
 use crate::protocols::http::{Call, HttpApi, Started, json};
 use crate::protocols::openai::chat::NO_MESSAGES;
-use crate::request::draft::{Draft, Input};
+use crate::request::draft::{Draft, Input, OutputParsing};
 use crate::request::ingress::rejected;
 use crate::request::limits;
 use crate::request::message_list::MessageList;
@@ -155,7 +155,8 @@ pub(crate) fn read(body: &[u8]) -> Result<(Draft, bool), Outcome> {
     let mut input = conversation(&fields)?;
     let tools = read_tools(&fields, &mut input)?;
     let mut request = Draft::new(fields.model()?, input);
-    (request.tools, request.parse_output) = (tools, true);
+    // A block of a call has its input, so it is none before the input is whole.
+    (request.tools, request.parsing) = (tools, OutputParsing::WholeCalls);
     sampling::read_numbers(&fields, &mut request.sampling)?;
     let stop = fields.texts("stop_sequences")?;
     limits::check_stops("stop_sequences", &stop)?;

@@ -24,7 +24,7 @@ use crate::output::response_stream::{GenerationEvents, ResponseStream};
 use crate::protocols::http::{SMALL_BODY_BYTES, read_aside};
 use crate::request::context::RequestContext;
 use crate::request::cursor::CursorTracker;
-use crate::request::draft::{Draft, Input, Resume};
+use crate::request::draft::{Draft, Input, OutputParsing, Resume};
 use crate::request::ingress::Ingress;
 use crate::request::ingress::rejected;
 use tools::MessageParts;
@@ -39,14 +39,18 @@ impl Grpc {
         Self { ingress }
     }
 
-    /// Validates and queues the request of either form of Generate.
-    async fn start(&self, request: Request<v1::GenerateRequest>) -> Result<ResponseStream, Status> {
+    /// Validates and queues the request of either form of Generate; `whole` if its response is one message.
+    async fn start(
+        &self,
+        request: Request<v1::GenerateRequest>,
+        whole: bool,
+    ) -> Result<ResponseStream, Status> {
         let incoming = RequestContext::new(request.extensions(), request.metadata().as_ref());
         let incoming = incoming.map_err(Outcome::into_status)?;
         let start = async {
             let (holder, message) = (incoming.caller.holder(), request.into_inner());
             let large = message.encoded_len() > SMALL_BODY_BYTES;
-            let request = read_aside(holder, large, || generation_request(message)).await?;
+            let request = read_aside(holder, large, || generation_request(message, whole)).await?;
             self.ingress.start(request, incoming).await
         };
         start.await.map_err(|outcome| rejected(at_path(outcome)).into_status())
@@ -217,7 +221,8 @@ fn message(event: GenerationEvent, cursor: Vec<u8>) -> v1::GenerateResponse {
     v1::GenerateResponse { event: Some(event) }
 }
 
-fn generation_request(message: v1::GenerateRequest) -> Result<Draft, Outcome> {
+/// Reads a request; `whole` if its response is one message.
+fn generation_request(message: v1::GenerateRequest, whole: bool) -> Result<Draft, Outcome> {
     use v1::generate_request::Input as Prompt;
     let tools = message.tools.map(tools::tool_use).transpose()?.flatten();
     let parse_output = message.parse_output || tools.is_some();
@@ -240,7 +245,11 @@ fn generation_request(message: v1::GenerateRequest) -> Result<Draft, Outcome> {
         sampling: message.sampling.unwrap_or_default().into(),
         stop: message.stop.unwrap_or_default().into(),
         tools,
-        parse_output,
+        parsing: match (parse_output, whole) {
+            (false, _) => OutputParsing::Off,
+            (true, false) => OutputParsing::Fragments,
+            (true, true) => OutputParsing::WholeCalls,
+        },
         return_token_ids: message.return_token_ids || resumable,
         tenant: message.tenant,
         weight: message.weight,
@@ -267,7 +276,7 @@ impl Inference for Grpc {
         &self,
         request: Request<v1::GenerateRequest>,
     ) -> Result<Response<GenerateStream>, Status> {
-        let stream = self.start(request).await?;
+        let stream = self.start(request, false).await?;
         let cursor = self.ingress.track(&stream);
         Ok(Response::new(GenerateStream { stream: stream.into_events(), cursor }))
     }
@@ -281,7 +290,7 @@ impl Inference for Grpc {
             let reason = "a response in one message cannot be resumed; call Generate";
             return Err(rejected(Outcome::field("resume", reason)).into_status());
         }
-        let mut stream = self.start(request).await?.into_events();
+        let mut stream = self.start(request, true).await?.into_events();
         let mut collected = Collected::default();
         while let Some(event) = stream.next().await {
             collected.add(event.map_err(|outcome| failed(outcome, &stream))?);

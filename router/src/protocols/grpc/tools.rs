@@ -87,7 +87,7 @@ impl MessageParts {
                 OutputEvent::Content(text) => message.text.push_str(&text),
                 OutputEvent::Reasoning(text) => message.reasoning.push_str(&text),
                 OutputEvent::CallBegin { index, id, name } => {
-                    message.tool_calls.push(v1::ToolCallDelta { index, id, name, arguments: String::new() });
+                    message.tool_calls.push(v1::ToolCallDelta { index, id, name, ..Default::default() });
                 }
                 OutputEvent::CallArguments { index, fragment } => {
                     match message.tool_calls.last_mut().filter(|call| call.index == index) {
@@ -102,7 +102,19 @@ impl MessageParts {
                         }
                     }
                 }
-                OutputEvent::CallEnd { .. } => {}
+                OutputEvent::CallEnd { whole: true, .. } => {}
+                OutputEvent::CallEnd { index, whole: false } => {
+                    match message.tool_calls.last_mut().filter(|call| call.index == index) {
+                        Some(call) => call.cut = true,
+                        None => {
+                            message.tool_calls.push(v1::ToolCallDelta {
+                                index,
+                                cut: true,
+                                ..Default::default()
+                            });
+                        }
+                    }
+                }
             }
         }
         message

@@ -179,7 +179,7 @@ pub(crate) struct Output {
 pub(crate) fn read(body: &[u8]) -> Result<(Draft, Output), Outcome> {
     let fields = FIELDS.read(body)?;
     let mut request = Draft::new(fields.model()?, Input::Chat(messages(&fields)?.into()));
-    request.parse_output = true;
+    request.parsing = tools::parsing(&fields)?;
     tools::apply(tools::read(&fields, ToolForm::Nested, &FIELDS)?, &mut request);
     sampling::read(&fields, &mut request)?;
     let max_tokens = fields.count("max_tokens")?;

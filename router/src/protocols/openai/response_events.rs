@@ -270,7 +270,9 @@ impl ResponseEvents {
                     call.arguments.push_str(&fragment);
                 }
             }
-            OutputEvent::CallEnd { .. } => self.close("completed", out),
+            OutputEvent::CallEnd { whole, .. } => {
+                self.close(if whole { "completed" } else { "incomplete" }, out);
+            }
         }
     }
 }
@@ -287,6 +289,7 @@ impl Encoder for ResponseEvents {
             GenerationEvent::Finished(finished) => {
                 finished.parts.into_iter().for_each(|part| self.output(part, &[], out));
                 self.end.truncated = finished.reason == FinishReason::Length;
+                self.end.has_cut_call = finished.cut_call;
             }
             GenerationEvent::Completed(completed) => {
                 self.end.usage = completed.usage;
@@ -298,7 +301,7 @@ impl Encoder for ResponseEvents {
     fn end(&mut self, out: &mut EventWriter) {
         self.close(self.end.status(), out);
         let sequence_number = out.written();
-        let kind = if self.end.truncated { "response.incomplete" } else { "response.completed" };
+        let kind = if self.end.is_complete() { "response.completed" } else { "response.incomplete" };
         let response = self.echo.ended(&self.end, &self.items, &self.logprobs);
         out.event(kind, &ResponseEvent { kind, sequence_number, response });
     }

@@ -130,7 +130,7 @@ impl RequestEcho {
         };
         let mut response = self.response(status, items.iter().enumerate().map(item).collect());
         response.incomplete_details =
-            end.truncated.then_some(IncompleteDetails { reason: "max_output_tokens" });
+            (!end.is_complete()).then_some(IncompleteDetails { reason: end.incomplete_reason() });
         response.usage = Some(UsageBody::from(&end.usage));
         response.timings = end.timings;
         response
@@ -173,13 +173,24 @@ impl OutputItem {
 pub(crate) struct Ended {
     /// Whether `max_output_tokens` or the context ended the output.
     pub(crate) truncated: bool,
+    /// Whether the output ended within a tool call, or one was malformed.
+    pub(crate) has_cut_call: bool,
     pub(crate) usage: Usage,
     pub(crate) timings: Option<TimingsBody>,
 }
 
 impl Ended {
     pub(crate) fn status(&self) -> &'static str {
-        if self.truncated { "incomplete" } else { "completed" }
+        if self.is_complete() { "completed" } else { "incomplete" }
+    }
+
+    pub(crate) fn is_complete(&self) -> bool {
+        !self.truncated && !self.has_cut_call
+    }
+
+    /// Why a response is incomplete.
+    fn incomplete_reason(&self) -> &'static str {
+        if self.truncated { "max_output_tokens" } else { "tool_call_incomplete" }
     }
 
     pub(crate) fn of(collected: &Collected, with_timings: bool) -> Self {
@@ -187,6 +198,7 @@ impl Ended {
         Self {
             truncated: choice
                 .is_some_and(|choice| choice.reason() == inflight_contract::FinishReason::Length),
+            has_cut_call: choice.and_then(|choice| choice.finished.as_ref()).is_some_and(|end| end.cut_call),
             usage: collected.usage.clone(),
             timings: with_timings.then(|| collected.timings.into()),
         }

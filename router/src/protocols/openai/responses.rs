@@ -219,7 +219,7 @@ pub(crate) fn read(body: &[u8]) -> Result<(Draft, Output), Outcome> {
         return Err(Outcome::field("max_output_tokens", reason));
     }
     let mut request = Draft::new(fields.model()?, input);
-    request.parse_output = true;
+    request.parsing = tools::parsing(&fields)?;
     tools::apply(tools::read(&fields, ToolForm::Flat, &FIELDS)?, &mut request);
     sampling::read_numbers(&fields, &mut request.sampling)?;
     request.stop = StopConditions { max_tokens: max_output_tokens, ..StopConditions::default() };

@@ -5,7 +5,7 @@ use serde_json::value::RawValue;
 
 use crate::outcome::Outcome;
 use crate::protocols::http::fields::{FieldTable, Fields, is_empty, parse, parse_object};
-use crate::request::draft::{Draft, Input};
+use crate::request::draft::{Draft, Input, OutputParsing};
 use crate::request::tool_call::message_call;
 use crate::request::tool_use::{Tool, ToolChoice, ToolDefinition, ToolUse};
 use crate::text::MessageCall;
@@ -42,6 +42,14 @@ pub(crate) enum ToolForm {
     Nested,
     /// Beside the type; tools of other kinds are skipped and counted.
     Flat,
+}
+
+/// Returns how the output is parsed: the finish reason of a stream says whether the calls in its fragments were made.
+///
+/// # Errors
+/// `stream` is no boolean.
+pub(crate) fn parsing(fields: &Fields<'_>) -> Result<OutputParsing, Outcome> {
+    Ok(if fields.flag("stream")? { OutputParsing::Fragments } else { OutputParsing::WholeCalls })
 }
 
 /// Reads `tools`, `tool_choice` and `parallel_tool_calls`.
