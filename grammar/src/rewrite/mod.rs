@@ -6,6 +6,8 @@
 
 mod conditions;
 mod negation;
+mod numbers;
+mod patterns;
 mod references;
 mod unevaluated;
 
@@ -136,6 +138,8 @@ impl Rewriter<'_> {
         self.contains(object);
         unique_items(object);
         formats(object);
+        patterns::patterns(object);
+        numbers::numbers(object, self.dialect)?;
         self.property_names(object);
         self.conditional(object)?;
         self.negated(object)?;
@@ -296,15 +300,22 @@ fn unique_items(object: &mut Map<String, Value>) {
     }
 }
 
-/// Formats that are a regular language and that the compiler does not know.
+/// Formats of the compiler.
+const FORMATS: [&str; 10] =
+    ["date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"];
+
+/// Formats that are a regular language and that the compiler does not know, and those that are annotations: all others, as JSON Schema
+/// says and as generators of schemas use them.
 fn formats(object: &mut Map<String, Value>) {
     let pattern = match object.get("format").and_then(Value::as_str) {
-        Some("json-pointer") => "^(/([^~/]|~[01])*)*$",
-        Some("relative-json-pointer") => "^(0|[1-9][0-9]*)(#|(/([^~/]|~[01])*)*)$",
-        _ => return,
+        None => return,
+        Some(known) if FORMATS.contains(&known) => return,
+        Some("json-pointer") => Some("^(/([^~/]|~[01])*)*$"),
+        Some("relative-json-pointer") => Some("^(0|[1-9][0-9]*)(#|(/([^~/]|~[01])*)*)$"),
+        Some(_) => None,
     };
     object.remove("format");
-    push(object, json!({"pattern": pattern}));
+    pattern.into_iter().for_each(|pattern| push(object, json!({"pattern": pattern})));
 }
 
 #[cfg(test)]

@@ -164,3 +164,83 @@ proptest! {
         }
     }
 }
+
+/// Whether a schema's grammar takes a text as a whole.
+fn takes(json_schema: &serde_json::Value, text: &str) -> bool {
+    let compiled = compiler().compile(&schema(&json_schema.to_string()));
+    let mut matcher = compiled.unwrap_or_else(|error| panic!("{json_schema}: {error}")).matcher(None);
+    text.bytes().all(|byte| matcher.consume(byte.into()).is_ok()) && matcher.is_accepting().unwrap_or(true)
+}
+
+#[test]
+fn what_a_class_excludes_is_no_escape_either() {
+    let pattern = |pattern: &str| serde_json::json!({"type": "string", "pattern": pattern});
+    for (schema, right, wrong) in [
+        (
+            pattern(r#"^[^"]*$"#),
+            &[r#""ok""#, r#""a\\b""#, r#""\n\t""#][..],
+            &[r#""a\"b""#, r#""a\u0022b""#][..],
+        ),
+        (pattern(r"^[^\\]*$"), &[r#""ok""#, r#""a\"b""#], &[r#""a\\b""#, r#""a\u005cb""#]),
+        (pattern(r#"^[^"\\]+$"#), &[r#""ok""#, r#""a\nb""#], &[r#""c\"d""#, r#""c\\d""#]),
+        (pattern(r#"^[^"\n]*$"#), &[r#""a\\b""#], &[r#""a\"b""#, r#""a\nb""#]),
+        (pattern(r"^[^\t]*$"), &[r#""ok""#, r#""\"""#], &[r#""a\tb""#]),
+        (pattern("^[^a]*$"), &[r#""ok""#, r#""\"\\""#], &[r#""bab""#]),
+    ] {
+        right.iter().for_each(|text| assert!(takes(&schema, text), "{schema} takes {text}"));
+        wrong.iter().for_each(|text| assert!(!takes(&schema, text), "{schema} does not take {text}"));
+    }
+    let names = serde_json::json!({"type": "object", "patternProperties": {"^[^\"]$": {"type": "null"}},
+        "additionalProperties": false});
+    assert!(takes(&names, r#"{"a":null}"#) && !takes(&names, r#"{"\"":null}"#));
+}
+
+#[test]
+fn formats_that_are_no_rules_are_annotations() {
+    for format in ["password", "binary", "byte", "regex", "uri-template", "int64", "phone", "unknown", ""] {
+        assert!(takes(&serde_json::json!({"type": "string", "format": format}), r#""x y""#), "{format:?}");
+    }
+    let date = serde_json::json!({"type": "string", "format": "date"});
+    assert!(takes(&date, r#""2026-11-29""#) && !takes(&date, r#""soon""#));
+}
+
+#[test]
+fn integers_beyond_doubles_are_exact_or_narrowed_and_bounds_of_whole_ranges_are_none() {
+    use serde_json::json;
+    let large: i64 = 9_007_199_254_740_993;
+    for (schema, right, wrong) in [
+        (json!({"const": 1_i64 << 60}), &["1152921504606846976"][..], &["1152921504606846975"][..]),
+        (json!({"type": "integer", "minimum": large}), &["9007199254740999"], &["9007199254740992"]),
+        (json!({"type": "integer", "maximum": large}), &["9007199254740992", "-3"], &["9007199254740994"]),
+        (
+            json!({"type": "integer", "minimum": i64::MIN, "maximum": i64::MAX}),
+            &["1", "-9223372036854775808"],
+            &["9223372036854775808"],
+        ),
+        (
+            json!({"type": "integer", "minimum": 0, "maximum": u64::MAX}),
+            &["18446744073709551615", "0"],
+            &["-1"],
+        ),
+        (
+            json!({"type": "integer", "minimum": -(1_i64 << 53) + 1, "maximum": (1_i64 << 53) - 1}),
+            &["6"],
+            &["9007199254740992"],
+        ),
+        (
+            json!({"type": "integer", "minimum": i32::MIN, "maximum": i32::MAX}),
+            &["7", "-2147483648"],
+            &["2147483648"],
+        ),
+        (json!({"type": "number", "minimum": i64::MIN, "maximum": i64::MAX}), &["3", "3.5e2"], &["x"]),
+        (
+            json!({"type": "number", "minimum": -3.4028235e38, "maximum": 3.4028235e38}),
+            &["4", "-1e30"],
+            &["x"],
+        ),
+        (json!({"type": "number", "minimum": f64::MIN, "maximum": f64::MAX}), &["5.25"], &["x"]),
+    ] {
+        right.iter().for_each(|text| assert!(takes(&schema, text), "{schema} takes {text}"));
+        wrong.iter().for_each(|text| assert!(!takes(&schema, text), "{schema} does not take {text}"));
+    }
+}
