@@ -61,7 +61,17 @@ impl Admitted {
         let stop = draft.stop;
         // A prompt that leaves no room is rejected below.
         let max_tokens = stop.max_tokens.unwrap_or(resources.options.default_max_tokens.min(room)).max(1);
-        served.limits.check_shape(RequestShape { prompt_tokens, max_tokens }).map_err(invalid_request)?;
+        let shape = RequestShape { prompt_tokens, max_tokens };
+        served.limits.check_shape(shape).map_err(|error| match error {
+            // Scoring computes the token behind the prompt, too, and drops it.
+            RequestError::ContextExceeded { context_tokens, .. } if stop.max_tokens == Some(0) => {
+                Outcome::ContextExceeded(format!(
+                    "the prompt has {prompt_tokens} tokens; with max_tokens = 0 it has at most {}, one less than the context of the model",
+                    context_tokens.saturating_sub(1)
+                ))
+            }
+            error => invalid_request(error),
+        })?;
         if stop.min_tokens > max_tokens {
             let reason = format!("min_tokens is {}, more than max_tokens = {max_tokens}", stop.min_tokens);
             return Err(Outcome::field("min_tokens", reason));

@@ -22,7 +22,7 @@ async fn every_bad_field_is_refused_by_name_and_unknown_ones_pass() {
             ("temperature", "1e300", "[0, 100]"),
             ("temperature", "\"warm\"", "must be a number"),
             ("temperature", "[]", "must be a number"),
-            ("top_p", "0", "(0, 1]"),
+            ("top_p", "-0.1", "[0, 1]"),
             ("top_k", "-2", "top_k"),
             ("top_k", "99999999999", "must be an integer"),
             ("min_p", "2", "[0, 1]"),

@@ -226,3 +226,17 @@ async fn echoed_prompts_and_the_field_of_vllm_have_the_log_probabilities_of_the_
     })
     .await;
 }
+
+#[tokio::test]
+async fn a_scored_prompt_that_fills_the_context_is_refused_with_what_was_sent() {
+    bounded(async {
+        let profile = WorkerProfile { context_tokens: 8, ..WorkerProfile::default() };
+        let http = HttpCluster::over(profile, with_http(HttpOptions::default())).await;
+        let body = json!({"prompt": [1, 2, 3, 4, 5, 6, 7, 8], "max_tokens": 0, "echo": true, "logprobs": 1, "top_p": 0});
+        let response = http.post("/v1/completions", &body.to_string()).await.response().await;
+        let message = response.json()["error"]["message"].as_str().unwrap_or_default().to_owned();
+        assert_eq!(response.status, 400, "{message}");
+        assert!(message.contains("8 tokens; with max_tokens = 0 it has at most 7"), "{message}");
+    })
+    .await;
+}

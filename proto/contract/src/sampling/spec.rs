@@ -169,6 +169,10 @@ impl SamplingSpec {
                 return Err(SamplingError::OutOfRange { name: number.name, value, range: number.range });
             }
         }
+        // As the samplers take it: of any positive share, the most probable token is kept.
+        if self.top_p == 0.0 {
+            self.top_p = f32::MIN_POSITIVE;
+        }
         let within_integers = |name, value: i64, low: i64, high: i64, range| {
             if (low..=high).contains(&value) {
                 Ok(())
@@ -258,7 +262,9 @@ mod tests {
         let d = SamplingSpec::default;
         assert_eq!(refused(SamplingSpec { temperature: -0.1, ..d() }), "temperature");
         assert_eq!(refused(SamplingSpec { temperature: f32::NAN, ..d() }), "temperature");
-        assert_eq!(refused(SamplingSpec { top_p: 0.0, ..d() }), "top_p");
+        assert_eq!(refused(SamplingSpec { top_p: -0.1, ..d() }), "top_p");
+        let one = SamplingSpec { top_p: 0.0, ..d() }.validate().unwrap();
+        assert_eq!(one.top_p, f32::MIN_POSITIVE);
         assert_eq!(refused(SamplingSpec { top_p: 1.01, ..d() }), "top_p");
         assert!(SamplingSpec { top_p: 1e-45, ..d() }.validate().is_ok(), "subnormal, but above 0");
         assert_eq!(refused(SamplingSpec { top_k: -1, ..d() }), "top_k");

@@ -23,14 +23,13 @@ macro_rules! sampling_numbers {
                 extension: false,
                 flag: "T", "Sampling temperature; 0 is greedy [default: the model's]",
             }
-            /// Nucleus sampling: cumulative probability of the most probable tokens kept, in (0, 1]; 1 keeps all.
+            /// Nucleus sampling: cumulative probability of the most probable tokens kept, in [0, 1]; 1 keeps all, 0 the most probable one.
             top_p: f32 {
                 absent: 1.0,
-                // Subnormal numbers are in the range, too.
-                range: f32::from_bits(1) as f64, 1.0, "(0, 1]",
+                range: 0.0, 1.0, "[0, 1]",
                 model: true,
                 off: None,
-                http: "In (0, 1].",
+                http: "In [0, 1]; 0 keeps the most probable token only.",
                 extension: false,
                 flag: "P", "Nucleus sampling: keep the most probable tokens up to this cumulative probability [default: the model's]",
             }
