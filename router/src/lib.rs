@@ -43,8 +43,8 @@ pub use inflight_router_core::{
     is_recording, replay,
 };
 pub use options::{
-    Admin, ConnectionOptions, HttpOptions, Options, OptionsError, UsageLogExcess, UsageLogOptions,
-    UsageLogPolicy,
+    Admin, ConnectionOptions, HttpOptions, Options, OptionsError, TemplateDate, UsageLogExcess,
+    UsageLogOptions, UsageLogPolicy,
 };
 pub use protocols::http::RenderMetrics;
 pub use router::{Core, Error, Handle, Router};

@@ -101,7 +101,7 @@ pub(crate) enum Outcome {
     /// No worker serves the model.
     UnknownModel { asked: String, served: Vec<String> },
     /// Chat input for a model without a chat template.
-    NoChatTemplate { model: String },
+    NoChatTemplate { model: String, reason: Option<String> },
     /// No worker has the required fingerprint.
     UnknownFingerprint { required: String, served: Vec<String> },
     /// Cursor that is too old, or of another request.
@@ -341,8 +341,11 @@ impl Outcome {
             Self::UnknownModel { asked, served } => {
                 format!("no worker serves the model {asked:?}; served are: {}", served.join(", "))
             }
-            Self::NoChatTemplate { model } => {
+            Self::NoChatTemplate { model, reason: None } => {
                 format!("the model {model:?} has no chat template; send text or token ids")
+            }
+            Self::NoChatTemplate { model, reason: Some(reason) } => {
+                format!("the model {model:?} cannot chat: {reason}; send text or token ids")
             }
             Self::UnknownFingerprint { required, served } => {
                 let served = if served.is_empty() { "none".to_owned() } else { served.join(", ") };
@@ -448,7 +451,11 @@ mod tests {
             (Outcome::Completed, Code::Ok, "completed"),
             (Outcome::Invalid(text()), Code::InvalidArgument, "invalid"),
             (Outcome::UnknownModel { asked: text(), served: vec![] }, Code::NotFound, "unknown_model"),
-            (Outcome::NoChatTemplate { model: text() }, Code::FailedPrecondition, "no_chat_template"),
+            (
+                Outcome::NoChatTemplate { model: text(), reason: None },
+                Code::FailedPrecondition,
+                "no_chat_template",
+            ),
             (Outcome::Unauthenticated(text()), Code::Unauthenticated, "unauthenticated"),
             (Outcome::Denied(text()), Code::PermissionDenied, "denied"),
             (Outcome::Full(overload()), Code::ResourceExhausted, "full"),
@@ -512,7 +519,7 @@ mod tests {
         let table = [
             (Outcome::Invalid(text()), 400, invalid, None, invalid),
             (Outcome::field("top_p", "why"), 400, invalid, None, invalid),
-            (Outcome::NoChatTemplate { model: text() }, 400, invalid, None, invalid),
+            (Outcome::NoChatTemplate { model: text(), reason: None }, 400, invalid, None, invalid),
             (Outcome::ContextExceeded(text()), 400, invalid, Some("context_length_exceeded"), invalid),
             (
                 Outcome::UnknownFingerprint { required: text(), served: vec![] },

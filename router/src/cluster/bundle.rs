@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-use inflight_contract::{NumberKind, SAMPLING_NUMBERS, SamplingSpec};
+use inflight_contract::{SAMPLING_NUMBERS, SamplingSpec};
 use inflight_grammar_service::{Confinement, Grammars};
 use inflight_output_parser::{ReasoningFormat, ToolCallFormat};
 use inflight_proto::bundle_digest;
@@ -85,17 +85,24 @@ impl BundleFiles {
         let tokenizer =
             self.files.get("tokenizer.json").ok_or(BundleError::Missing { file: "tokenizer.json" })?;
         let tokenizer = Tokenizer::from_json(tokenizer)?;
-        let config = self.json("tokenizer_config.json")?;
+        let config = self.optional("tokenizer_config.json");
         let bos_token = special_token(&config, "bos_token");
         let eos_token = special_token(&config, "eos_token");
         let (source, with_tools) = match self.files.get("chat_template.jinja") {
-            Some(data) => (Some(utf8("chat_template.jinja", data)?.to_owned()), None),
+            Some(data) => (Some(String::from_utf8_lossy(data).into_owned()), None),
             None => (template_source(&config, "default"), template_source(&config, "tool_use")),
         };
-        let parse =
-            |source: Option<String>| source.map(|source| ChatTemplate::new(&source, &bos_token, &eos_token));
-        let (template, tool_template) = (parse(source).transpose()?, parse(with_tools).transpose()?);
-        let defaults = sampling_defaults(&self.json("generation_config.json")?)?;
+        // A template that does not parse costs chats only.
+        let mut template_error = None;
+        let mut parse = |source: Option<String>| {
+            let parsed = ChatTemplate::new(&source?, &bos_token, &eos_token);
+            parsed.map_err(|error| template_error = Some(error.to_string())).ok()
+        };
+        let (template, tool_template) = (parse(source), parse(with_tools));
+        if let Some(reason) = &template_error {
+            tracing::warn!(reason, "chats are refused, other requests are served");
+        }
+        let defaults = sampling_defaults(&self.optional("generation_config.json"));
         let output = ModelOutput::of_templates(template.as_ref(), tool_template.as_ref());
         let vocabulary = tokenizer.vocabulary().clone();
         let vocab_size = u32::try_from(vocabulary.len()).unwrap_or(u32::MAX);
@@ -106,12 +113,16 @@ impl BundleFiles {
             Some(confinement) => grammars.confined(confinement),
             None => grammars,
         });
-        Ok(Model { tokenizer, template, tool_template, output, defaults, grammars })
+        Ok(Model { tokenizer, template, tool_template, template_error, output, defaults, grammars })
     }
 
-    fn json(&self, file: &'static str) -> Result<Value, BundleError> {
-        let Some(data) = self.files.get(file) else { return Ok(Value::Null) };
-        serde_json::from_slice(data).map_err(|error| BundleError::Invalid { file, reason: error.to_string() })
+    /// Returns a file of JSON without which the model can be served; null if it is missing or cannot be read.
+    fn optional(&self, file: &'static str) -> Value {
+        let Some(data) = self.files.get(file) else { return Value::Null };
+        serde_json::from_slice(data).unwrap_or_else(|error| {
+            tracing::warn!(%error, "{file} of a model is not valid JSON; it is left out");
+            Value::Null
+        })
     }
 }
 
@@ -122,6 +133,8 @@ pub(crate) struct Model {
     pub(crate) template: Option<ChatTemplate>,
     /// Chat template of conversations with tools, if it is another one.
     pub(crate) tool_template: Option<ChatTemplate>,
+    /// Why a template is missing, if the model has one that cannot be used.
+    pub(crate) template_error: Option<String>,
     pub(crate) output: ModelOutput,
     /// Defaults of sampling fields that a request leaves unset.
     pub(crate) defaults: SamplingSpec,
@@ -168,14 +181,10 @@ impl ModelOutput {
 /// Returns the last characters of a template's prompts.
 fn prompt_end(template: &ChatTemplate) -> String {
     let question = [Message::new("user", "a".to_owned())];
-    let prompt = template.render(&question, &[]).unwrap_or_default();
+    let prompt = template.render(&question, &[], time::OffsetDateTime::UNIX_EPOCH).unwrap_or_default();
     let mut end: Vec<char> = prompt.trim_end().chars().rev().take(32).collect();
     end.reverse();
     end.into_iter().collect()
-}
-
-fn utf8<'a>(file: &'static str, data: &'a [u8]) -> Result<&'a str, BundleError> {
-    std::str::from_utf8(data).map_err(|error| BundleError::Invalid { file, reason: error.to_string() })
 }
 
 /// Returns a special token, given as a string or as an object with its content.
@@ -198,27 +207,25 @@ fn template_source(config: &Value, wanted: &str) -> Option<String> {
 }
 
 /// Returns the defaults of generation_config.json. `do_sample: false` means greedy.
-fn sampling_defaults(config: &Value) -> Result<SamplingSpec, BundleError> {
+fn sampling_defaults(config: &Value) -> SamplingSpec {
     let mut spec = SamplingSpec::default();
     for number in SAMPLING_NUMBERS.iter().filter(|number| number.model) {
-        let value = &config[number.name];
-        let value = match number.kind {
-            NumberKind::Float => value.as_f64(),
-            NumberKind::Integer => value.as_i64().map(|value| value as f64),
-        };
-        if let Some(value) = value {
-            spec.set_number(number, value);
+        match &config[number.name] {
+            Value::Null => {}
+            value => match number.of_json(value.as_f64(), value.as_i64()) {
+                Some(value) => spec.set_number(number, value),
+                None => tracing::warn!(
+                    "generation_config.json has {} = {value}, which is not in {}; it is left out",
+                    number.name,
+                    number.range
+                ),
+            },
         }
     }
     if config["do_sample"] == Value::Bool(false) {
         spec.temperature = 0.0;
     }
-    let invalid = |error: inflight_contract::SamplingError| BundleError::Invalid {
-        file: "generation_config.json",
-        reason: error.to_string(),
-    };
-    spec.clone().validate().map_err(invalid)?;
-    Ok(spec)
+    spec
 }
 
 #[cfg(test)]
@@ -228,14 +235,16 @@ mod tests {
 
     #[test]
     fn generation_config_gives_the_defaults() {
-        let defaults = |value| sampling_defaults(&value).unwrap();
+        let defaults = |value| sampling_defaults(&value);
         assert_eq!(defaults(Value::Null), SamplingSpec::default());
         let sampled = defaults(json!({"do_sample": true, "temperature": 0.6, "top_p": 0.9, "top_k": 20}));
         assert_eq!((sampled.temperature, sampled.top_p, sampled.top_k), (0.6, 0.9, 20));
         assert_eq!(defaults(json!({"do_sample": false, "temperature": 0.6})).temperature, 0.0);
         assert_eq!(defaults(json!({"temperature": null})).temperature, 1.0);
-        let refused = sampling_defaults(&json!({"top_p": 7})).unwrap_err();
-        assert!(refused.to_string().contains("top_p"), "{refused}");
+        // What cannot be used is left out.
+        let odd =
+            json!({"top_p": 7, "top_k": "many", "temperature": 0.5, "min_p": null, "repetition_penalty": 0});
+        assert_eq!(defaults(odd), SamplingSpec { temperature: 0.5, ..SamplingSpec::default() });
     }
 
     #[test]
@@ -252,8 +261,17 @@ mod tests {
         assert!(matches!(missing, BundleError::Missing { file: "tokenizer.json" }));
         let broken = load(&[("tokenizer.json", &tokenizer[..100])]).unwrap_err();
         assert!(matches!(broken, BundleError::Tokenizer(TokenizerError::Load(_))), "{broken}");
-        let config = load(&[("tokenizer.json", tokenizer), ("generation_config.json", b"{")]).unwrap_err();
-        assert!(matches!(config, BundleError::Invalid { file: "generation_config.json", .. }), "{config}");
+        // A faulty side file costs what it is for.
+        let side = |file, data| load(&[("tokenizer.json", tokenizer), (file, data)]).unwrap();
+        assert_eq!(side("generation_config.json", b"{").defaults, SamplingSpec::default());
+        assert!(side("tokenizer_config.json", b"{").template.is_none());
+        let model = side("chat_template.jinja", b"{% if %}");
+        assert!(model.template.is_none() && model.template_error.unwrap().contains("does not parse"));
+        let model =
+            side("chat_template.jinja", b"{% generation %}{{ messages[0].content }}{% endgeneration %}!");
+        let messages = [Message::new("user", "a".to_owned())];
+        let prompt = model.template.unwrap().render(&messages, &[], time::OffsetDateTime::UNIX_EPOCH);
+        assert_eq!(prompt.unwrap(), "a!");
         let mut bundle = BundleFiles::default();
         bundle.append("tokenizer.json", tokenizer).unwrap();
         assert!(matches!(bundle.load("00", None), Err(BundleError::Digest { .. })));

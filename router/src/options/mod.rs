@@ -4,6 +4,7 @@ mod admin;
 mod connections;
 mod error;
 mod http;
+mod template_date;
 mod usage_log;
 
 use std::net::SocketAddr;
@@ -21,6 +22,7 @@ pub use self::admin::Admin;
 pub use self::connections::ConnectionOptions;
 pub use self::error::OptionsError;
 pub use self::http::HttpOptions;
+pub use self::template_date::TemplateDate;
 pub use self::usage_log::{UsageLogExcess, UsageLogOptions, UsageLogPolicy};
 use crate::cluster::discovery::Source;
 use crate::format_choice::FormatChoice;
@@ -129,6 +131,10 @@ pub struct Options {
         env = "INFLIGHT_ROUTER_REASONING_FORMAT"
     )]
     pub reasoning_format: FormatChoice<ReasoningFormat>,
+    /// Date that chat templates write into prompts: today (in UTC, of the stream's start), or one such as 2026-01-31, with which
+    /// equal conversations have equal prompts on any day
+    #[arg(long, value_name = "DATE", default_value_t = TemplateDate::Today, env = "INFLIGHT_ROUTER_TEMPLATE_DATE")]
+    pub template_date: TemplateDate,
     /// Maximum messages that wait for a worker to read them; beyond, its session is closed and its streams move
     #[arg(long, value_name = "N", default_value_t = 16 << 10, env = "INFLIGHT_ROUTER_WORKER_COMMANDS_MAX")]
     pub worker_commands_max: usize,

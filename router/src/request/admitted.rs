@@ -43,6 +43,7 @@ impl Admitted {
             truncation,
             chat,
             resumed,
+            started_at,
             mut held,
             span,
             client,
@@ -118,7 +119,8 @@ impl Admitted {
                     resumption::resume_from(&mut call, cursor, digest, tokens)?;
                 }
                 None => {
-                    call.cursor = Some(Cursor::start(stream, call.sampling.seed, digest, call.sampling.n));
+                    call.cursor =
+                        Some(Cursor::start(stream, call.sampling.seed, digest, call.sampling.n, started_at));
                 }
             }
         }

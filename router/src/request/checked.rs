@@ -11,7 +11,7 @@ use crate::options::Options;
 use crate::outcome::Outcome;
 use crate::request::bad_words::BadWords;
 use crate::request::context::RequestContext;
-use crate::request::cursor::Cursor;
+use crate::request::cursor::{Cursor, unix_seconds};
 use crate::request::draft::{Draft, Input};
 use crate::request::grammar_check::GrammarCheck;
 use crate::request::held::Held;
@@ -50,6 +50,8 @@ pub(super) struct ValidRequest {
     pub(super) chat: bool,
     /// Cursor of the stream that it resumes.
     pub(super) resumed: Option<Cursor>,
+    /// Start of the stream, in seconds since the Unix epoch.
+    pub(super) started_at: u32,
     pub(super) held: Held,
     pub(super) span: Span,
     /// The client's trace context.
@@ -111,7 +113,9 @@ impl Checked {
         let input = std::mem::replace(&mut draft.input, Input::TokenIds(Vec::new()));
         let chat = matches!(input, Input::Chat(_));
         let special = SpecialTokens::new(draft.parse_special, options);
-        let prompt = PromptJob::of_request(served.clone(), input, special, truncation);
+        let started_at = resumed.as_ref().map_or_else(unix_seconds, |cursor| cursor.started_at);
+        let time = options.template_date.time(started_at);
+        let prompt = PromptJob::of_request(served.clone(), input, special, truncation).at(time);
         let request = ValidRequest {
             draft,
             served,
@@ -123,6 +127,7 @@ impl Checked {
             truncation,
             chat,
             resumed,
+            started_at,
             held,
             span,
             client,

@@ -91,15 +91,20 @@ pub(crate) struct RequestDigest(pub(crate) [u8; 16]);
 
 impl Cursor {
     /// Returns the cursor of a stream's start.
-    pub(crate) fn start(stream: u128, seed: u64, request: RequestDigest, choices: u32) -> Self {
-        let now = unix_seconds();
+    pub(crate) fn start(
+        stream: u128,
+        seed: u64,
+        request: RequestDigest,
+        choices: u32,
+        started_at: u32,
+    ) -> Self {
         Self {
             stream,
             seed,
             fingerprint: String::new(),
             request,
-            started_at: now,
-            issued_at: now,
+            started_at,
+            issued_at: started_at,
             stage: Stage::Start(0),
             events: 0,
             choices: vec![ChoicePosition::default(); choices as usize],
@@ -129,7 +134,8 @@ pub(crate) fn stream_id(stream: u128) -> String {
     format!("{stream:032x}")
 }
 
-fn unix_seconds() -> u32 {
+/// Returns the time in seconds since the Unix epoch.
+pub(crate) fn unix_seconds() -> u32 {
     u32::try_from(clock::since_unix_epoch().as_secs()).unwrap_or(u32::MAX)
 }
 
@@ -318,7 +324,7 @@ mod tests {
                         finished,
                     })
                     .collect(),
-                ..Cursor::start(stream, seed, RequestDigest(request), 0)
+                ..Cursor::start(stream, seed, RequestDigest(request), 0, unix_seconds())
             },
         )
     }
@@ -350,7 +356,7 @@ mod tests {
     #[test]
     fn an_old_cursor_is_stale() {
         let keys = CursorKeys::new(&[], Duration::from_secs(10));
-        let mut cursor = Cursor::start(1, 2, RequestDigest::default(), 1);
+        let mut cursor = Cursor::start(1, 2, RequestDigest::default(), 1, unix_seconds());
         cursor.issued_at = unix_seconds() - 11;
         let mut bytes = postcard::to_extend(&cursor, vec![VERSION]).unwrap();
         let tag = keys.keys[0].clone().chain_update(&bytes).finalize().into_bytes();

@@ -18,7 +18,7 @@ use crate::output::response_stream::ResponseStream;
 use crate::request::admitted::Admitted;
 use crate::request::checked::Checked;
 use crate::request::context::RequestContext;
-use crate::request::cursor::CursorTracker;
+use crate::request::cursor::{CursorTracker, unix_seconds};
 use crate::request::draft::{Draft, Input};
 use crate::request::limits;
 use crate::request::prompt::{PromptJob, SpecialTokens};
@@ -110,7 +110,8 @@ impl Ingress {
         let served = dispatch.resolve(model, None, clock::now())?;
         let (special, most) = (SpecialTokens::new(parse_special, options), options.tokenize_tokens_max);
         limits::check_input(&input)?;
-        let prompt = PromptJob::of_answer(served.clone(), input, special, most);
+        let time = self.resources.options.template_date.time(unix_seconds());
+        let prompt = PromptJob::of_answer(served.clone(), input, special, most).at(time);
         let terms = self.terms_of(&context)?;
         // Each byte is at most one token; a template adds some that are not counted before.
         let charge = charge(&context, prompt.bytes().min(most))?;

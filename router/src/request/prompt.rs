@@ -3,6 +3,8 @@
 use std::collections::VecDeque;
 use std::ops::Range;
 
+use time::OffsetDateTime;
+
 use inflight_router_core::TokenizePiece;
 
 use crate::dispatcher::ServedModel;
@@ -101,6 +103,8 @@ pub(crate) struct PromptJob {
     /// Pieces that are not tokenized yet.
     pieces: VecDeque<Range<usize>>,
     tokens: Vec<u32>,
+    /// Time that the chat template sees.
+    time: OffsetDateTime,
     /// Charge that each step's tokens use up, also if the caller is gone before the last one.
     charge: Option<TokenCharge>,
 }
@@ -132,7 +136,14 @@ impl PromptJob {
         let around = matches!(input, Input::Text(_));
         let (pieces, tokens) = (VecDeque::new(), Vec::new());
         let (bytes, input, charge) = (text_bytes(&input), Some(input), None);
-        Self { served, special, bound, input, bytes, text, around, pieces, tokens, charge }
+        let time = OffsetDateTime::UNIX_EPOCH;
+        Self { served, special, bound, input, bytes, text, around, pieces, tokens, time, charge }
+    }
+
+    /// Sets the time that the chat template sees.
+    pub(crate) fn at(mut self, time: OffsetDateTime) -> Self {
+        self.time = time;
+        self
     }
 
     /// Sets the charge that the job's tokens use up.
@@ -241,16 +252,19 @@ impl PromptJob {
         let model = &self.served.model;
         let with_tools = model.tool_template.as_ref().filter(|_| !tools.is_empty());
         let Some(template) = with_tools.or(model.template.as_ref()) else {
-            return Err(Outcome::NoChatTemplate { model: self.served.name.clone() });
+            return Err(Outcome::NoChatTemplate {
+                model: self.served.name.clone(),
+                reason: model.template_error.clone(),
+            });
         };
         if messages.is_empty() {
             return Err(Outcome::invalid("the prompt is empty; chat must have at least one message"));
         }
         if self.special.chat {
-            let text = template.render(messages, tools).map_err(Outcome::invalid)?;
+            let text = template.render(messages, tools, self.time).map_err(Outcome::invalid)?;
             return Ok(PromptText::with_special_tokens(text));
         }
-        template.render_prompt(messages, tools, model.tokenizer.added()).map_err(Outcome::invalid)
+        template.render_prompt(messages, tools, self.time, model.tokenizer.added()).map_err(Outcome::invalid)
     }
 
     /// Rejects text that cannot fit the context before tokenizing it, which would take seconds.

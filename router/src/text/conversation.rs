@@ -9,8 +9,8 @@ use minijinja::value::{Value, ValueKind};
 pub struct Message {
     /// Role of the author, such as `user`.
     pub role: String,
-    /// Text of the message.
-    pub content: String,
+    /// Text of the message; `None` for one of calls alone, which some templates tell from an empty text.
+    pub content: Option<String>,
     /// Reasoning that led to the message; empty if there is none.
     pub reasoning: String,
     /// Calls of tools in the message.
@@ -53,7 +53,17 @@ fn values(value: &Value) -> usize {
 impl Message {
     /// Returns a message of text alone.
     pub fn new(role: &str, content: String) -> Self {
-        Self { role: role.to_owned(), content, ..Self::default() }
+        Self { role: role.to_owned(), content: Some(content), ..Self::default() }
+    }
+
+    /// Returns a message of calls alone.
+    pub fn of_calls(tool_calls: Vec<MessageCall>) -> Self {
+        Self { role: "assistant".to_owned(), tool_calls, ..Self::default() }
+    }
+
+    /// Returns the text of the message; empty if it has none.
+    pub fn text(&self) -> &str {
+        self.content.as_deref().unwrap_or_default()
     }
 
     /// Returns the message with all of its texts replaced.
@@ -65,7 +75,7 @@ impl Message {
         };
         Self {
             role: change(&self.role),
-            content: change(&self.content),
+            content: self.content.as_deref().map(change),
             reasoning: change(&self.reasoning),
             tool_calls: self.tool_calls.iter().map(call).collect(),
             tool_call_id: change(&self.tool_call_id),
@@ -75,7 +85,7 @@ impl Message {
 
     /// Calls a function with each text.
     pub(super) fn visit(&self, seen: &mut dyn FnMut(&str)) {
-        [&self.role, &self.content, &self.reasoning, &self.tool_call_id, &self.name]
+        [&self.role, self.text(), &self.reasoning, &self.tool_call_id, &self.name]
             .into_iter()
             .for_each(|text| seen(text));
         for call in &self.tool_calls {
@@ -87,18 +97,18 @@ impl Message {
 
     /// Returns the size of the message: the bytes of its texts, and of its tool calls as JSON.
     pub(crate) fn bytes(&self) -> usize {
-        let texts = [&self.role, &self.content, &self.reasoning, &self.tool_call_id, &self.name];
+        let texts = [&self.role, self.text(), &self.reasoning, &self.tool_call_id, &self.name];
         let call = |call: &MessageCall| {
             CALL_BYTES + text_bytes(&call.id) + text_bytes(&call.name) + json_bytes(&call.arguments)
         };
         let calls: usize = self.tool_calls.iter().map(call).sum();
-        texts.into_iter().map(String::len).sum::<usize>() + calls
+        texts.into_iter().map(str::len).sum::<usize>() + calls
     }
 
     /// Returns the message as templates read it: as in OpenAI's API, with arguments as objects.
     pub(super) fn to_value(&self) -> Value {
-        let mut fields =
-            vec![("role", Value::from(self.role.as_str())), ("content", Value::from(self.content.as_str()))];
+        let content = self.content.as_deref().map_or_else(|| Value::from(()), Value::from);
+        let mut fields = vec![("role", Value::from(self.role.as_str())), ("content", content)];
         let texts = [
             ("reasoning_content", &self.reasoning),
             ("tool_call_id", &self.tool_call_id),

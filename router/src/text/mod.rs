@@ -7,6 +7,7 @@ mod marks;
 mod pieces;
 mod prompt_text;
 mod template;
+mod template_functions;
 mod template_limits;
 mod token_bound;
 mod tokenizer;

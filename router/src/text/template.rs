@@ -1,9 +1,9 @@
 //! Chat templates (Jinja), rendered as Hugging Face transformers does.
 
 use minijinja::syntax::SyntaxConfig;
-use minijinja::value::{Kwargs, Value};
+use minijinja::value::Value;
 use minijinja::{Environment, Error, ErrorKind};
-use serde::Serialize;
+use time::OffsetDateTime;
 
 use super::conversation::{self, Message};
 use super::marks::Marks;
@@ -33,8 +33,8 @@ pub enum TemplateError {
 }
 
 /// Chat template of a model, rendered as transformers does: trimmed blocks, Python's string methods,
-/// `raise_exception`, `bos_token` and `eos_token`. There is no clock (`strftime_now` is undefined, and
-/// templates fall back to a fixed date), so equal messages always give the same prompt.
+/// `raise_exception`, `strftime_now`, `bos_token` and `eos_token`. The time is given, so equal messages at one time always give the same
+/// prompt.
 #[derive(Debug)]
 pub struct ChatTemplate {
     environment: Environment<'static>,
@@ -65,10 +65,9 @@ impl ChatTemplate {
         environment.set_syntax(trimmed.map_err(|error| TemplateError::Syntax(error.to_string()))?);
         environment.set_fuel(Some(Self::FUEL));
         super::template_limits::apply(&mut environment);
-        environment.add_function("raise_exception", raise_exception);
-        environment.add_filter("tojson", tojson);
+        super::template_functions::apply(&mut environment);
         environment
-            .add_template_owned(Self::NAME, source.to_owned())
+            .add_template_owned(Self::NAME, super::template_functions::without_generation_tags(source))
             .map_err(|error| TemplateError::Syntax(error.to_string()))?;
         let source = source.to_owned();
         Ok(Self { environment, source, bos_token: bos_token.to_owned(), eos_token: eos_token.to_owned() })
@@ -104,9 +103,10 @@ impl ChatTemplate {
         &self,
         messages: &[Message],
         tools: &[Value],
+        time: OffsetDateTime,
         added: &AddedTokens,
     ) -> Result<PromptText, TemplateError> {
-        let text = self.render(messages, tools)?;
+        let text = self.render(messages, tools, time)?;
         let edges = added.edges();
         let mut texts = Vec::new();
         let mut keep = |part: &str| {
@@ -128,7 +128,7 @@ impl ChatTemplate {
         let render = |mark: &dyn Fn(&str) -> String| {
             let messages: Vec<Message> = messages.iter().map(|message| message.map(mark)).collect();
             let tools: Vec<Value> = tools.iter().map(|tool| conversation::map(tool, mark)).collect();
-            self.render(&messages, &tools).map(|marked| marks.restore(&marked))
+            self.render(&messages, &tools, time).map(|marked| marks.restore(&marked))
         };
         if let Ok((restored, literal)) = render(&|part| marks.mark(part, |_| true))
             && restored == text
@@ -143,11 +143,33 @@ impl ChatTemplate {
     }
 
     /// Renders the text of a conversation, up to the start of the assistant's message. `tools` are the definitions
-    /// of tools as in OpenAI's API.
+    /// of tools as in OpenAI's API. Messages without a text have a content of none; a template that fails on it has empty ones.
     ///
     /// # Errors
     /// [`TemplateError::TooLarge`]; [`TemplateError::Render`] with the template's own message.
-    pub fn render(&self, messages: &[Message], tools: &[Value]) -> Result<String, TemplateError> {
+    pub fn render(
+        &self,
+        messages: &[Message],
+        tools: &[Value],
+        time: OffsetDateTime,
+    ) -> Result<String, TemplateError> {
+        let rendered = self.render_once(messages, tools, time);
+        if !matches!(rendered, Err(TemplateError::Render(_)))
+            || messages.iter().all(|message| message.content.is_some())
+        {
+            return rendered;
+        }
+        let filled =
+            |message: &Message| Message { content: Some(message.text().to_owned()), ..message.clone() };
+        self.render_once(&messages.iter().map(filled).collect::<Vec<_>>(), tools, time)
+    }
+
+    fn render_once(
+        &self,
+        messages: &[Message],
+        tools: &[Value],
+        time: OffsetDateTime,
+    ) -> Result<String, TemplateError> {
         let count = messages.len() + tools.len();
         let given = conversation::bytes(messages, tools);
         if given.saturating_mul(count) > Self::MESSAGES_TIMES_BYTES {
@@ -160,6 +182,7 @@ impl ChatTemplate {
             add_generation_prompt => true,
             bos_token => &self.bos_token,
             eos_token => &self.eos_token,
+            _inflight_time => time.unix_timestamp(),
         };
         let most = Self::OUTPUT_BYTES.saturating_add(given.saturating_mul(Self::OUTPUT_FACTOR));
         let mut output = BoundedOutput { bytes: Vec::new(), most, exceeded: false };
@@ -207,58 +230,6 @@ fn cause(error: &Error) -> String {
     }
 }
 
-fn raise_exception(message: String) -> Result<Value, Error> {
-    Err(Error::new(ErrorKind::InvalidOperation, message))
-}
-
-/// Serializes like Python's `json.dumps(ensure_ascii=False)`, without HTML escapes.
-fn tojson(value: &Value, options: Kwargs) -> Result<Value, Error> {
-    let indent: Option<usize> = options.get("indent")?;
-    // Options without effect on the output, such as ensure_ascii, are ignored.
-    let failed = |error: serde_json::Error| {
-        Error::new(ErrorKind::InvalidOperation, format!("cannot serialise to JSON: {error}"))
-    };
-    let mut out = Vec::new();
-    match indent {
-        Some(indent) => {
-            let pad = vec![b' '; indent.min(16)];
-            let formatter = serde_json::ser::PrettyFormatter::with_indent(&pad);
-            let mut serializer = serde_json::Serializer::with_formatter(&mut out, formatter);
-            value.serialize(&mut serializer).map_err(failed)?;
-        }
-        None => {
-            let mut serializer = serde_json::Serializer::with_formatter(&mut out, Spaced);
-            value.serialize(&mut serializer).map_err(failed)?;
-        }
-    }
-    Ok(Value::from_safe_string(String::from_utf8_lossy(&out).into_owned()))
-}
-
-/// JSON formatter with Python's default separators: a space after each comma and colon.
-struct Spaced;
-
-impl serde_json::ser::Formatter for Spaced {
-    fn begin_array_value<W: ?Sized + std::io::Write>(
-        &mut self,
-        w: &mut W,
-        first: bool,
-    ) -> std::io::Result<()> {
-        if first { Ok(()) } else { w.write_all(b", ") }
-    }
-
-    fn begin_object_key<W: ?Sized + std::io::Write>(
-        &mut self,
-        w: &mut W,
-        first: bool,
-    ) -> std::io::Result<()> {
-        if first { Ok(()) } else { w.write_all(b", ") }
-    }
-
-    fn begin_object_value<W: ?Sized + std::io::Write>(&mut self, w: &mut W) -> std::io::Result<()> {
-        w.write_all(b": ")
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -274,9 +245,10 @@ mod tests {
                       <|{{ message['role'] }}|>{{ message['content'].strip() | tojson }}{{ eos_token }}\n\
                       {%- endfor %}\n{% if add_generation_prompt %}\n<|assistant|>\n{%- endif %}";
         let template = ChatTemplate::new(source, "<s>", "</s>").unwrap();
-        let prompt = template.render(&[message("user", "  <b> é\n")], &[]).unwrap();
+        let prompt =
+            template.render(&[message("user", "  <b> é\n")], &[], OffsetDateTime::UNIX_EPOCH).unwrap();
         assert_eq!(prompt, "<s><|user|>\"<b> é\"</s><|assistant|>");
-        let refused = template.render(&[message("tool", "x")], &[]).unwrap_err();
+        let refused = template.render(&[message("tool", "x")], &[], OffsetDateTime::UNIX_EPOCH).unwrap_err();
         assert_eq!(refused.to_string(), "the chat template refused the messages: start with user, not tool");
     }
 
@@ -284,10 +256,16 @@ mod tests {
     fn an_endless_template_is_stopped_and_an_invalid_one_rejected() {
         let endless = "{% for i in range(100000) %}{% for j in range(100000) %}x{% endfor %}{% endfor %}";
         let template = ChatTemplate::new(endless, "", "").unwrap();
-        assert!(matches!(template.render(&[], &[]), Err(TemplateError::Render(_))));
+        assert!(matches!(
+            template.render(&[], &[], OffsetDateTime::UNIX_EPOCH),
+            Err(TemplateError::Render(_))
+        ));
         assert!(matches!(ChatTemplate::new("{% if %}", "", ""), Err(TemplateError::Syntax(_))));
         let long = "{% for i in range(100) %}{{ 'x' * 100000 }}{% endfor %}";
-        let refused = ChatTemplate::new(long, "", "").unwrap().render(&[], &[]).unwrap_err();
+        let refused = ChatTemplate::new(long, "", "")
+            .unwrap()
+            .render(&[], &[], OffsetDateTime::UNIX_EPOCH)
+            .unwrap_err();
         assert!(refused.to_string().contains("its output exceeds 1048576 bytes"), "{refused}");
     }
 
@@ -298,7 +276,11 @@ mod tests {
                       '\n' + message['content'] %}{% endfor %}{{ ns.system }}";
         let template = ChatTemplate::new(source, "", "").unwrap();
         let conversation = |count: usize, bytes: usize| {
-            template.render(&vec![message("system", &"x".repeat(bytes / count - "system".len())); count], &[])
+            template.render(
+                &vec![message("system", &"x".repeat(bytes / count - "system".len())); count],
+                &[],
+                time::OffsetDateTime::UNIX_EPOCH,
+            )
         };
         assert!(conversation(1 << 10, 1 << 18).is_ok());
         let refused = conversation(1 << 14, 1 << 18).unwrap_err().to_string();
@@ -308,9 +290,66 @@ mod tests {
         );
     }
 
+    fn rendered(source: &str, messages: &[Message], tools: &[Value], seconds: i64) -> Result<String, String> {
+        let time = OffsetDateTime::from_unix_timestamp(seconds).unwrap();
+        let template = ChatTemplate::new(source, "<s>", "</s>").map_err(|error| error.to_string())?;
+        template.render(messages, tools, time).map_err(|error| error.to_string())
+    }
+
     #[test]
-    fn templates_have_no_clock() {
-        let source = "{% if strftime_now is defined %}{{ strftime_now('%Y') }}{% else %}fixed{% endif %}";
-        assert_eq!(ChatTemplate::new(source, "", "").unwrap().render(&[], &[]).unwrap(), "fixed");
+    fn templates_write_the_date_of_the_stream() {
+        let date =
+            |format: &str| rendered(&format!("{{{{ strftime_now('{format}') }}}}"), &[], &[], 1_764_412_800);
+        assert_eq!(date("%Y-%m-%d").unwrap(), "2025-11-29");
+        assert_eq!(date("%d %b %Y, %B %A %H:%M").unwrap(), "29 Nov 2025, November Saturday 10:40");
+        assert!(date("%").unwrap_err().contains("strftime_now"), "{:?}", date("%"));
+    }
+
+    #[test]
+    fn absent_tools_are_not_iterable_and_absent_contents_are_none() {
+        let tools = "{% if tools is iterable and tools | length > 0 %}tools{% else %}none{% endif %}";
+        assert_eq!(rendered(tools, &[], &[], 0).unwrap(), "none");
+        assert_eq!(rendered(tools, &[], &[Value::from_pairs([("a", 1)])], 0).unwrap(), "tools");
+        let call = conversation::MessageCall {
+            id: "c".into(),
+            name: "f".into(),
+            arguments: Value::from_pairs([("a", 1)]),
+        };
+        let calls = [Message::of_calls(vec![call])];
+        // As in templates of R1's distillations.
+        let source = "{% for m in messages %}{% if m.content is none %}{% for c in m.tool_calls %}[{{ c.function.name }}]\
+                      {% endfor %}{% else %}{{ m.content }}{% endif %}{% endfor %}";
+        assert_eq!(rendered(source, &calls, &[], 0).unwrap(), "[f]");
+        assert_eq!(rendered(source, &[message("assistant", "")], &[], 0).unwrap(), "");
+        assert_eq!(rendered("<{{ messages[0].content }}>", &calls, &[], 0).unwrap(), "<>");
+        // One that cannot take none has an empty text.
+        assert_eq!(rendered("{{ '<' + messages[0].content + '>' }}", &calls, &[], 0).unwrap(), "<>");
+    }
+
+    #[test]
+    fn json_has_the_options_of_python() {
+        let json = |options: &str| {
+            let source = format!("{{{{ {{'b': [1, {{}}], 'a': 'é😀<', 'c': []}} | tojson({options}) }}}}");
+            rendered(&source, &[], &[], 0).unwrap()
+        };
+        assert_eq!(json(""), r#"{"b": [1, {}], "a": "é😀<", "c": []}"#);
+        assert_eq!(json("sort_keys=true"), r#"{"a": "é😀<", "b": [1, {}], "c": []}"#);
+        assert_eq!(json("ensure_ascii=true"), r#"{"b": [1, {}], "a": "\u00e9\ud83d\ude00<", "c": []}"#);
+        assert_eq!(json("separators=(',', ':')"), r#"{"b":[1,{}],"a":"é😀<","c":[]}"#);
+        assert_eq!(json("indent=none"), json(""));
+        let broken = "{\n--\"b\": [\n----1,\n----{}\n--],\n--\"a\": \"é😀<\",\n--\"c\": []\n}";
+        assert_eq!(json("indent='--'"), broken);
+        assert_eq!(json("indent=2"), broken.replace("--", "  "));
+        let refused = rendered("{{ 1 | tojson(indent=[]) }}", &[], &[], 0).unwrap_err();
+        assert!(refused.contains("indent is"), "{refused}");
+    }
+
+    #[test]
+    fn marks_for_training_and_functions_of_jinja_are_known() {
+        let source = "{% for m in messages %}{%- generation -%} {{ m.content }} {%- endgeneration %}{{ '{% x' }}{% endfor %}";
+        assert_eq!(rendered(source, &[message("assistant", "hi")], &[], 0).unwrap(), "hi{% x");
+        let source = "{% set sep = joiner('|') %}{% set c = cycler('a', 'b') %}{% for i in range(3) %}{{ sep() }}{{ c.next() }}\
+                      {% endfor %} {{ 'one two' | wordcount }} {{ 'one two three' | truncate(9, true, leeway=0) }}";
+        assert_eq!(rendered(source, &[], &[], 0).unwrap(), "a|b|a 2 one tw...");
     }
 }

@@ -1,7 +1,6 @@
 //! Defaults for generation, from generation_config.json.
 
-use inflight_contract::{NumberKind, SAMPLING_NUMBERS};
-use serde_json::Value;
+use inflight_contract::SAMPLING_NUMBERS;
 
 use super::fields::Fields;
 use super::files::Files;
@@ -31,18 +30,15 @@ impl GenerationDefaults {
         let Some(fields) = fields else {
             return Ok(Self { eos_token_ids: in_vocabulary(&config.eos_token_ids) });
         };
-        let eos = fields.tokens("eos_token_id")?;
-        // The router takes the sampling parameters from the file; here, a worker with a wrong one fails at its start.
-        fields.flag("do_sample")?;
+        // A value that cannot be used is left out: the model works without it.
+        let warn = |error: Error| tracing::warn!("{error}; it is left out");
+        let eos = fields.tokens("eos_token_id").map_err(warn).ok().flatten();
+        // The router takes the sampling parameters from the file; here, the log says which it leaves out.
+        let _ = fields.flag("do_sample").map_err(warn);
         for number in SAMPLING_NUMBERS.iter().filter(|number| number.model) {
-            match number.kind {
-                NumberKind::Float => _ = fields.number(number.name)?,
-                NumberKind::Integer => {
-                    let count = |value: &Value| value.as_u64().is_some_and(|count| count <= u32::MAX.into());
-                    if !fields.get(number.name).is_none_or(count) {
-                        return Err(fields.bad(number.name, "an integer of at least 0"));
-                    }
-                }
+            let Some(value) = fields.get(number.name) else { continue };
+            if number.of_json(value.as_f64(), value.as_i64()).is_none() {
+                warn(fields.bad(number.name, &format!("a number in {}", number.range)));
             }
         }
         Ok(Self { eos_token_ids: in_vocabulary(eos.as_deref().unwrap_or(&config.eos_token_ids)) })

@@ -126,6 +126,15 @@ impl SamplingNumber {
     pub fn allows(&self, value: f64) -> bool {
         value >= self.low && value <= self.high
     }
+
+    /// Returns the value of a JSON number, given as it is as a float and as an integer; `None` if it is not in the range.
+    pub fn of_json(&self, float: Option<f64>, integer: Option<i64>) -> Option<f64> {
+        let value = match self.kind {
+            NumberKind::Float => float,
+            NumberKind::Integer => integer.map(|integer| integer as f64),
+        };
+        value.filter(|value| self.allows(*value))
+    }
 }
 
 trait Number {

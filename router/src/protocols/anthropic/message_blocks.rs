@@ -71,7 +71,8 @@ pub(crate) fn read_message(
             _ => texts.extend(content::part(&place, raw)?),
         }
     }
-    message.content = texts.join("\n");
+    // A message of calls alone has no text.
+    message.content = (!texts.is_empty() || message.tool_calls.is_empty()).then(|| texts.join("\n"));
     // Results alone are no message of the user.
     if results == 0 || results < blocks_given {
         messages.push(message)?;

@@ -284,7 +284,7 @@ mod tests {
             {"role": "user", "content": [{"type": "text", "text": "c"}]}], "stop_sequences": ["x"], "metadata": {}}"#;
         let (request, stream) = read(body).unwrap();
         let Input::Chat(chat) = request.input else { panic!() };
-        let messages: Vec<_> = chat.messages.iter().map(|m| (m.role.as_str(), m.content.as_str())).collect();
+        let messages: Vec<_> = chat.messages.iter().map(|m| (m.role.as_str(), m.text())).collect();
         assert_eq!(messages, [("system", "be kind"), ("user", "a"), ("assistant", "b"), ("user", "c")]);
         assert_eq!(
             (request.stop.max_tokens, request.stop.stop, stream),

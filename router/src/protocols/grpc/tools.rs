@@ -47,6 +47,8 @@ pub(crate) fn conversation(chat: v1::Chat, tools: Option<&ToolUse>) -> Result<In
     for (at, message) in chat.messages.into_iter().enumerate() {
         let place = format!("chat.messages[{at}]");
         let v1::ChatMessage { role, content, reasoning, tool_calls, tool_call_id, name } = message;
+        // A message of calls alone has no text.
+        let content = (!content.is_empty() || tool_calls.is_empty()).then_some(content);
         let mut read = Message { role, content, reasoning, tool_call_id, name, ..Message::default() };
         for v1::ToolCall { id, name, arguments } in tool_calls {
             let arguments = RawValue::from_string(arguments).map_err(|error| {

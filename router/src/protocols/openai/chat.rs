@@ -147,6 +147,9 @@ fn read_message(at: usize, message: &RawValue, earlier: &MessageList) -> Result<
         return Err(Outcome::field("messages", reason));
     }
     let mut read = Message::new(role, content);
+    if !tool_calls.is_empty() && message.content.is_none_or(|content| content.get() == "null") {
+        read.content = None;
+    }
     read.name = message.name.unwrap_or_default();
     if role == "assistant" {
         let reasoning = message.reasoning.or(message.reasoning_content);

@@ -146,11 +146,8 @@ fn read_item(
             let call = message_call(name, id, tool, item.arguments)?;
             let apart = if reasoning.is_empty() { messages.extend_last(call) } else { Err(call) };
             return apart.or_else(|call| {
-                messages.push(Message {
-                    reasoning: std::mem::take(reasoning),
-                    tool_calls: vec![call],
-                    ..Message::new("assistant", String::new())
-                })
+                messages
+                    .push(Message { reasoning: std::mem::take(reasoning), ..Message::of_calls(vec![call]) })
             });
         }
         Some("function_call_output") => {
@@ -290,7 +287,11 @@ mod tests {
 
     fn messages(body: &str) -> Result<Vec<(String, String)>, Outcome> {
         let Input::Chat(chat) = read(body.as_bytes())?.0.input else { panic!() };
-        Ok(chat.messages.into_iter().map(|message| (message.role, message.content)).collect())
+        Ok(chat
+            .messages
+            .into_iter()
+            .map(|message| (message.role.clone(), message.text().to_owned()))
+            .collect())
     }
 
     #[test]
