@@ -25,7 +25,7 @@ const REFUSED: &[(&str, Change, Code, &str)] = &[
         Code::InvalidArgument,
         "temperature",
     ),
-    ("top_p of zero", |_, p, _| p.top_p = Some(0.0), Code::InvalidArgument, "top_p"),
+    ("negative top_p", |_, p, _| p.top_p = Some(-0.1), Code::InvalidArgument, "top_p"),
     ("top_p over one", |_, p, _| p.top_p = Some(1.1), Code::InvalidArgument, "top_p"),
     ("negative top_k", |_, p, _| p.top_k = Some(-1), Code::InvalidArgument, "top_k"),
     ("min_p not a number", |_, p, _| p.min_p = Some(f32::NAN), Code::InvalidArgument, "min_p"),

@@ -63,16 +63,8 @@ impl Admitted {
         // A prompt that leaves no room is rejected below.
         let max_tokens = stop.max_tokens.unwrap_or(resources.options.default_max_tokens.min(room)).max(1);
         let shape = RequestShape { prompt_tokens, max_tokens };
-        served.limits.check_shape(shape).map_err(|error| match error {
-            // Scoring computes the token behind the prompt, too, and drops it.
-            RequestError::ContextExceeded { context_tokens, .. } if stop.max_tokens == Some(0) => {
-                Outcome::ContextExceeded(format!(
-                    "the prompt has {prompt_tokens} tokens; with max_tokens = 0 it has at most {}, one less than the context of the model",
-                    context_tokens.saturating_sub(1)
-                ))
-            }
-            error => invalid_request(error),
-        })?;
+        let scores_only = stop.max_tokens == Some(0);
+        served.limits.check_shape(shape).map_err(|error| invalid_shape(error, scores_only))?;
         if stop.min_tokens > max_tokens {
             let reason = format!("min_tokens is {}, more than max_tokens = {max_tokens}", stop.min_tokens);
             return Err(Outcome::field("min_tokens", reason));
@@ -140,6 +132,20 @@ impl Admitted {
         let (guard, usage, _cold_start) = held.into_guard();
         let ticket = dispatch.submit(call, span, guard, Billing { charge, usage })?;
         Ok(ResponseStream::new(ticket, model))
+    }
+}
+
+/// Returns the outcome of a request whose prompt leaves no room; `scores_only` if it asks for no tokens.
+fn invalid_shape(error: RequestError, scores_only: bool) -> Outcome {
+    match error {
+        // Scoring computes the token behind the prompt, too, and drops it.
+        RequestError::ContextExceeded { prompt_tokens, context_tokens, .. } if scores_only => {
+            let most = context_tokens.saturating_sub(1);
+            Outcome::ContextExceeded(format!(
+                "the prompt has {prompt_tokens} tokens; with max_tokens = 0 it has at most {most}, one less than the context of the model"
+            ))
+        }
+        error => invalid_request(error),
     }
 }
 

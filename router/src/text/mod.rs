@@ -9,6 +9,7 @@ mod prompt_text;
 mod template;
 mod template_functions;
 mod template_limits;
+mod template_methods;
 mod token_bound;
 mod tokenizer;
 mod tokenizer_error;

@@ -327,6 +327,33 @@ mod tests {
     }
 
     #[test]
+    fn texts_and_dictionaries_have_pythons_methods() {
+        for (expression, expected) in [
+            ("'a-b'.removeprefix('a-') ~ 'a-b'.removesuffix('-b') ~ 'x'.removeprefix('y')", "bax"),
+            ("'  a b  c '.rsplit() | tojson", r#"["a", "b", "c"]"#),
+            ("' a b  c '.rsplit(none, 1) | tojson", r#"[" a b", "c"]"#),
+            ("'a,b,c'.rsplit(',', 1) | tojson", r#"["a,b", "c"]"#),
+            ("'é,b'.index(',')", "1"),
+            ("'7'.zfill(3) ~ '-7'.zfill(3) ~ 'abcd'.zfill(3)", "007-07abcd"),
+            ("'a'.ljust(3) ~ '|' ~ 'a'.rjust(3, '.')", "a  |..a"),
+            ("'a=b=c'.partition('=') | tojson", r#"["a", "=", "b=c"]"#),
+            ("'abc'.partition('=') | tojson", r#"["abc", "", ""]"#),
+            ("'a=b=c'.rpartition('=') | tojson", r#"["a=b", "=", "c"]"#),
+            ("'ABC'.casefold()", "abc"),
+            ("{'a': 1}.copy() | tojson", r#"{"a": 1}"#),
+        ] {
+            assert_eq!(
+                rendered(&format!("{{{{ {expression} }}}}"), &[], &[], 0).as_deref(),
+                Ok(expected),
+                "{expression}"
+            );
+        }
+        for wrong in ["'a'.index('b')", "'a'.ljust(5000)", "'a'.partition('')", "'a'.nothing()"] {
+            assert!(rendered(&format!("{{{{ {wrong} }}}}"), &[], &[], 0).is_err(), "{wrong}");
+        }
+    }
+
+    #[test]
     fn json_has_the_options_of_python() {
         let json = |options: &str| {
             let source = format!("{{{{ {{'b': [1, {{}}], 'a': 'é😀<', 'c': []}} | tojson({options}) }}}}");

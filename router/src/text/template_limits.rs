@@ -5,6 +5,8 @@ use minijinja::value::{Kwargs, Rest, Value};
 use minijinja::{Environment, Error, ErrorKind, State};
 use minijinja_contrib::pycompat;
 
+use super::template_methods;
+
 /// Maximum width, precision or count.
 const WIDTH_MAX: i64 = 4096;
 /// Maximum bytes of a text that a single `join` or `replace` makes: several in a row multiply.
@@ -98,7 +100,10 @@ fn call_method(state: &mut State, value: &Value, method: &str, args: &[Value]) -
         ("replace", [from, to, ..], Some(_)) => check_replace(value, from, to)?,
         _ => {}
     }
-    pycompat::unknown_method_callback(state, value, method, args)
+    match template_methods::call(value, method, args) {
+        Some(called) => called,
+        None => pycompat::unknown_method_callback(state, value, method, args),
+    }
 }
 
 fn check_arguments(args: &[Value]) -> Result<(), Error> {
