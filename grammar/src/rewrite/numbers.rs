@@ -13,6 +13,9 @@ const EXACT_MAX: u128 = 1 << 53;
 /// Bounds from here on are those of a type's whole range, and no bounds.
 const RANGE: i128 = 1 << 63;
 
+/// Integers of this size are counted only between two bounds.
+const FAR: i128 = 10_i128.pow(18);
+
 /// Direction of a bound.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Side {
@@ -35,44 +38,56 @@ pub(super) fn numbers(object: &mut Map<String, Value>, dialect: Dialect) -> Resu
     for keyword in ["const", "enum"] {
         if let Some(number) = object.get(keyword).and_then(inexact) {
             return Err(GrammarError::Refused(format!(
-                "{keyword} has the integer {number}, which is beyond 2^53 and no 64-bit floating-point number, so it cannot be written exactly; \
-                 let the value be a string"
+                "{keyword} has the number {number}, which is beyond 2^53 and may not be written exactly; let the value be a string"
             )));
         }
     }
     for (keyword, side, exclusive) in BOUNDS {
         let Some(bound) = object.get(keyword).and_then(large) else { continue };
-        let flag = match side {
-            Side::Lower => "exclusiveMinimum",
-            Side::Upper => "exclusiveMaximum",
+        let (flag, other) = match side {
+            Side::Lower => ("exclusiveMinimum", ["maximum", "exclusiveMaximum"]),
+            Side::Upper => ("exclusiveMaximum", ["minimum", "exclusiveMinimum"]),
         };
         // In draft 4, the exclusive keywords say how the others are meant.
         let excludes =
             exclusive || (dialect == Dialect::Draft4 && object.get(flag) == Some(&Value::Bool(true)));
+        let is_integer = object.get("type").is_some_and(|name| name == "integer");
         let is_range = match side {
             Side::Lower => bound <= -RANGE,
             // The compiler counts integers up to 2^63 - 1.
-            Side::Upper if object.get("type").is_some_and(|name| name == "integer") => bound >= RANGE,
+            Side::Upper if is_integer => bound >= RANGE,
             Side::Upper => bound >= RANGE - 1,
         };
-        let stays = !excludes && is_double(bound);
-        let counted = !excludes && side == Side::Upper && bound == RANGE - 1;
-        if !is_range && (stays || counted) {
-            continue;
-        }
-        object.remove(keyword);
-        if excludes && !exclusive {
-            object.remove(flag);
-        }
         if is_range {
+            object.remove(keyword);
+            if excludes && !exclusive {
+                object.remove(flag);
+            }
             continue;
         }
         let narrowed = match side {
             Side::Lower => next_double(bound + i128::from(excludes)),
             Side::Upper => -next_double(i128::from(excludes) - bound),
         };
+        let counted = !excludes && side == Side::Upper && bound == RANGE - 1;
+        let far = if side == Side::Lower { bound >= FAR } else { bound <= -FAR };
+        let is_open = far && other.iter().all(|keyword| object.get(*keyword).is_none());
+        if !counted && (narrowed.abs() >= RANGE || is_open) {
+            return Err(GrammarError::Refused(format!(
+                "{keyword} is {}, a bound that integers cannot be counted from; use one within ±10^18",
+                object[keyword]
+            )));
+        }
+        if counted || (!excludes && narrowed == bound) {
+            continue;
+        }
+        object.remove(keyword);
+        if excludes && !exclusive {
+            object.remove(flag);
+        }
         let inclusive = if side == Side::Lower { "minimum" } else { "maximum" };
-        push(object, json!({inclusive: i64::try_from(narrowed).unwrap_or(i64::MAX)}));
+        // Below 2^63, as is checked above.
+        push(object, json!({inclusive: narrowed as i64}));
     }
     Ok(())
 }
@@ -80,7 +95,11 @@ pub(super) fn numbers(object: &mut Map<String, Value>, dialect: Dialect) -> Resu
 /// Returns a number in a constant that is not written exactly.
 fn inexact(value: &Value) -> Option<&Number> {
     match value {
-        Value::Number(number) => integer(number).filter(|value| !is_double(*value)).map(|_| number),
+        // A float of this size may have been rounded when it was parsed.
+        Value::Number(number) => {
+            let rounded = || number.as_f64().is_some_and(|float| float.abs() >= EXACT_MAX as f64);
+            integer(number).map_or_else(rounded, |value| !is_double(value)).then_some(number)
+        }
         Value::Array(values) => values.iter().find_map(inexact),
         Value::Object(fields) => fields.values().find_map(inexact),
         _ => None,
@@ -90,7 +109,8 @@ fn inexact(value: &Value) -> Option<&Number> {
 /// Returns a bound that is an integer from 2^53 on.
 fn large(value: &Value) -> Option<i128> {
     let number = value.as_number()?;
-    let whole = || number.as_f64().map(|float| float as i128);
+    let most = (4 * RANGE) as f64;
+    let whole = || number.as_f64().map(|float| float.clamp(-most, most) as i128);
     integer(number).or_else(whole).filter(|bound| bound.unsigned_abs() >= EXACT_MAX)
 }
 
@@ -133,7 +153,7 @@ mod tests {
                 narrowed("maximum", -9_007_199_254_740_994),
             ),
             (json!({"maximum": -9_007_199_254_740_993_i64}), narrowed("maximum", -9_007_199_254_740_994)),
-            (json!({"minimum": 1_i64 << 60}), json!({"minimum": 1_i64 << 60})),
+            (json!({"minimum": 1_i64 << 58}), json!({"minimum": 1_i64 << 58})),
             (json!({"minimum": i64::MIN, "maximum": i64::MAX}), json!({})),
             (
                 json!({"type": "integer", "minimum": i64::MIN, "maximum": i64::MAX}),
@@ -142,14 +162,34 @@ mod tests {
             (json!({"minimum": 0, "maximum": u64::MAX}), json!({"minimum": 0})),
             (json!({"minimum": -3.4e38, "maximum": 1.7e308}), json!({})),
             (json!({"minimum": -1.5, "maximum": 7}), json!({"minimum": -1.5, "maximum": 7})),
+            (json!({"minimum": -0.0, "maximum": i64::MAX}), json!({"minimum": -0.0})),
+            (json!({"exclusiveMinimum": -1e300, "exclusiveMaximum": 1e300}), json!({})),
+            (json!({"minimum": FAR as i64, "maximum": FAR as i64 + 1}), {
+                json!({"minimum": FAR as i64, "allOf": [{"maximum": FAR as i64}]})
+            }),
         ] {
             assert_eq!(of(schema.clone()), expected, "{schema}");
         }
     }
 
     #[test]
+    fn bounds_from_which_nothing_can_be_counted_are_refused() {
+        let lower = ["minimum", "exclusiveMinimum"].map(|keyword| {
+            [json!(i64::MAX), json!(u64::MAX), json!(1e19), json!(1e300)].map(|value| (keyword, value))
+        });
+        let upper = ["maximum", "exclusiveMaximum"].map(|keyword| {
+            [json!(i64::MIN), json!(-1e19), json!(-1e300), json!(-FAR as i64)].map(|value| (keyword, value))
+        });
+        for (keyword, value) in lower.into_iter().chain(upper).flatten() {
+            let mut schema = json!({"type": "integer", keyword: value});
+            let refused = numbers(schema.as_object_mut().unwrap(), Dialect::Draft2020).unwrap_err();
+            assert!(refused.to_string().contains("within ±10^18"), "{keyword} {value}: {refused}");
+        }
+    }
+
+    #[test]
     fn constants_that_are_no_doubles_are_refused() {
-        for value in [json!(9_007_199_254_740_993_i64), json!([{"id": u64::MAX}])] {
+        for value in [json!(9_007_199_254_740_993_i64), json!([{"id": u64::MAX}]), json!(1e20)] {
             let mut schema = json!({"const": value});
             let refused = numbers(schema.as_object_mut().unwrap(), Dialect::Draft2020).unwrap_err();
             assert!(refused.to_string().contains("let the value be a string"), "{refused}");

@@ -81,7 +81,7 @@ impl CallObject {
         }
     }
 
-    /// Whether name and arguments are complete, so that whatever is missing says nothing more.
+    /// Whether name and arguments are complete: nothing but closing brackets is missing.
     pub(crate) fn has_all_arguments(&self) -> bool {
         let in_arguments = matches!(self.state, State::Arguments(_) | State::QuotedArguments { .. });
         self.begun && self.has_arguments && !in_arguments

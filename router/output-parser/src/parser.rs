@@ -84,8 +84,12 @@ pub struct OutputParser {
     parted: usize,
     /// Calls that were begun.
     calls: u32,
-    /// Whether one of them was not made.
+    /// Calls that were made.
+    made: u32,
+    /// Whether one of those that are not dropped was not made.
     has_cut_call: bool,
+    /// Whether the last call is dropped, as one was made before it.
+    dropped: bool,
     /// Whether the last call has not ended.
     open: bool,
     /// Events of the open call, if it is emitted at its end only.
@@ -114,7 +118,9 @@ impl OutputParser {
             held,
             parted: 0,
             calls: 0,
+            made: 0,
             has_cut_call: false,
+            dropped: false,
             open: false,
             pending: Events::default(),
         }
@@ -135,9 +141,10 @@ impl OutputParser {
         self.has_cut_call
     }
 
-    /// Whether the output so far has calls, and all of them were made.
+    /// Whether the output so far has calls, and all of those that were emitted were made.
     pub fn has_made_calls(&self) -> bool {
-        self.calls > 0 && !self.open && !self.has_cut_call
+        // Of calls that are emitted at their end, a cut one is content.
+        self.made > 0 && !self.open && (self.format.whole_calls || !self.has_cut_call)
     }
 
     /// Takes text.
@@ -175,7 +182,7 @@ impl OutputParser {
             State::Call { mut machine, .. } => {
                 let was_open = self.open;
                 let is_whole = was_open && self.end_call(&mut machine, &mut events);
-                let is_content = !was_open || (self.format.whole_calls && !is_whole);
+                let is_content = !was_open || (self.format.whole_calls && !is_whole && !self.dropped);
                 let held = std::mem::take(&mut self.held);
                 if is_content {
                     events.content(&spaces);
@@ -293,10 +300,11 @@ impl OutputParser {
             progress = Progress::Invalid;
         }
         // The last character of a malformed call is no part of it.
-        let emitted =
-            if self.format.whole_calls { parts.contains(&CallPart::End) } else { !parts.is_empty() };
-        if emitted && progress != Progress::Invalid {
-            self.held.clear();
+        if !parts.is_empty() && progress != Progress::Invalid {
+            if !self.format.whole_calls || parts.contains(&CallPart::End) {
+                self.held.clear();
+            }
+            self.parted = self.held.len();
         }
         self.emit(parts, events);
         match progress {
@@ -314,15 +322,29 @@ impl OutputParser {
     fn malformed(&mut self, symbol: Symbol, events: &mut Events) {
         let mut held = std::mem::take(&mut self.held);
         let state = std::mem::replace(&mut self.state, State::Content);
+        let was_open = self.open;
         if let State::Call { mut machine, .. } = state
-            && self.open
-            && self.end_call(&mut machine, events)
+            && was_open
         {
-            // The call was made; what follows its arguments is content, but for the tags that close a value and the call.
-            let behind = held.split_off(self.parted);
-            held = if matches!(machine, CallMachine::Xml(_)) { symbol.text() } else { behind };
+            let is_whole = self.end_call(&mut machine, events);
+            let is_end = matches!(symbol, Symbol::Marker(Marker::CallEnd, _));
+            if is_whole && is_end {
+                // Nothing but brackets is missing.
+                self.state = State::AfterCall;
+            }
+            held = match (is_whole, machine) {
+                _ if self.dropped || (is_whole && is_end) => String::new(),
+                // What follows the arguments is content, but for the tags that close a value and the call.
+                (true, CallMachine::Xml(_)) => symbol.text(),
+                (true, _) => held.split_off(self.parted),
+                (false, _) => held,
+            };
         }
         self.parted = 0;
+        if matches!(self.state, State::AfterCall) {
+            self.spaces.clear();
+            return;
+        }
         events.content(&std::mem::take(&mut self.spaces));
         match symbol {
             // It begins another call.
@@ -348,13 +370,15 @@ impl OutputParser {
         for part in parts {
             if let CallPart::Begin(_) = part {
                 self.calls += 1;
+                self.dropped = self.format.single_call && self.made > 0;
             }
             self.open = !matches!(part, CallPart::End | CallPart::Cut);
             // Spaces before a call are no content, unless the call turns out to be.
             if !self.format.whole_calls || part == CallPart::End {
                 self.spaces.clear();
             }
-            let dropped = self.format.single_call && self.calls > 1;
+            let dropped = self.dropped;
+            self.made += u32::from(part == CallPart::End);
             self.has_cut_call |= part == CallPart::Cut && !dropped;
             let index = self.calls.saturating_sub(1);
             let whole = part == CallPart::End;

@@ -85,22 +85,28 @@ impl BundleFiles {
         let tokenizer =
             self.files.get("tokenizer.json").ok_or(BundleError::Missing { file: "tokenizer.json" })?;
         let tokenizer = Tokenizer::from_json(tokenizer)?;
-        let config = self.optional("tokenizer_config.json");
+        let mut template_error = None;
+        let config = self.json("tokenizer_config.json").unwrap_or_else(|error| {
+            template_error = Some(error.to_string());
+            Value::Null
+        });
         let bos_token = special_token(&config, "bos_token");
         let eos_token = special_token(&config, "eos_token");
         let (source, with_tools) = match self.files.get("chat_template.jinja") {
-            Some(data) => (Some(String::from_utf8_lossy(data).into_owned()), None),
-            None => (template_source(&config, "default"), template_source(&config, "tool_use")),
+            Some(data) => (Some(utf8("chat_template.jinja", data)), None),
+            None => {
+                (template_source(&config, "default").map(Ok), template_source(&config, "tool_use").map(Ok))
+            }
         };
-        // A template that does not parse costs chats only.
-        let mut template_error = None;
-        let mut parse = |source: Option<String>| {
-            let parsed = ChatTemplate::new(&source?, &bos_token, &eos_token);
+        let mut parse = |source: Option<Result<String, BundleError>>| {
+            let parsed = source?.and_then(|source| Ok(ChatTemplate::new(&source, &bos_token, &eos_token)?));
             parsed.map_err(|error| template_error = Some(error.to_string())).ok()
         };
-        let (template, tool_template) = (parse(source), parse(with_tools));
+        let (mut template, mut tool_template) = (parse(source), parse(with_tools));
+        // What a template needs and cannot be used costs chats only.
         if let Some(reason) = &template_error {
             tracing::warn!(reason, "chats are refused, other requests are served");
+            (template, tool_template) = (None, None);
         }
         let defaults = sampling_defaults(&self.optional("generation_config.json"));
         let output = ModelOutput::of_templates(template.as_ref(), tool_template.as_ref());
@@ -116,11 +122,15 @@ impl BundleFiles {
         Ok(Model { tokenizer, template, tool_template, template_error, output, defaults, grammars })
     }
 
+    fn json(&self, file: &'static str) -> Result<Value, BundleError> {
+        let Some(data) = self.files.get(file) else { return Ok(Value::Null) };
+        serde_json::from_slice(data).map_err(|error| BundleError::Invalid { file, reason: error.to_string() })
+    }
+
     /// Returns a file of JSON without which the model can be served; null if it is missing or cannot be read.
     fn optional(&self, file: &'static str) -> Value {
-        let Some(data) = self.files.get(file) else { return Value::Null };
-        serde_json::from_slice(data).unwrap_or_else(|error| {
-            tracing::warn!(%error, "{file} of a model is not valid JSON; it is left out");
+        self.json(file).unwrap_or_else(|error| {
+            tracing::warn!(%error, "a file of a model is left out");
             Value::Null
         })
     }
@@ -185,6 +195,11 @@ fn prompt_end(template: &ChatTemplate) -> String {
     let mut end: Vec<char> = prompt.trim_end().chars().rev().take(32).collect();
     end.reverse();
     end.into_iter().collect()
+}
+
+fn utf8(file: &'static str, data: &[u8]) -> Result<String, BundleError> {
+    let text = std::str::from_utf8(data).map(str::to_owned);
+    text.map_err(|error| BundleError::Invalid { file, reason: error.to_string() })
 }
 
 /// Returns a special token, given as a string or as an object with its content.
@@ -264,7 +279,15 @@ mod tests {
         // A faulty side file costs what it is for.
         let side = |file, data| load(&[("tokenizer.json", tokenizer), (file, data)]).unwrap();
         assert_eq!(side("generation_config.json", b"{").defaults, SamplingSpec::default());
-        assert!(side("tokenizer_config.json", b"{").template.is_none());
+        let without = |files: &[(&str, &[u8])]| {
+            let model = load(&[&[("tokenizer.json", tokenizer)], files].concat()).unwrap();
+            assert!(model.template.is_none() && model.tool_template.is_none());
+            model.template_error.unwrap()
+        };
+        let config: (&str, &[u8]) = ("tokenizer_config.json", b"{");
+        assert!(without(&[config]).contains("tokenizer_config.json"));
+        assert!(without(&[config, ("chat_template.jinja", b"x")]).contains("tokenizer_config.json"));
+        assert!(without(&[("chat_template.jinja", b"\xff")]).contains("chat_template.jinja"));
         let model = side("chat_template.jinja", b"{% if %}");
         assert!(model.template.is_none() && model.template_error.unwrap().contains("does not parse"));
         let model =

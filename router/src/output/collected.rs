@@ -49,6 +49,13 @@ pub(crate) struct CollectedCall {
     pub(crate) arguments: String,
 }
 
+impl CollectedCall {
+    /// Whether the call was made: its arguments are whole.
+    pub(crate) fn is_whole(&self) -> bool {
+        serde_json::from_str::<serde::de::IgnoredAny>(&self.arguments).is_ok()
+    }
+}
+
 impl Collected {
     /// Returns the number of positions with log probabilities.
     pub(crate) fn positions(&self) -> usize {

@@ -87,7 +87,7 @@ impl Message {
     pub(super) fn visit(&self, seen: &mut dyn FnMut(&str)) {
         [&self.role, self.text(), &self.reasoning, &self.tool_call_id, &self.name]
             .into_iter()
-            .for_each(|text| seen(text));
+            .for_each(&mut *seen);
         for call in &self.tool_calls {
             seen(&call.id);
             seen(&call.name);

@@ -375,6 +375,13 @@ mod tests {
     fn marks_for_training_and_functions_of_jinja_are_known() {
         let source = "{% for m in messages %}{%- generation -%} {{ m.content }} {%- endgeneration %}{{ '{% x' }}{% endfor %}";
         assert_eq!(rendered(source, &[message("assistant", "hi")], &[], 0).unwrap(), "hi{% x");
+        for source in ["{%}", "{# {% #}{% generation %}a{% endgeneration %}", "{#", "{{ '{%}' }}"] {
+            let shown = rendered(source, &[], &[], 0);
+            assert!(
+                source != "{# {% #}{% generation %}a{% endgeneration %}" || shown == Ok("a".to_owned()),
+                "{shown:?}"
+            );
+        }
         let source = "{% set sep = joiner('|') %}{% set c = cycler('a', 'b') %}{% for i in range(3) %}{{ sep() }}{{ c.next() }}\
                       {% endfor %} {{ 'one two' | wordcount }} {{ 'one two three' | truncate(9, true, leeway=0) }}";
         assert_eq!(rendered(source, &[], &[], 0).unwrap(), "a|b|a 2 one tw...");

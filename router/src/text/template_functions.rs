@@ -34,11 +34,18 @@ pub(super) fn apply(environment: &mut Environment<'static>) {
 pub(super) fn without_generation_tags(source: &str) -> String {
     let mut out = String::with_capacity(source.len());
     let mut rest = source;
-    while let Some(at) = rest.find("{%") {
+    while let Some(at) = ["{%", "{#"].into_iter().filter_map(|open| rest.find(open)).min() {
         let (before, tag) = rest.split_at(at);
-        let Some(end) = tag.find("%}").map(|end| end + 2) else { break };
+        let is_comment = tag.starts_with("{#");
+        let close = if is_comment { "#}" } else { "%}" };
+        let Some(end) = tag[2..].find(close).map(|end| end + 4) else { break };
         let (tag, after) = tag.split_at(end);
         out.push_str(before);
+        if is_comment {
+            out.push_str(tag);
+            rest = after;
+            continue;
+        }
         let inner = &tag[2..tag.len() - 2];
         let name = inner.trim_start_matches(['-', '+']).trim_end_matches(['-', '+']).trim();
         let replacement = match name {
@@ -117,14 +124,17 @@ fn tojson(value: &Value, options: Kwargs) -> Result<Value, Error> {
         _ => (", ".to_owned(), ": ".to_owned()),
     };
     options.assert_all_used()?;
-    let mut json = serde_json::to_value(value).map_err(|error| invalid(error.to_string()))?;
-    if sort_keys {
-        json.sort_all_objects();
-    }
     let formatter = PythonFormatter { indent, separators, depth: 0, has_value: false, ensure_ascii };
     let mut out = Vec::new();
     let mut serializer = serde_json::Serializer::with_formatter(&mut out, formatter);
-    json.serialize(&mut serializer).map_err(|error| invalid(error.to_string()))?;
+    let failed = |error: serde_json::Error| invalid(error.to_string());
+    if sort_keys {
+        let mut json = serde_json::to_value(value).map_err(failed)?;
+        json.sort_all_objects();
+        json.serialize(&mut serializer).map_err(failed)?;
+    } else {
+        value.serialize(&mut serializer).map_err(failed)?;
+    }
     Ok(Value::from_safe_string(String::from_utf8_lossy(&out).into_owned()))
 }
 

@@ -15,7 +15,11 @@ pub struct GenerationDefaults {
 
 impl GenerationDefaults {
     pub(super) fn read(files: &Files, config: &ModelConfig) -> Result<Self, Error> {
-        Self::of(Fields::read(files, "generation_config.json")?, config)
+        let fields = Fields::read(files, "generation_config.json").unwrap_or_else(|error| {
+            tracing::warn!("{error}; the model is served without its defaults");
+            None
+        });
+        Self::of(fields, config)
     }
 
     /// Validates the fields of a generation_config.json, if there is one.
@@ -30,9 +34,10 @@ impl GenerationDefaults {
         let Some(fields) = fields else {
             return Ok(Self { eos_token_ids: in_vocabulary(&config.eos_token_ids) });
         };
-        // A value that cannot be used is left out: the model works without it.
+        // Without its end tokens, answers would not end.
+        let eos = fields.tokens("eos_token_id")?;
+        // Another value that cannot be used is left out: the model works without it.
         let warn = |error: Error| tracing::warn!("{error}; it is left out");
-        let eos = fields.tokens("eos_token_id").map_err(warn).ok().flatten();
         // The router takes the sampling parameters from the file; here, the log says which it leaves out.
         let _ = fields.flag("do_sample").map_err(warn);
         for number in SAMPLING_NUMBERS.iter().filter(|number| number.model) {

@@ -169,7 +169,7 @@ impl SamplingSpec {
                 return Err(SamplingError::OutOfRange { name: number.name, value, range: number.range });
             }
         }
-        // As the samplers take it: of any positive share, the most probable token is kept.
+        // Samplers need a positive share; of the smallest, they keep the most probable token.
         if self.top_p == 0.0 {
             self.top_p = f32::MIN_POSITIVE;
         }

@@ -98,9 +98,8 @@ fn parsed(format: &OutputFormat, pieces: &[Piece]) -> Parsed {
             OutputEvent::Content(text) => parsed.content.push_str(&text),
             OutputEvent::Reasoning(text) => parsed.reasoning.push_str(&text),
             OutputEvent::CallBegin { index, name, .. } => {
-                assert_eq!(
-                    index as usize,
-                    parsed.calls.len() + parsed.cut.len(),
+                assert!(
+                    index as usize >= parsed.calls.len() + parsed.cut.len(),
                     "calls are numbered in order"
                 );
                 assert_eq!(open.replace((index, name, String::new())), None, "a call is open");
@@ -172,6 +171,12 @@ fn hermes_calls_are_objects_between_markers() {
     expect_cut(format, cut, "", &[], Some(("f", r#"{"a": "b"#)));
     // Nothing but the bracket of the call is missing.
     expect(format, r#"<tool_call>{"name": "f", "arguments": {"a": 1}"#, "", &[("f", r#"{"a": 1}"#)]);
+    expect(
+        format,
+        "<tool_call>{\"name\": \"f\", \"arguments\": {\"a\": 1}\n</tool_call>",
+        "",
+        &[("f", r#"{"a": 1}"#)],
+    );
     let odd = r#"<tool_call>{"name": "f", "arguments": {"a": 1}, @"#;
     expect(format, odd, ", @", &[("f", r#"{"a": 1}"#)]);
 }
@@ -345,6 +350,16 @@ fn calls_after_the_first_are_dropped_on_request() {
     let found = parsed(&single, &[text(&output)]);
     assert_eq!(found.calls, [("f".to_owned(), "{}".to_owned())]);
     assert_eq!(found.content, "");
+    // The first one that was made, with no text of the others, streamed or at once.
+    let made = r#"<tool_call>{"name": "f"}</tool_call>"#;
+    let cut = r#"<tool_call>{"name": "g", "arguments": {"a": @"#;
+    for whole_calls in [false, true] {
+        let format = OutputFormat { whole_calls, ..single.clone() };
+        let found = parsed(&format, &[text(&format!("{made}{cut}"))]);
+        assert_eq!((found.calls.len(), found.cut.len(), &*found.content), (1, 0, ""), "{whole_calls}");
+        let found = parsed(&format, &[text(&format!("{cut}\n{made}{made}"))]);
+        assert_eq!((found.calls.len(), found.calls[0].0.as_str()), (1, "f"), "{whole_calls}");
+    }
 }
 
 #[test]
@@ -572,12 +587,11 @@ fn of_every_prefix_of_a_call_only_the_calls_that_were_made_are_said_to_be() {
                 let mut parser = parser(&format);
                 parser.push_text(prefix);
                 parser.finish();
-                let made = !whole.calls.is_empty() && streamed.cut.is_empty();
-                assert_eq!(
-                    (parser.has_made_calls(), parser.has_cut_call()),
-                    (made, !streamed.cut.is_empty()),
-                    "{prefix}"
-                );
+                let expected = (!whole.calls.is_empty(), !streamed.cut.is_empty());
+                assert_eq!((parser.has_made_calls(), parser.has_cut_call()), expected, "{prefix}");
+                if streamed.cut.is_empty() {
+                    assert_eq!(whole.content, streamed.content, "{prefix}");
+                }
                 if whole.calls.is_empty() {
                     assert_eq!(whole.content, prefix, "the text of a call that was not made is content");
                 }

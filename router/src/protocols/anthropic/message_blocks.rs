@@ -174,16 +174,9 @@ pub(crate) enum Fragment<'a> {
     InputJsonDelta { partial_json: &'a str },
 }
 
-/// Input of a call that has none yet.
-pub(crate) fn no_input() -> Box<RawValue> {
-    RawValue::NULL.to_owned()
-}
-
-/// Inputs of the calls of a choice, as JSON; arguments that were cut off are an empty object.
+/// Inputs of the calls of a choice, as JSON. Calls of messages are delivered whole, so all of them are.
 pub(crate) fn inputs(choice: &CollectedChoice) -> Vec<Box<RawValue>> {
-    let input = |arguments: &str| serde_json::from_str::<Box<RawValue>>(arguments);
-    let empty = || input("{}").unwrap_or_else(|_| no_input());
-    choice.calls().map(|call| input(&call.arguments).unwrap_or_else(|_| empty())).collect()
+    choice.calls().filter_map(|call| serde_json::from_str(&call.arguments).ok()).collect()
 }
 
 /// Returns the blocks of a choice; `inputs` are those of its calls.

@@ -124,8 +124,15 @@ impl RequestEcho {
     ) -> ResponseObject<'a> {
         let status = end.status();
         let message = items.iter().position(|item| matches!(item, OutputItem::Message(_)));
-        let item = |(index, item)| {
+        let item = |(index, item): (usize, &'a OutputItem)| {
             let logprobs = if Some(index) == message { logprobs } else { &[] };
+            let is_whole = match item {
+                OutputItem::Call(call) => call.is_whole(),
+                OutputItem::Message(_) | OutputItem::Reasoning(_) => {
+                    end.is_complete() || index + 1 < items.len()
+                }
+            };
+            let status = if is_whole { "completed" } else { "incomplete" };
             self.item(item, index, status, logprobs, false)
         };
         let mut response = self.response(status, items.iter().enumerate().map(item).collect());
