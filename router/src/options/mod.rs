@@ -34,6 +34,7 @@ use crate::metrics as names;
 #[derive(Debug, Clone, clap::Args)]
 // Without a group, whose name would be that of the worker's options.
 #[group(skip)]
+#[allow(rustdoc::broken_intra_doc_links, reason = "brackets of a flag's help are no links")]
 pub struct Options {
     /// Address on which to listen for clients; port 0 picks a free one
     #[arg(long, value_name = "ADDRESS", default_value = "127.0.0.1:8650", env = "INFLIGHT_ROUTER_LISTEN")]

@@ -27,6 +27,7 @@ pub use self::kv_cache_dtype::KvCacheDtype;
 #[derive(Debug, Clone, clap::Args)]
 // Without a group, whose name would be that of the router's options.
 #[group(skip)]
+#[allow(rustdoc::broken_intra_doc_links, reason = "brackets of a flag's help are no links")]
 pub struct Options {
     /// Address on which to listen for routers; port 0 picks a free one
     #[arg(long, value_name = "ADDRESS", default_value = "127.0.0.1:8652", env = "INFLIGHT_WORKER_LISTEN")]
