@@ -18,6 +18,22 @@ pub(super) fn apply(environment: &mut Environment<'static>) {
     environment.add_function("joiner", minijinja_contrib::globals::joiner);
     environment.add_filter("tojson", tojson);
     environment.add_filter("truncate", truncate);
+    // Jinja's have a default for what is no number, and count nothing in what is not there.
+    environment.add_filter("int", |value: Value, args: Rest<Value>, named: Kwargs| {
+        number("int", value, args, named)
+    });
+    environment.add_filter("float", |value: Value, args: Rest<Value>, named: Kwargs| {
+        number("float", value, args, named)
+    });
+    for name in ["length", "count"] {
+        environment.add_filter(name, |value: &Value| match value.is_undefined() {
+            true => Ok(0),
+            false => value.len().ok_or_else(|| {
+                let reason = format!("cannot calculate length of value of type {}", value.kind());
+                Error::new(ErrorKind::InvalidOperation, reason)
+            }),
+        });
+    }
     environment.add_filter("wordcount", minijinja_contrib::filters::wordcount);
     // Python's None is not iterable, and templates tell absent tools from a list by that.
     environment.add_test("iterable", |value: &Value| !value.is_none() && value.try_iter().is_ok());
@@ -60,6 +76,17 @@ pub(super) fn without_generation_tags(source: &str) -> String {
         rest = after;
     }
     out + rest
+}
+
+/// Converts a value to a number; one that is none becomes the default, by default 0.
+fn number(filter: &str, value: Value, args: Rest<Value>, named: Kwargs) -> Result<Value, Error> {
+    let default = match args.0.into_iter().next() {
+        Some(default) => Some(default),
+        None => named.get::<Option<Value>>("default")?,
+    };
+    let default = || default.unwrap_or_else(|| Value::from(0)).clone();
+    let converted = Environment::new().empty_state().apply_filter(filter, &[value]);
+    Ok(converted.ok().filter(|number| number.is_number()).unwrap_or_else(default))
 }
 
 /// Shortens a text; takes its options by position, too.

@@ -1,6 +1,6 @@
 //! Methods of Python's texts and dictionaries that chat templates use and the engine lacks.
 
-use minijinja::value::{Value, ValueKind, from_args};
+use minijinja::value::{Kwargs, Value, ValueKind, from_args};
 use minijinja::{Error, ErrorKind};
 
 /// Maximum width to which a text is padded.
@@ -9,6 +9,7 @@ const WIDTH_MAX: usize = 4096;
 /// Calls a method; `None` if there is none of this name.
 pub(super) fn call(value: &Value, method: &str, args: &[Value]) -> Option<Result<Value, Error>> {
     match value.as_str() {
+        Some(text) if matches!(method, "split" | "rsplit") => Some(split(text, method == "rsplit", args)),
         Some(text) => of_text(text, method, args).transpose(),
         None if value.kind() == ValueKind::Map && method == "copy" => {
             Some(from_args::<()>(args).map(|()| value.clone()))
@@ -49,11 +50,6 @@ fn of_text(text: &str, method: &str, args: &[Value]) -> Result<Option<Value>, Er
                 None => texts(["", "", text]),
             }
         }
-        "rsplit" => {
-            let (separator, most): (Option<&str>, Option<i64>) = from_args(args)?;
-            let most = most.and_then(|most| usize::try_from(most).ok());
-            Value::from(rsplit(text, separator, most)?)
-        }
         "zfill" => {
             let (width,): (usize,) = from_args(args)?;
             let sign = text.len() - text.trim_start_matches(['-', '+']).len();
@@ -85,6 +81,41 @@ fn padding(text: &str, width: usize, fill: char) -> Result<String, Error> {
         return Err(Error::new(ErrorKind::InvalidOperation, reason));
     }
     Ok(std::iter::repeat_n(fill, width.saturating_sub(text.chars().count())).collect())
+}
+
+/// Splits a text; separator and maximum may be given by their names. A negative maximum is none.
+fn split(text: &str, from_end: bool, args: &[Value]) -> Result<Value, Error> {
+    let (separator, most, named): (Option<&str>, Option<i64>, Kwargs) = from_args(args)?;
+    let separator = match separator {
+        Some(separator) => Some(separator),
+        None => named.get::<Option<&str>>("sep")?,
+    };
+    let most = match most {
+        Some(most) => Some(most),
+        None => named.get::<Option<i64>>("maxsplit")?,
+    };
+    named.assert_all_used()?;
+    let most = most.and_then(|most| usize::try_from(most).ok());
+    if from_end {
+        return rsplit(text, separator, most).map(Value::from);
+    }
+    let most = most.unwrap_or(usize::MAX);
+    let parts: Vec<String> = match separator {
+        Some(separator) => {
+            text.splitn(most.saturating_add(1), non_empty(separator)?).map(str::to_owned).collect()
+        }
+        None => {
+            let (mut parts, mut rest) = (Vec::new(), text.trim_start());
+            while parts.len() < most && !rest.is_empty() {
+                let end = rest.find(char::is_whitespace).unwrap_or(rest.len());
+                parts.push(rest[..end].to_owned());
+                rest = rest[end..].trim_start();
+            }
+            parts.extend((!rest.is_empty()).then(|| rest.to_owned()));
+            parts
+        }
+    };
+    Ok(Value::from(parts))
 }
 
 /// Splits a text from its end, at most so many times, at a separator or at whitespace.
