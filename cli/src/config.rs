@@ -19,7 +19,7 @@ use crate::Cli;
 use crate::exit::{CommandError, Exit};
 use crate::renamed;
 
-/// Name of the values of sizes.
+/// Value name with which options of byte sizes are shown in the usage text.
 const SIZE: &str = "BYTES";
 /// Name of the flag of the configuration file.
 const CONFIG: &str = "config";

@@ -30,7 +30,7 @@ impl FromStr for ByteSize {
 /// Parses a [`ByteSize`] as a number of bytes, for clap.
 ///
 /// # Errors
-/// It is no size, or too large for the type.
+/// The text is no size, or one too large for the type.
 pub fn bytes<N: TryFrom<u64>>(text: &str) -> Result<N, String> {
     let ByteSize(bytes) = text.parse()?;
     N::try_from(bytes).map_err(|_| format!("{bytes} bytes are more than this option can be"))
@@ -87,7 +87,7 @@ impl FromStr for Span {
 /// Parses a [`Span`] as a duration, for clap.
 ///
 /// # Errors
-/// It is no duration of at most a year.
+/// The text is no duration of at most a year.
 pub fn duration(text: &str) -> Result<Duration, String> {
     text.parse().map(|Span(duration)| duration)
 }

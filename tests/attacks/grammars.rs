@@ -250,9 +250,9 @@ async fn helpers_that_are_killed_stopped_and_short_of_memory_lose_no_stream_and_
         std::iter::once(&cluster.router).chain(&cluster.workers).map(|member| member.pid).collect();
     let (begun, mut signals, mut rounds) = (Instant::now(), Signals::default(), 0);
     while begun.elapsed() < Duration::from_secs(seconds) && clients.len() == CLIENTS {
-        // Two signals a round, the second perhaps to a helper that prepares its vocabulary, and a round only after each client has
-        // had an answer since the last one: a request is run again three times, so it outlives the signals that it meets, however
-        // slow this machine is.
+        // Each round sends two signals; the second one may reach a helper that still loads its vocabulary. The next round starts once
+        // every client has received another answer. A request is retried three times, so no request meets more signals than it has
+        // retries, on a slow machine too.
         let before = counts();
         owners.iter().for_each(|owner| signals.send(*owner));
         tokio::time::sleep(Duration::from_millis(60 * (rounds % 6))).await;

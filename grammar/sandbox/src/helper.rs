@@ -140,7 +140,7 @@ struct Sent<'a> {
 }
 
 impl Live {
-    /// Records the failure of a process. Returns the error of the requests that wait for it.
+    /// Records that a helper process failed. Returns the error with which the requests that waited for it end.
     fn record_failure(&mut self, ended: HelperError) -> HelperError {
         match ended {
             HelperError::Host(reason) => {

@@ -1,8 +1,9 @@
 //! Rewriting of JSON schemas: keywords that the compiler does not know become others that say the same.
 //!
 //! Each rule is exact: the schema allows the same values before and after. Exceptions are bounds beyond 2^53 and U+0000 in classes of
-//! characters ([`numbers`], [`patterns`]). What no rule covers is left as it is, and the compiler refuses it. Rules go from the outside in, since what a keyword such as `unevaluatedProperties` means depends on the
-//! original subschemas. New constraints are appended to `allOf`, so that references by position stay valid.
+//! characters ([`numbers`], [`patterns`]). A keyword without a rule stays, and the compiler refuses it. Rules are applied from the outside
+//! in, since what a keyword such as `unevaluatedProperties` means depends on the original subschemas. New constraints are appended to
+//! `allOf`, so that references by position stay valid.
 
 mod conditions;
 mod negation;

@@ -1,7 +1,7 @@
-//! Integers beyond those that every double holds.
+//! Integers beyond 2^53, which doubles do not represent exactly.
 //!
-//! The compiler computes with doubles, and JSON Schema with exact numbers: between 2^53 and 2^63 a constant that is no double would become
-//! another number, and so would a bound.
+//! The compiler computes with doubles, and JSON Schema with exact numbers: between 2^53 and 2^63, a constant or a bound that is not
+//! representable as a double would be rounded to another number.
 
 use serde_json::{Map, Number, Value, json};
 
@@ -10,10 +10,10 @@ use crate::GrammarError;
 
 /// Largest integer up to which every integer is a double.
 const EXACT_MAX: u128 = 1 << 53;
-/// Bounds from here on are those of a type's whole range, and no bounds.
+/// Bounds of at least this magnitude are dropped: they state the range of a 64-bit type, as generators of schemas write it.
 const RANGE: i128 = 1 << 63;
 
-/// Integers of this size are counted only between two bounds.
+/// Magnitude from which the compiler supports a bound only together with its opposite bound.
 const FAR: i128 = 10_i128.pow(18);
 
 /// Direction of a bound.
@@ -30,10 +30,10 @@ const BOUNDS: [(&str, Side, bool); 4] = [
     ("exclusiveMaximum", Side::Upper, true),
 ];
 
-/// Refuses constants that would become other numbers; narrows bounds to the next double within them, and drops those of whole ranges.
+/// Refuses constants that would become other numbers; narrows bounds to the nearest double inside them; drops bounds of at least 2^63.
 ///
 /// # Errors
-/// [`GrammarError::Refused`] for a constant.
+/// [`GrammarError::Refused`] for a constant beyond 2^53 that may not be exact, and for a bound that the compiler cannot count from.
 pub(super) fn numbers(object: &mut Map<String, Value>, dialect: Dialect) -> Result<(), GrammarError> {
     for keyword in ["const", "enum"] {
         if let Some(number) = object.get(keyword).and_then(inexact) {

@@ -219,7 +219,7 @@ pub async fn serve() {
         .unwrap();
 }
 
-/// A worker with room for everything.
+/// A worker that accepts every submission.
 fn script() -> Script {
     let profile = WorkerProfile {
         model: "source",

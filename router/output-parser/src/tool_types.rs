@@ -78,7 +78,7 @@ impl Types {
         }
     }
 
-    /// Returns the types of a schema, whose references are to `root`; `None` if it does not say. Keywords of a schema, and the parts
+    /// Returns the types that a schema allows; `None` if it does not restrict them. `root` resolves its references. Keywords of a schema, and the parts
     /// of `allOf`, hold together; of `anyOf` and `oneOf` one part does.
     fn of_schema(schema: &Value, root: &Value, left: &mut u32) -> Option<Self> {
         // References may be cycles, and name the same part many times over.
@@ -124,7 +124,8 @@ impl ParameterKind {
     /// Maximum schemas that are looked at for the kind of one parameter.
     const SCHEMAS_MAX: u32 = 256;
 
-    /// Returns the kind that a JSON schema describes, whose references are to `root`; text if it does not say.
+    /// Returns the kind of parameter that a JSON schema describes; text if the schema does not restrict its type. `root` is the document
+    /// in which references are resolved.
     pub(crate) fn of_schema(schema: &Value, root: &Value) -> Self {
         match Types::of_schema(schema, root, &mut { Self::SCHEMAS_MAX }) {
             Some(Types { text: true, null: true, .. }) => Self::NullableText,

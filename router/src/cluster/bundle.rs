@@ -103,7 +103,7 @@ impl BundleFiles {
             parsed.map_err(|error| template_error = Some(error.to_string())).ok()
         };
         let (mut template, mut tool_template) = (parse(source), parse(with_tools));
-        // What a template needs and cannot be used costs chats only.
+        // Without a usable chat template, only chats are refused.
         if let Some(reason) = &template_error {
             tracing::warn!(reason, "chats are refused, other requests are served");
             (template, tool_template) = (None, None);
@@ -276,7 +276,7 @@ mod tests {
         assert!(matches!(missing, BundleError::Missing { file: "tokenizer.json" }));
         let broken = load(&[("tokenizer.json", &tokenizer[..100])]).unwrap_err();
         assert!(matches!(broken, BundleError::Tokenizer(TokenizerError::Load(_))), "{broken}");
-        // A faulty side file costs what it is for.
+        // An unreadable side file disables only the feature that needs it.
         let side = |file, data| load(&[("tokenizer.json", tokenizer), (file, data)]).unwrap();
         assert_eq!(side("generation_config.json", b"{").defaults, SamplingSpec::default());
         let without = |files: &[(&str, &[u8])]| {

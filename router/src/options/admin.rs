@@ -1,4 +1,4 @@
-//! Whether operators are served.
+//! Modes of the operator service.
 
 use std::fmt;
 use std::str::FromStr;
@@ -9,9 +9,9 @@ pub enum Admin {
     /// Not served.
     #[default]
     Off,
-    /// Served, without anything that changes the cluster.
+    /// Read-only calls are served; calls that change the cluster are refused.
     ReadOnly,
-    /// Served.
+    /// All calls are served.
     On,
 }
 

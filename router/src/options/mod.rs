@@ -132,8 +132,8 @@ pub struct Options {
         env = "INFLIGHT_ROUTER_REASONING_FORMAT"
     )]
     pub reasoning_format: FormatChoice<ReasoningFormat>,
-    /// Date that chat templates write into prompts: today (in UTC, of the stream's start), or one such as 2026-01-31, with which
-    /// equal conversations have equal prompts on any day
+    /// Date that chat templates write into prompts: today (the UTC date at which a request starts) or a fixed date such as 2026-01-31,
+    /// with which equal conversations have equal prompts on every day
     #[arg(long, value_name = "DATE", default_value_t = TemplateDate::Today, env = "INFLIGHT_ROUTER_TEMPLATE_DATE")]
     pub template_date: TemplateDate,
     /// Maximum messages that wait for a worker to read them; beyond, its session is closed and its streams move

@@ -1,17 +1,17 @@
-//! Date that chat templates see.
+//! Date that chat templates write into prompts.
 
 use std::fmt;
 use std::str::FromStr;
 
 use time::{Date, Month, OffsetDateTime};
 
-/// Date that chat templates write into prompts, by `strftime_now`.
+/// Date that `strftime_now` returns in chat templates.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum TemplateDate {
-    /// That of the start of the stream, in UTC.
+    /// The UTC date at which the stream starts.
     #[default]
     Today,
-    /// This one, so that equal conversations have equal prompts on any day.
+    /// A fixed date, so that equal conversations have equal prompts on every day.
     Day(Date),
 }
 

@@ -189,7 +189,7 @@ mod tests {
                     Some(marker) => {
                         whole += marker;
                         found = matcher.push_marker(piece, marker, true, &mut out);
-                        // All text before a marker is released, for the parser to take it first.
+                        // All text before a marker is released, as the parser must process it before the marker.
                         prop_assert!(found.is_some() || out == plain);
                     }
                 }

@@ -18,7 +18,7 @@ pub(super) fn apply(environment: &mut Environment<'static>) {
     environment.add_function("joiner", minijinja_contrib::globals::joiner);
     environment.add_filter("tojson", tojson);
     environment.add_filter("truncate", truncate);
-    // Jinja's have a default for what is no number, and count nothing in what is not there.
+    // As in Jinja: `int` and `float` take a default for values that are no numbers, and `length` of an undefined value is 0.
     environment.add_filter("int", |value: Value, args: Rest<Value>, named: Kwargs| {
         number("int", value, args, named)
     });
@@ -38,7 +38,7 @@ pub(super) fn apply(environment: &mut Environment<'static>) {
     // Python's None is not iterable, and templates tell absent tools from a list by that.
     environment.add_test("iterable", |value: &Value| !value.is_none() && value.try_iter().is_ok());
     environment.add_test("callable", |value: &Value| value.kind() == ValueKind::Plain);
-    // Python writes `None`, which no prompt is meant to have.
+    // In Python this would render as `None`, which no prompt should contain.
     environment.set_formatter(|out, state, value| match value.is_none() {
         true => Ok(()),
         false => minijinja::escape_formatter(out, state, value),
@@ -108,7 +108,7 @@ fn raise_exception(message: String) -> Result<Value, Error> {
     Err(Error::new(ErrorKind::InvalidOperation, message))
 }
 
-/// Writes the time of the stream's start in UTC, in a format of C's `strftime`.
+/// Formats the time at which the stream started, in UTC, by a format of C's `strftime`.
 fn strftime_now(state: &State<'_, '_>, format: &str) -> Result<String, Error> {
     let seconds = state.lookup(TIME).and_then(|seconds| i64::try_from(seconds).ok()).unwrap_or_default();
     let failed = |reason: String| {

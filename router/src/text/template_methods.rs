@@ -3,7 +3,7 @@
 use minijinja::value::{Kwargs, Value, ValueKind, from_args};
 use minijinja::{Error, ErrorKind};
 
-/// Maximum width to which a text is padded.
+/// Maximum width of the methods that pad text (`ljust`, `rjust`, `zfill`), in characters.
 const WIDTH_MAX: usize = 4096;
 
 /// Calls a method; `None` if there is none of this name.
@@ -74,7 +74,7 @@ fn non_empty(separator: &str) -> Result<&str, Error> {
     (!separator.is_empty()).then_some(separator).ok_or_else(empty)
 }
 
-/// Returns the characters that a text lacks to this width.
+/// Returns the characters that pad a text to a width.
 fn padding(text: &str, width: usize, fill: char) -> Result<String, Error> {
     if width > WIDTH_MAX {
         let reason = format!("a width of {width} is above {WIDTH_MAX}, the maximum");

@@ -34,9 +34,9 @@ impl GenerationDefaults {
         let Some(fields) = fields else {
             return Ok(Self { eos_token_ids: in_vocabulary(&config.eos_token_ids) });
         };
-        // Without its end tokens, answers would not end.
+        // A model without its end-of-sequence tokens would never stop.
         let eos = fields.tokens("eos_token_id")?;
-        // Another value that cannot be used is left out: the model works without it.
+        // Any other invalid value is ignored: the model works without it.
         let warn = |error: Error| tracing::warn!("{error}; it is left out");
         // The router takes the sampling parameters from the file; here, the log says which it leaves out.
         let _ = fields.flag("do_sample").map_err(warn);

@@ -127,7 +127,8 @@ impl SamplingNumber {
         value >= self.low && value <= self.high
     }
 
-    /// Returns the value of a JSON number, given as it is as a float and as an integer; `None` if it is not in the range.
+    /// Returns the value of a JSON number; `None` if it is out of range or of another kind. The number is given in both of its
+    /// readings: `float`, and `integer` if it is one.
     pub fn of_json(&self, float: Option<f64>, integer: Option<i64>) -> Option<f64> {
         let value = match self.kind {
             NumberKind::Float => float,

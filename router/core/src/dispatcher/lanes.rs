@@ -50,7 +50,7 @@ impl Lane {
         self.unserved_since
     }
 
-    /// Whether no worker has served it for this long.
+    /// Whether no worker has served the lane for this long.
     pub(super) fn unserved_for(&self, wait: Duration, now: Duration) -> bool {
         self.unserved_since.is_some_and(|since| now.saturating_sub(since) >= wait)
     }

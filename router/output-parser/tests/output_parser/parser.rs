@@ -280,7 +280,7 @@ fn qwen_parameters_become_json_of_their_types() {
     one("unit", "C", r#""C""#);
     one("deep", "{\"a\": null}", "{\"a\": null}");
     one("unknown", "7", r#""7""#);
-    // A value is closed by what follows it, if it has no closing tag of its own.
+    // A value without `</parameter>` ends at the next parameter or at the end of the call.
     let open = |key: &str, value: &str| format!("<parameter={key}>\n{value}\n");
     let both = r#"{"city": "x", "days": 3}"#;
     for end in ["</function>\n</tool_call>", "</function>", "</function>\n"] {
@@ -290,7 +290,7 @@ fn qwen_parameters_become_json_of_their_types() {
     }
     let next = format!("<tool_call><function=search>{}</function>\n", open("a", "1"));
     expect(ToolCallFormat::QwenXml, &next.repeat(2), "", &[("search", r#"{"a": "1"}"#); 2]);
-    // What only looks like it is text.
+    // Closing tags within a value are text of the value.
     one("city", "a</function>b\n</function>\nc", r#""a</function>b\n</function>\nc""#);
     one("city", "</function>", r#""</function>""#);
     one(

@@ -1,4 +1,4 @@
-//! What a scripted worker says of itself, and how it behaves.
+//! Registration and behaviour of a scripted worker.
 
 use std::collections::BTreeMap;
 
@@ -60,11 +60,11 @@ impl Default for WorkerProfile {
 /// Callers that a scripted worker accepts.
 #[derive(Debug, Clone)]
 pub enum Access {
-    /// All, without a proof.
+    /// Accepts every caller and sends no proof.
     Open,
-    /// Those that prove one of these secrets; it proves them, too.
+    /// Accepts callers that prove one of these secrets, and proves it to them.
     Secrets(Vec<Vec<u8>>),
-    /// All, with a proof that is none.
+    /// Accepts every caller and answers with an invalid proof.
     Impostor,
 }
 
@@ -75,7 +75,7 @@ pub struct Script {
     pub hello: v1::Hello,
     /// Pieces of its bundle.
     pub bundle: Vec<v1::FetchBundleResponse>,
-    /// Callers that it accepts.
+    /// Callers that the worker accepts.
     pub access: Access,
     /// Number of corrupted bundles served before a valid one.
     pub bad_bundles: u32,

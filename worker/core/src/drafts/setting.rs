@@ -1,4 +1,4 @@
-//! Which source drafts tokens.
+//! Sources of drafted tokens (speculative decoding).
 
 use std::str::FromStr;
 

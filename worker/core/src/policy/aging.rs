@@ -62,7 +62,7 @@ pub struct Aging {
 
 impl Default for Aging {
     fn default() -> Self {
-        // Once: recordings compare with it.
+        // Parsed once: recordings of the scheduler compare their options with it.
         static DEFAULT: LazyLock<Aging> = LazyLock::new(inflight_options::defaults);
         *DEFAULT
     }
