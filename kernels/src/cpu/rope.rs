@@ -1,6 +1,7 @@
 //! Rotary position embedding (RoPE), QK norms and the write of keys and values to the KV pool.
 
 use std::ops::Range;
+use std::sync::Arc;
 
 use super::attention::HEAD_DIM_MAX;
 use super::gemm::scale;
@@ -13,7 +14,7 @@ use super::simd::{self, Kernel, Simd};
 use crate::dtype::Dtype;
 
 /// Scaling of rotary frequencies beyond the training context.
-#[derive(Debug, Clone, Copy, PartialEq)]
+#[derive(Debug, Clone, PartialEq)]
 pub enum RopeScaling {
     /// Unscaled.
     None,
@@ -33,6 +34,8 @@ pub enum RopeScaling {
         /// Context length of the original training, in tokens.
         original_context: f64,
     },
+    /// Each frequency divided by a number of its own, as GGUF files have them in `rope_freqs.weight`; [head_dim / 2].
+    Divisors(Arc<[f32]>),
 }
 
 /// Returns the rotary frequencies of a head in radians per token; [head_dim / 2]. Rounded to f32 at the same
@@ -45,6 +48,7 @@ pub fn inverse_frequencies(head_dim: usize, theta: f64, scaling: &RopeScaling) -
     match *scaling {
         RopeScaling::None => plain.collect(),
         RopeScaling::Linear { factor } => plain.map(|f| f / factor as f32).collect(),
+        RopeScaling::Divisors(ref divisors) => plain.zip(divisors.iter()).map(|(f, d)| f / d).collect(),
         RopeScaling::Llama3 { factor, low_freq_factor, high_freq_factor, original_context } => plain
             .map(|f| {
                 let wavelength = 2.0 * std::f64::consts::PI / f64::from(f);

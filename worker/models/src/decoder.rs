@@ -1,7 +1,11 @@
 //! Weights of a decoder: their structure, common to checkpoints and devices, and their tensors in a
 //! checkpoint.
 
-use super::{Error, ModelConfig, ModelDir, Tensor};
+use std::cell::RefCell;
+use std::collections::BTreeSet;
+
+use super::foreign_tensors;
+use super::{Error, ModelConfig, ModelDir, Tensor, Tensors};
 
 /// Matrix of a decoder layer, or its LM head.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -108,16 +112,38 @@ impl ModelDir {
     /// Looks up every tensor of the decoder under the names of its architecture.
     ///
     /// # Errors
-    /// A tensor is missing, or has another shape or an unsupported encoding.
+    /// A tensor is missing, has another shape or an unsupported encoding, or the checkpoint has tensors that the decoder does not use.
     pub fn decoder(&self) -> Result<CheckpointDecoder, Error> {
-        let (config, names) = (self.config(), self.config().architecture.spec().tensors);
-        let matrix = |name: &str| {
-            self.tensors().get(&format!("{name}.weight"), &[config.vocab_size, config.hidden_size])
-        };
+        let lookup = Lookup { config: self.config(), tensors: self.tensors(), used: RefCell::default() };
+        match lookup.decoder() {
+            Ok(decoder) => lookup.check_all_used().map(|()| decoder),
+            Err(error) => Err(lookup.foreign().unwrap_or(error)),
+        }
+    }
+}
+
+/// Lookup of a decoder's tensors, with the names of those that it uses.
+struct Lookup<'a> {
+    config: &'a ModelConfig,
+    tensors: &'a Tensors,
+    used: RefCell<BTreeSet<String>>,
+}
+
+impl Lookup<'_> {
+    fn get(&self, name: String, shape: &[usize]) -> Result<Tensor, Error> {
+        let tensor = self.tensors.get(&name, shape)?;
+        self.used.borrow_mut().insert(name);
+        Ok(tensor)
+    }
+
+    fn decoder(&self) -> Result<CheckpointDecoder, Error> {
+        let (config, names) = (self.config, self.config.architecture.spec().tensors);
+        let matrix =
+            |name: &str| self.get(format!("{name}.weight"), &[config.vocab_size, config.hidden_size]);
         Ok(CheckpointDecoder {
             embedding: matrix(names.embedding)?,
             layers: (0..config.layers).map(|index| self.layer(index)).collect::<Result<_, Error>>()?,
-            norm: self.tensors().get(&format!("{}.weight", names.norm), &[config.hidden_size])?,
+            norm: self.get(format!("{}.weight", names.norm), &[config.hidden_size])?,
             head: match config.tied_embeddings {
                 true => None,
                 false => Some(matrix(names.head)?),
@@ -127,18 +153,18 @@ impl ModelDir {
 
     /// Looks up the tensors of layer `index`.
     fn layer(&self, index: usize) -> Result<CheckpointLayer, Error> {
-        let (config, tensors) = (self.config(), self.tensors());
+        let config = self.config;
         let names = config.architecture.spec().tensors;
         let ModelConfig { hidden_size: hidden, intermediate_size: inner, head_dim, .. } = *config;
         let (queries, keys) = (config.heads * head_dim, config.kv_heads * head_dim);
         let at = format!("{}.{index}", names.layers);
-        let norm = |name: &str, width: usize| tensors.get(&format!("{at}.{name}.weight"), &[width]);
+        let norm = |name: &str, width: usize| self.get(format!("{at}.{name}.weight"), &[width]);
         let linear = |matrix: Matrix, parts: &[(&str, usize)], inputs: usize, has_bias: bool| {
             let mut linear = StackedLinear { matrix, matrices: Vec::new(), biases: Vec::new() };
             for (name, outputs) in parts {
-                linear.matrices.push(tensors.get(&format!("{at}.{name}.weight"), &[*outputs, inputs])?);
+                linear.matrices.push(self.get(format!("{at}.{name}.weight"), &[*outputs, inputs])?);
                 if has_bias {
-                    linear.biases.push(tensors.get(&format!("{at}.{name}.bias"), &[*outputs])?);
+                    linear.biases.push(self.get(format!("{at}.{name}.bias"), &[*outputs])?);
                 }
             }
             Ok::<_, Error>(linear)
@@ -157,5 +183,35 @@ impl ModelDir {
             gate_up: linear(Matrix::GateUp, &[(gate, inner), (up, inner)], hidden, config.mlp_bias)?,
             down: linear(Matrix::Down, &[(names.down, hidden)], inner, config.mlp_bias)?,
         })
+    }
+
+    /// Returns the error for the first tensor that no supported architecture has.
+    fn foreign(&self) -> Option<Error> {
+        let mut foreign =
+            self.tensors.names().filter_map(|name| Some((name, foreign_tensors::format(name)?)));
+        foreign.next().map(|(name, kind)| self.unused(name, 1, Some(kind)))
+    }
+
+    /// Checks that the decoder uses every tensor, apart from those without effect.
+    fn check_all_used(&self) -> Result<(), Error> {
+        let used = self.used.borrow();
+        let unused = |name: &&str| !used.contains(*name) && !foreign_tensors::is_ignored(name, self.config);
+        let unused: Vec<&str> = self.tensors.names().filter(unused).collect();
+        match unused.first() {
+            None => Ok(()),
+            Some(first) => Err(self.unused(first, unused.len(), foreign_tensors::kind(first))),
+        }
+    }
+
+    fn unused(&self, tensor: &str, count: usize, kind: Option<&'static str>) -> Error {
+        let architecture = self.config.architecture.name();
+        let count = if count == 1 { "a tensor".to_owned() } else { format!("{count} tensors, the first") };
+        Error::UnusedTensor {
+            file: self.tensors.file_of(tensor),
+            tensor: tensor.to_owned(),
+            count,
+            architecture,
+            kind: kind.unwrap_or("a model of another kind, or with more layers, than its configuration says"),
+        }
     }
 }

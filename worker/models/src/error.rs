@@ -96,6 +96,23 @@ pub enum Error {
         /// Shape that config.json implies.
         expected: Vec<usize>,
     },
+    /// The checkpoint has tensors that its decoder does not use.
+    #[error(
+        "{file} has {count} {tensor}, which the architecture {architecture} does not use: it is {kind}; without it the \
+         output would be wrong, so the model is not served"
+    )]
+    UnusedTensor {
+        /// Label of the weight file.
+        file: String,
+        /// First of the tensors.
+        tensor: String,
+        /// "a tensor", or a number of tensors.
+        count: String,
+        /// Architecture of config.json.
+        architecture: &'static str,
+        /// What a model with such a tensor is.
+        kind: &'static str,
+    },
     /// The shape of a tensor contradicts config.json.
     #[error("{file}: tensor {tensor} has shape {found:?}; config.json implies {expected:?}")]
     Shape {

@@ -33,6 +33,11 @@ impl Fields {
         self.map.get(field).filter(|value| !value.is_null())
     }
 
+    /// Iterates over names and values.
+    pub(super) fn iter(&self) -> impl Iterator<Item = (&str, &Value)> {
+        self.map.iter().map(|(name, value)| (name.as_str(), value))
+    }
+
     /// Returns a nested object as fields, if present.
     pub(super) fn object(&self, field: &str) -> Result<Option<Self>, Error> {
         match self.get(field) {

@@ -49,6 +49,13 @@ impl Files {
         Ok(existing(read()).map_err(|source| Error::Read { file: self.label(name), source })?.map(Cow::Owned))
     }
 
+    /// Returns whether there is a GGUF file.
+    pub(super) fn has_gguf(&self) -> bool {
+        let Self::Directory(path) = self else { return false };
+        let entries = std::fs::read_dir(path).into_iter().flatten().flatten();
+        entries.map(|entry| entry.path()).any(|path| path.extension().is_some_and(|kind| kind == "gguf"))
+    }
+
     /// Opens a weight file; `None` if it does not exist.
     pub(super) fn open_weights(&self, name: &str) -> Result<Option<WeightFile>, Error> {
         let label = self.label(name);

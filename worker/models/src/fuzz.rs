@@ -40,14 +40,15 @@ fn weight_file(data: &[u8]) -> WeightFile {
 /// # Panics
 /// If one of these does not hold.
 pub fn gguf(data: &[u8]) -> bool {
-    let Ok(file) = Gguf::parse(&weight_file(data)) else { return false };
+    let content = weight_file(data);
+    let Ok(file) = Gguf::parse(&content) else { return false };
     for tensor in &file.tensors {
         let bytes = &data[tensor.range.start as usize..tensor.range.end as usize];
         if let Ok(encoding) = tensor.encoding {
             check_tensor(encoding, &tensor.shape, bytes);
         }
     }
-    if let Ok(map) = gguf::config(&file)
+    if let Ok(map) = gguf::config(&file, &content)
         && let Ok(config) = ModelConfig::of(&Fields::of(LABEL.to_owned(), map))
     {
         check_config(&config);

@@ -9,6 +9,7 @@ mod architecture;
 mod bundle;
 mod cache_directory;
 mod config;
+mod config_keys;
 mod content;
 mod decoder;
 mod embedded;
@@ -17,6 +18,7 @@ mod fields;
 mod files;
 mod fingerprint;
 mod fingerprint_cache;
+mod foreign_tensors;
 #[doc(hidden)]
 pub mod fuzz;
 mod generation;
@@ -84,7 +86,12 @@ impl ModelDir {
         // Canonicalized, because `.` and `..` have no file name.
         let absolute = path.canonicalize().unwrap_or_else(|_| path.to_owned());
         let name = absolute.file_name().map_or("model".into(), |name| name.to_string_lossy()).into_owned();
-        Ok(Self { name, config, generation, tensors, bundle })
+        Self { name, config, generation, tensors, bundle }.checked()
+    }
+
+    /// Checks that the checkpoint has the decoder's tensors and no others.
+    fn checked(self) -> Result<Self, Error> {
+        self.decoder().map(|_| self)
     }
 
     /// Opens a GGUF file with the files `beside` it. Uses their tokenizer.json or, if that is missing, the
@@ -92,7 +99,7 @@ impl ModelDir {
     fn open_gguf(beside: &Files, file: WeightFile, name: &str) -> Result<Self, Error> {
         let label = file.label().to_owned();
         let gguf = Gguf::parse(&file)?;
-        let map = gguf::config(&gguf)?;
+        let map = gguf::config(&gguf, &file)?;
         let text = serde_json::to_vec(&map).unwrap_or_default();
         let config = ModelConfig::of(&Fields::of(label, map))?;
         let generation = GenerationDefaults::read(beside, &config)?;
@@ -108,7 +115,7 @@ impl ModelDir {
         let interleaved = config.architecture.gguf().is_some_and(|gguf| gguf.interleaved_heads);
         let names = config.architecture.spec().tensors;
         let tensors = Tensors::of_gguf(gguf, Arc::new(file), names, interleaved.then_some(config.head_dim));
-        Ok(Self { name: name.to_owned(), config, generation, tensors, bundle })
+        Self { name: name.to_owned(), config, generation, tensors, bundle }.checked()
     }
 
     /// Uses a fingerprint cache. To be called before a runtime loads the model.

@@ -14,7 +14,7 @@ use super::architecture::TensorNames;
 use super::content::{Bytes, Digest, TensorContent, in_parallel, return_free_memory};
 use super::files::Files;
 use super::fingerprint_cache::FingerprintCache;
-use super::gguf::Gguf;
+use super::gguf::{self, Gguf};
 use super::weight_file::WeightFile;
 
 const SINGLE: &str = "model.safetensors";
@@ -291,10 +291,14 @@ impl Tensors {
     ) -> Self {
         let mut entries = BTreeMap::new();
         for info in gguf.tensors {
-            let Some(name) = names.of_gguf(&info.name) else { continue };
+            // Its content is in the configuration.
+            if info.name == gguf::FREQUENCY_DIVISORS_TENSOR {
+                continue;
+            }
+            let name = names.of_gguf(&info.name).unwrap_or(info.name);
             let rotated = names.is_query_or_key(&name);
             let entry = TensorEntry {
-                encoding: info.encoding.map_err(|kind| format!("of ggml's type {kind}")),
+                encoding: info.encoding.map_err(gguf::type_name),
                 interleaved: head_dim.filter(|_| rotated),
                 content: Arc::new(TensorContent::new(&name, &file, info.range, rows(&info.shape))),
                 shape: info.shape,
@@ -377,6 +381,16 @@ impl Tensors {
     #[cfg(test)]
     pub(super) fn all_cached(&self) -> bool {
         self.entries.values().all(|entry| entry.content.is_cached())
+    }
+
+    /// Names of all tensors, in order.
+    pub(super) fn names(&self) -> impl Iterator<Item = &str> {
+        self.entries.keys().map(String::as_str)
+    }
+
+    /// Returns the label of the file that holds a tensor; empty if there is no such tensor.
+    pub(super) fn file_of(&self, name: &str) -> String {
+        self.entries.get(name).map_or(String::new(), |entry| entry.content.file().label().to_owned())
     }
 
     /// Returns whether the tensor exists.

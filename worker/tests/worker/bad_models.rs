@@ -126,6 +126,12 @@ fn unsupported_or_absurd_fields_are_rejected_by_name() {
         ("partial_rotary_factor", json!(0.5), "partial_rotary_factor"),
         ("tie_word_embeddings", json!("yes"), "tie_word_embeddings"),
         ("eos_token_id", json!("</s>"), "eos_token_id"),
+        (
+            "rope_parameters",
+            json!({ "rope_type": "default", "partial_rotary_factor": 0.25 }),
+            "partial_rotary_factor",
+        ),
+        ("rope_parameters", json!({ "full_attention": { "rope_theta": 1e6 } }), "full_attention"),
         ("attention_bias", json!(true), "model.layers.0.self_attn.q_proj.bias"),
     ];
     for (field, value, clue) in cases {
@@ -163,8 +169,16 @@ fn sliding_windows_follow_the_rules_of_each_architecture() {
     assert_eq!(windows(&mistral).unwrap(), [Some(24); 2]);
     edit(&mistral, json!({ "sliding_window": null }));
     assert_eq!(windows(&mistral).unwrap(), [None; 2]);
+    // Llama has no windows: one that would bound what a token attends to is refused.
+    let layers = Arch::Llama2.dims().layers;
     let llama = with(Arch::Llama2, "sliding_window", json!(8));
-    assert!(windows(&llama).unwrap().iter().all(Option::is_none), "Llama has no windows");
+    assert!(windows(&llama).unwrap_err().contains("sliding_window"));
+    edit(&llama, json!({ "layer_types": vec!["full_attention"; layers] }));
+    assert_eq!(windows(&llama).unwrap(), vec![None; layers]);
+    edit(&llama, json!({ "layer_types": vec!["sliding_attention"; layers] }));
+    assert!(windows(&llama).unwrap_err().contains("sliding_window"));
+    let llama = with(Arch::Llama2, "sliding_window", json!(1 << 20));
+    assert_eq!(windows(&llama).unwrap(), vec![None; layers]);
 }
 
 #[test]

@@ -1,14 +1,17 @@
 //! GGUF files: bitwise equal to the directories that they were converted from; errors of unusable files.
 
+use std::collections::BTreeMap;
 use std::path::Path;
 use std::sync::Arc;
 
 use inflight_contract::SamplingParams;
 use inflight_fixtures::{Arch, Checkpoint, Dtype, Family, GgufTensor, GgufValue, TempDir, gguf};
+use inflight_kernels::cpu::{RopeScaling, inverse_frequencies};
 use inflight_kernels::{Encoding, philox4x32};
 use inflight_models::{ModelDir, ModelSource};
 use inflight_runtime::{Batch, Runtime, SlotSetup};
 use inflight_runtime_cpu::{CpuOptions, CpuRuntime};
+use serde_json::Value;
 
 const OPTIONS: CpuOptions = CpuOptions {
     threads: Some(1),
@@ -198,74 +201,223 @@ fn quantized_files_are_partitioned_at_block_boundaries_or_rejected() {
     }
 }
 
-#[test]
-fn an_embedded_vocabulary_becomes_a_tokenizer_or_a_helpful_error() {
-    let original: serde_json::Value = serde_json::from_str(Family::Llama3.tokenizer_json()).unwrap();
-    let mut tokens: Vec<(u64, String)> = original["model"]["vocab"]
-        .as_object()
-        .unwrap()
-        .iter()
-        .map(|(text, id)| (id.as_u64().unwrap(), text.clone()))
-        .collect();
-    let special: Vec<u64> = original["added_tokens"]
-        .as_array()
-        .unwrap()
-        .iter()
-        .map(|token| {
-            tokens.push((token["id"].as_u64().unwrap(), token["content"].as_str().unwrap().to_owned()));
-            token["id"].as_u64().unwrap()
-        })
-        .collect();
-    tokens.sort();
-    tokens.dedup();
+/// Vocabulary of a tokenizer.json in the form of GGUF files: tokens in the order of ids, classes, merges.
+fn vocabulary(tokenizer: &str) -> (Vec<String>, Vec<i32>, Vec<String>) {
+    let original: Value = serde_json::from_str(tokenizer).unwrap();
+    let mut tokens: BTreeMap<u64, (String, i32)> = BTreeMap::new();
+    for (text, id) in original["model"]["vocab"].as_object().unwrap() {
+        let is_byte = text.len() == 6 && text.starts_with("<0x");
+        tokens.insert(id.as_u64().unwrap(), (text.clone(), if is_byte { 6 } else { 1 }));
+    }
+    for token in original["added_tokens"].as_array().unwrap() {
+        let text = token["content"].as_str().unwrap().to_owned();
+        let class = if text == "<unk>" { 2 } else { 3 };
+        tokens.insert(token["id"].as_u64().unwrap(), (text, class));
+    }
     let merges = original["model"]["merges"].as_array().unwrap().iter().map(|merge| match merge {
-        serde_json::Value::Array(pair) => {
-            format!("{} {}", pair[0].as_str().unwrap(), pair[1].as_str().unwrap())
-        }
+        Value::Array(pair) => format!("{} {}", pair[0].as_str().unwrap(), pair[1].as_str().unwrap()),
         merge => merge.as_str().unwrap().to_owned(),
     });
-    let classes: Vec<i32> = tokens.iter().map(|(id, _)| if special.contains(id) { 3 } else { 1 }).collect();
-    let inside = |model: &str| {
-        let mut bytes = Vec::new();
-        let entry = |name: &str, value| (format!("tokenizer.ggml.{name}"), value);
-        let metadata = [
-            ("general.architecture".to_owned(), GgufValue::Text("llama".to_owned())),
-            entry("model", GgufValue::Text(model.to_owned())),
-            entry("pre", GgufValue::Text("llama-bpe".to_owned())),
-            entry("tokens", GgufValue::Texts(tokens.iter().map(|(_, text)| text.clone()).collect())),
-            entry("merges", GgufValue::Texts(merges.clone().collect())),
-            entry("token_type", GgufValue::Ints(classes.clone())),
-            entry("add_bos_token", GgufValue::Bool(false)),
-            ("llama.block_count".to_owned(), GgufValue::U32(1)),
-            ("llama.embedding_length".to_owned(), GgufValue::U32(64)),
-            ("llama.feed_forward_length".to_owned(), GgufValue::U32(64)),
-            ("llama.context_length".to_owned(), GgufValue::U32(64)),
-            ("llama.attention.head_count".to_owned(), GgufValue::U32(2)),
-            ("llama.attention.layer_norm_rms_epsilon".to_owned(), GgufValue::F32(1e-5)),
-        ];
-        let embedding = GgufTensor {
-            name: "token_embd.weight".to_owned(),
-            shape: vec![tokens.len(), 64],
-            kind: 0,
-            bytes: vec![0; tokens.len() * 64 * 4],
-        };
-        bytes.extend(gguf(&metadata, &[embedding]));
-        let (folder, path) = written(&bytes);
-        std::fs::remove_file(folder.path().join("tokenizer.json")).unwrap();
-        (folder, path)
-    };
-    let (_folder, path) = inside("gpt2");
-    let model = open(&path).unwrap();
+    let (texts, classes) = tokens.into_values().unzip();
+    (texts, classes, merges.collect())
+}
+
+/// Writes a GGUF file with entries of `tokenizer.ggml` besides, and no tokenizer.json.
+fn with_vocabulary(entries: &[(&str, GgufValue)]) -> (TempDir, std::path::PathBuf) {
+    let own = |(name, value): &(&str, GgufValue)| (format!("tokenizer.ggml.{name}"), value.clone());
+    let entries: Vec<_> = entries.iter().map(own).collect();
+    let (folder, path) =
+        written(&Checkpoint::new(Arch::Llama2, Dtype::F16).gguf_with(&entries, &[]).unwrap());
+    std::fs::remove_file(folder.path().join("tokenizer.json")).unwrap();
+    (folder, path)
+}
+
+/// Returns the tokenizer in a bundle.
+fn rebuilt(path: &Path) -> tokenizers::Tokenizer {
+    let model = open(path).unwrap();
     let (_, rebuilt) = model.bundle_files().iter().find(|(name, _)| name == "tokenizer.json").unwrap();
-    let rebuilt = tokenizers::Tokenizer::from_bytes(rebuilt).unwrap();
+    tokenizers::Tokenizer::from_bytes(rebuilt).unwrap()
+}
+
+const TEXTS: [&str; 3] = ["Hello, world!", "  two  spaces and 12345 digits\n\n", "it's größer 漢字 🙂"];
+
+#[test]
+fn embedded_vocabularies_become_tokenizers_or_helpful_errors() {
+    let (tokens, classes, merges) = vocabulary(Family::Llama3.tokenizer_json());
+    let entries = |model: &str| {
+        [
+            ("model", GgufValue::Text(model.to_owned())),
+            ("pre", GgufValue::Text("llama-bpe".to_owned())),
+            ("tokens", GgufValue::Texts(tokens.clone())),
+            ("merges", GgufValue::Texts(merges.clone())),
+            ("token_type", GgufValue::Ints(classes.clone())),
+        ]
+    };
+    let (_folder, path) = with_vocabulary(&entries("gpt2"));
+    let rebuilt = rebuilt(&path);
     let theirs: tokenizers::Tokenizer = Family::Llama3.tokenizer_json().parse().unwrap();
-    for text in ["Hello, world!", "  two  spaces and 12345 digits\n\n", "it's größer 漢字 🙂", ""] {
+    for text in TEXTS {
         let (ours, theirs) = (rebuilt.encode(text, false).unwrap(), theirs.encode(text, false).unwrap());
         assert_eq!(ours.get_ids(), theirs.get_ids(), "{text:?}");
         assert_eq!(rebuilt.decode(ours.get_ids(), false).unwrap(), text);
     }
-    let message = open(&inside("bert").1).unwrap_err();
+    let message = open(&with_vocabulary(&entries("bert")).1).unwrap_err();
     assert!(message.contains("bert") && message.contains("tokenizer.json"), "{message}");
+}
+
+/// Tokens of a text by SentencePiece's rule: of all neighbours whose join is a token, those with the highest score are joined first, the
+/// leftmost of equal ones; what is no token in the end is written in bytes.
+fn sentencepiece_tokens(scores: &BTreeMap<&str, f32>, text: &str) -> Vec<String> {
+    let text = format!("▁{}", text.replace(' ', "▁"));
+    let mut symbols: Vec<String> = text.chars().map(String::from).collect();
+    loop {
+        let joins = symbols.windows(2).enumerate().filter_map(|(at, pair)| {
+            let score = scores.get(pair.concat().as_str())?;
+            Some((at, *score))
+        });
+        let best = joins.reduce(|best, join| if join.1 > best.1 { join } else { best });
+        let Some((at, _)) = best else { break };
+        let right = symbols.remove(at + 1);
+        symbols[at].push_str(&right);
+    }
+    let bytes = |symbol: String| match scores.contains_key(symbol.as_str()) {
+        true => vec![symbol],
+        false => symbol.bytes().map(|byte| format!("<0x{byte:02X}>")).collect(),
+    };
+    symbols.into_iter().flat_map(bytes).collect()
+}
+
+#[test]
+fn sentencepiece_vocabularies_with_scores_join_by_the_highest_score() {
+    let (tokens, classes, merges) = vocabulary(Family::SentencePiece.tokenizer_json());
+    // SentencePiece numbers the results of merges downwards from 0, in the order of the merges.
+    let rank = |token: &String| merges.iter().position(|merge| merge.replace(' ', "") == *token);
+    let scores: Vec<f32> =
+        tokens.iter().map(|token| rank(token).map_or(-1e9, |rank| -(rank as f32))).collect();
+    let (_folder, path) = with_vocabulary(&[
+        ("model", GgufValue::Text("llama".to_owned())),
+        ("tokens", GgufValue::Texts(tokens.clone())),
+        ("scores", GgufValue::Floats(scores.clone())),
+        ("token_type", GgufValue::Ints(classes.clone())),
+    ]);
+    let rebuilt = rebuilt(&path);
+    let normal = |at: &usize| classes[*at] == 1;
+    let by_text = (0..tokens.len()).filter(normal).map(|at| (tokens[at].as_str(), scores[at])).collect();
+    for text in TEXTS.iter().chain(&["in the ship, on a tall sea", "a  b\tc\n", "🙂é"]) {
+        let encoded = rebuilt.encode(*text, false).unwrap();
+        assert_eq!(encoded.get_tokens(), sentencepiece_tokens(&by_text, text), "{text:?}");
+        assert_eq!(rebuilt.decode(encoded.get_ids(), false).unwrap(), *text);
+    }
+    // BOS comes first, and control tokens in a text are tokens.
+    let encoded = rebuilt.encode("a</s>", true).unwrap();
+    assert_eq!((encoded.get_ids()[0], encoded.get_ids().last()), (1, Some(&2)), "{:?}", encoded.get_tokens());
+}
+
+#[test]
+fn digits_of_smollm_vocabularies_are_tokens_of_their_own() {
+    let (tokens, classes, mut merges) = vocabulary(Family::Llama3.tokenizer_json());
+    let mut tokens = tokens;
+    tokens.push("12".to_owned());
+    merges.insert(0, "1 2".to_owned());
+    let (_folder, path) = with_vocabulary(&[
+        ("model", GgufValue::Text("gpt2".to_owned())),
+        ("pre", GgufValue::Text("smollm".to_owned())),
+        ("tokens", GgufValue::Texts(tokens)),
+        ("merges", GgufValue::Texts(merges)),
+        ("token_type", GgufValue::Ints(classes)),
+    ]);
+    let encoded = rebuilt(&path).encode("a 1212 b", false).unwrap();
+    let digits = encoded.get_tokens().iter().filter(|token| ["1", "2"].contains(&token.as_str())).count();
+    assert_eq!(digits, 4, "{:?}", encoded.get_tokens());
+}
+
+/// Whether a prompt begins with BOS: as the file says, else as llama.cpp does for the kind of vocabulary.
+#[test]
+fn the_beginning_of_sequence_follows_the_file_or_the_kind_of_vocabulary() {
+    let (tokens, classes, merges) = vocabulary(Family::Llama3.tokenizer_json());
+    for (pre, add_bos, expected) in [
+        ("llama-bpe", None, true),
+        ("llama-bpe", Some(true), true),
+        ("llama-bpe", Some(false), false),
+        ("qwen2", None, false),
+        ("qwen2", Some(true), true),
+        ("gpt-2", None, false),
+    ] {
+        let mut entries = vec![
+            ("model", GgufValue::Text("gpt2".to_owned())),
+            ("pre", GgufValue::Text(pre.to_owned())),
+            ("tokens", GgufValue::Texts(tokens.clone())),
+            ("merges", GgufValue::Texts(merges.clone())),
+            ("token_type", GgufValue::Ints(classes.clone())),
+            ("bos_token_id", GgufValue::U32(280)),
+        ];
+        entries.extend(add_bos.map(|flag| ("add_bos_token", GgufValue::Bool(flag))));
+        let (_folder, path) = with_vocabulary(&entries);
+        let ids = rebuilt(&path).encode("Hello", true).unwrap().get_ids().to_vec();
+        assert_eq!(ids.first() == Some(&280), expected, "{pre} {add_bos:?}: {ids:?}");
+    }
+}
+
+#[test]
+fn tokens_that_end_a_turn_are_found_by_key_and_by_text() {
+    let text = |text: &str| text.to_owned();
+    let tokens =
+        ["<s>", "</s>", "a", "<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>"];
+    let ends = |classes: [i32; 9], keys: &[(&'static str, u32)]| {
+        let mut entries = vec![
+            ("model", GgufValue::Text(text("gpt2"))),
+            ("pre", GgufValue::Text(text("llama-bpe"))),
+            ("tokens", GgufValue::Texts(tokens.iter().map(|token| text(token)).collect())),
+            ("merges", GgufValue::Texts(Vec::new())),
+            ("token_type", GgufValue::Ints(classes.to_vec())),
+            ("bos_token_id", GgufValue::U32(0)),
+            ("eos_token_id", GgufValue::U32(2)),
+        ];
+        entries.extend(keys.iter().map(|(key, id)| (*key, GgufValue::U32(*id))));
+        open(&with_vocabulary(&entries).1).unwrap().eos_token_ids().to_vec()
+    };
+    // Texts that are ordinary tokens end nothing.
+    assert_eq!(ends([1; 9], &[]), [2]);
+    assert_eq!(ends([1; 9], &[("eot_token_id", 3), ("eom_token_id", 4)]), [2, 3, 4]);
+    assert_eq!(ends([3, 1, 1, 3, 3, 1, 1, 1, 1], &[]), [2, 3, 4]);
+    assert_eq!(ends([3, 1, 1, 1, 1, 4, 3, 1, 1], &[]), [2, 5, 6]);
+    // The end of a message of gpt-oss is not the end of the answer.
+    assert_eq!(ends([3, 1, 1, 1, 1, 1, 3, 3, 3], &[]), [2, 7, 8]);
+}
+
+/// Llama 3.1 and later have the divisors of the rotary frequencies in a tensor, instead of the parameters of their formula.
+#[test]
+fn rotary_frequencies_of_a_file_give_the_bits_of_the_formula() {
+    let checkpoint = Checkpoint::new(Arch::Llama31, Dtype::Bf16);
+    let directory = checkpoint.write_temp().unwrap();
+    let config =
+        ModelDir::open(&ModelSource::Directory(directory.path().to_owned())).unwrap().config().clone();
+    let frequencies = |scaling| inverse_frequencies(config.head_dim, config.rope_theta, scaling);
+    let (plain, scaled) = (frequencies(&RopeScaling::None), frequencies(&config.rope_scaling));
+    // A divisor that gives the scaled frequency exactly: the quotient, or a neighbour of it.
+    let divisor = |(plain, scaled): (&f32, &f32)| {
+        let quotient = plain / scaled;
+        let near = (-4i32..=4).map(|step| f32::from_bits(quotient.to_bits().wrapping_add_signed(step)));
+        near.into_iter().find(|divisor| plain / divisor == *scaled).unwrap_or(quotient)
+    };
+    let divisors: Vec<f32> = plain.iter().zip(&scaled).map(divisor).collect();
+    assert!(divisors.iter().any(|divisor| *divisor > 1.5), "some are scaled: {divisors:?}");
+    let tensor = |divisors: &[f32]| GgufTensor {
+        name: "rope_freqs.weight".to_owned(),
+        shape: vec![divisors.len()],
+        kind: 0,
+        bytes: divisors.iter().flat_map(|divisor| divisor.to_le_bytes()).collect(),
+    };
+    let file = |divisors: &[f32]| written(&checkpoint.gguf_with(&[], &[tensor(divisors)]).unwrap());
+    let (_folder, path) = file(&divisors);
+    let (theirs, ours) = (logits(directory.path()).unwrap(), logits(&path).unwrap());
+    assert!(theirs.iter().zip(&ours).all(|(a, b)| a.to_bits() == b.to_bits()), "other bits");
+    for wrong in
+        [&divisors[1..], &[vec![0.0], divisors[1..].to_vec()].concat(), &[f32::NAN; 16], &[1.0; 4096]]
+    {
+        let message = logits(&file(wrong).1).unwrap_err();
+        assert!(message.contains("divisors") || message.contains("rope_freqs"), "{message}");
+    }
 }
 
 #[test]

@@ -6,6 +6,7 @@
 
 mod bad_models;
 mod changed_files;
+mod checkpoints;
 mod engine;
 mod gguf;
 mod golden;

@@ -1,8 +1,12 @@
 //! GGUF parser: metadata, and tensors in the encodings of ggml. The format is specified in ggml's
 //! `docs/gguf.md`.
 
+mod byte_level;
 mod config;
+mod end_tokens;
+mod sentencepiece;
 mod tokenizer;
+mod vocabulary;
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -13,7 +17,7 @@ use serde_json::Value;
 use super::Error;
 use super::weight_file::WeightFile;
 
-pub(super) use config::config;
+pub(super) use config::{FREQUENCY_DIVISORS, FREQUENCY_DIVISORS_TENSOR, config};
 pub(super) use tokenizer::tokenizer;
 
 const MAGIC: &[u8; 4] = b"GGUF";
@@ -43,7 +47,52 @@ pub(super) struct GgufTensor {
     pub(super) range: Range<u64>,
 }
 
+/// Returns ggml's name of a type of elements that is not supported.
+pub(super) fn type_name(id: u32) -> String {
+    const NAMES: [(u32, &str); 32] = [
+        (3, "q4_1"),
+        (6, "q5_0"),
+        (7, "q5_1"),
+        (9, "q8_1"),
+        (10, "q2_k"),
+        (11, "q3_k"),
+        (13, "q5_k"),
+        (15, "q8_k"),
+        (16, "iq2_xxs"),
+        (17, "iq2_xs"),
+        (18, "iq3_xxs"),
+        (19, "iq1_s"),
+        (20, "iq4_nl"),
+        (21, "iq3_s"),
+        (22, "iq2_s"),
+        (23, "iq4_xs"),
+        (24, "i8"),
+        (25, "i16"),
+        (26, "i32"),
+        (27, "i64"),
+        (28, "f64"),
+        (29, "iq1_m"),
+        (31, "q4_0_4_4"),
+        (32, "q4_0_4_8"),
+        (33, "q4_0_8_8"),
+        (34, "tq1_0"),
+        (35, "tq2_0"),
+        (36, "iq4_nl_4_4"),
+        (37, "iq4_nl_4_8"),
+        (38, "iq4_nl_8_8"),
+        (39, "mxfp4"),
+        (40, "nvfp4"),
+    ];
+    let known = NAMES.iter().find(|(other, _)| *other == id);
+    known.map_or_else(|| format!("of ggml's type {id}"), |(_, name)| (*name).to_owned())
+}
+
 impl Gguf {
+    /// Returns a list of texts in the metadata, if present.
+    fn list(&self, key: &str) -> Option<&[Value]> {
+        self.metadata.get(key).and_then(Value::as_array).map(Vec::as_slice)
+    }
+
     /// Parses header, metadata and tensor list, and checks that every tensor lies within the file.
     ///
     /// # Errors

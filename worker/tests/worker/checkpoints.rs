@@ -1,0 +1,339 @@
+//! Checkpoints of published families and formats: each is served, or refused by a sentence that says what it is. None is served with a
+//! part of its arithmetic left out.
+
+use std::path::{Path, PathBuf};
+
+use inflight_fixtures::{
+    Arch, Checkpoint, Dtype, Family, GgufTensor, GgufValue, TempDir, add_tensor, rename_tensors,
+};
+use inflight_models::{ModelDir, ModelSource};
+use serde_json::{Value, json};
+
+/// Change to a checkpoint that makes it one of another family or format.
+enum Change {
+    /// Fields of config.json.
+    Config(Value),
+    /// A tensor of this name, type and shape.
+    Tensor(&'static str, &'static str, &'static [usize]),
+    /// A text in the names of all tensors, and its replacement.
+    Names(&'static str, &'static str),
+    /// A file of the directory, and its content; an empty content removes it.
+    File(&'static str, &'static str),
+}
+
+use Change::{Config, File, Names, Tensor};
+
+/// Tensor of layer 0 in a form that only quantized checkpoints have.
+const fn packed(name: &'static str) -> Change {
+    Tensor(name, "U8", &[4, 4])
+}
+
+/// Returns what a directory is refused for, or `None` if it is served.
+fn refusal(path: &Path) -> Option<String> {
+    ModelDir::open(&ModelSource::Directory(path.to_owned())).err().map(|error| error.to_string())
+}
+
+/// Writes a checkpoint of `arch` with changes.
+fn directory(arch: Arch, changes: &[Change]) -> TempDir {
+    let folder = Checkpoint::new(arch, Dtype::Bf16).write_temp().unwrap();
+    for change in changes {
+        match change {
+            Config(fields) => {
+                let path = folder.path().join("config.json");
+                let mut config: Value = serde_json::from_slice(&std::fs::read(&path).unwrap()).unwrap();
+                for (name, value) in fields.as_object().unwrap() {
+                    config[name] = value.clone();
+                }
+                std::fs::write(&path, config.to_string()).unwrap();
+            }
+            Tensor(name, dtype, shape) => {
+                let width = match *dtype {
+                    "F32" | "I32" => 4,
+                    "F16" | "BF16" => 2,
+                    _ => 1,
+                };
+                let bytes = vec![0; shape.iter().product::<usize>() * width];
+                add_tensor(folder.path(), name, dtype, shape, &bytes).unwrap();
+            }
+            Names(from, to) => rename_tensors(folder.path(), from, to).unwrap(),
+            File(name, "") => std::fs::remove_file(folder.path().join(name)).unwrap(),
+            File(name, content) => std::fs::write(folder.path().join(name), content).unwrap(),
+        }
+    }
+    folder
+}
+
+fn architecture(name: &str) -> Change {
+    Config(json!({ "architectures": [name] }))
+}
+
+fn quantized(method: &str) -> Change {
+    Config(json!({ "quantization_config": { "quant_method": method, "bits": 4 } }))
+}
+
+/// Directories: the changes to a Llama 2, and what the sentence must contain; an empty clue: it is served.
+fn directories() -> Vec<(&'static str, Vec<Change>, &'static str)> {
+    let mut cases = vec![
+        (
+            "buffers without effect",
+            vec![Tensor("model.layers.0.self_attn.rotary_emb.inv_freq", "F32", &[8])],
+            "",
+        ),
+        ("heads that draft", vec![Tensor("mtp.fc.weight", "BF16", &[4, 4])], ""),
+        (
+            "fields without effect",
+            vec![Config(json!({ "unsloth_fixed": true, "final_logit_softcapping": null }))],
+            "",
+        ),
+        (
+            "Llama with a soft cap",
+            vec![Config(json!({ "final_logit_softcapping": 30.0 }))],
+            "a soft cap of logits",
+        ),
+        (
+            "Llama with a multiplier",
+            vec![Config(json!({ "attention_multiplier": 0.0078125 }))],
+            "attention_multiplier",
+        ),
+        (
+            "Llama with NoPE layers",
+            vec![Config(json!({ "no_rope_layers": [1, 0] }))],
+            "without rotary embedding",
+        ),
+        ("Llama with sinks", vec![Tensor("model.layers.0.self_attn.sinks", "BF16", &[4])], "attention sinks"),
+        (
+            "Llama with experts",
+            vec![Tensor("model.layers.0.mlp.experts.0.gate_proj.weight", "BF16", &[4, 4])],
+            "mixture of experts",
+        ),
+        ("Llama with a window", vec![Config(json!({ "sliding_window": 16 }))], "sliding_window"),
+        (
+            "Llama with fewer layers than weights",
+            vec![Config(json!({ "num_hidden_layers": 1 }))],
+            "more layers",
+        ),
+        (
+            "Llama with QK norms",
+            vec![Tensor("model.layers.0.self_attn.q_norm.weight", "BF16", &[16])],
+            "QK norms",
+        ),
+        ("Llama with biases", vec![Tensor("model.layers.0.self_attn.q_proj.bias", "BF16", &[64])], "biases"),
+        ("bidirectional", vec![Config(json!({ "is_causal": false }))], "attention to later tokens"),
+        ("FP8 blocks", vec![quantized("fp8"), Tensor("x.weight_scale_inv", "F32", &[1])], "quantized by fp8"),
+        (
+            "FP8 without its field",
+            vec![Tensor("model.layers.0.mlp.up_proj.weight_scale_inv", "F32", &[1])],
+            "FP8",
+        ),
+        ("AWQ", vec![quantized("awq"), Names(".q_proj.weight", ".q_proj.qweight")], "quantized by awq"),
+        ("AWQ without its field", vec![Names(".q_proj.weight", ".q_proj.qweight")], "AWQ or GPTQ"),
+        (
+            "GPTQ",
+            vec![quantized("gptq"), packed("model.layers.0.self_attn.q_proj.qzeros")],
+            "quantized by gptq",
+        ),
+        ("compressed-tensors", vec![quantized("compressed-tensors")], "quantized by compressed-tensors"),
+        ("pack-quantized", vec![Names(".q_proj.weight", ".q_proj.weight_packed")], "compressed-tensors"),
+        ("NVFP4", vec![packed("model.layers.0.self_attn.q_proj.weight_scale_2")], "NVFP4"),
+        ("MXFP4", vec![packed("model.layers.0.mlp.experts.gate_up_proj_blocks")], "MXFP4"),
+        ("bitsandbytes", vec![quantized("bitsandbytes")], "quantized by bitsandbytes"),
+        ("unmerged adapter", vec![Names("q_proj.weight", "q_proj.lora_A.weight")], "LoRA"),
+        ("base model", vec![Names("model.", "")], "without LM head"),
+        ("multimodal names", vec![Names("model.", "model.language_model.")], "multimodal"),
+        ("LoRA adapter", vec![File("config.json", ""), File("adapter_config.json", "{}")], "LoRA adapter"),
+        (
+            "publisher's layout",
+            vec![File("config.json", ""), File("params.json", "{}")],
+            "layout of its publisher",
+        ),
+        (
+            "directory of GGUF files",
+            vec![File("config.json", ""), File("model.gguf", "GGUF")],
+            "give one of them",
+        ),
+        (
+            "rope by layer type",
+            vec![Config(json!({ "rope_parameters": { "full_attention": {} } }))],
+            "by layer type",
+        ),
+        ("YaRN", vec![Config(json!({ "rope_scaling": { "rope_type": "yarn", "factor": 4.0 } }))], "yarn"),
+        ("LongRoPE", vec![Config(json!({ "rope_scaling": { "type": "longrope" } }))], "longrope"),
+        (
+            "dynamic NTK",
+            vec![Config(json!({ "rope_scaling": { "type": "dynamic", "factor": 2.0 } }))],
+            "dynamic",
+        ),
+    ];
+    for name in [
+        "Qwen3MoeForCausalLM",
+        "Qwen3NextForCausalLM",
+        "Qwen3_5ForConditionalGeneration",
+        "MixtralForCausalLM",
+        "GptOssForCausalLM",
+        "Gemma3ForCausalLM",
+        "Gemma4ForConditionalGeneration",
+        "Phi3ForCausalLM",
+        "Ministral3ForCausalLM",
+        "SmolLM3ForCausalLM",
+        "GraniteForCausalLM",
+        "DeepseekV3ForCausalLM",
+        "Glm4MoeForCausalLM",
+        "NemotronHForCausalLM",
+        "Llama4ForCausalLM",
+        "Olmo3ForCausalLM",
+        "BertModel",
+        "T5ForConditionalGeneration",
+    ] {
+        cases.push((name, vec![architecture(name)], "is not supported; supported: LlamaForCausalLM"));
+    }
+    cases
+}
+
+#[test]
+fn directories_of_published_families_are_served_or_refused_by_what_they_are() {
+    for arch in Arch::all() {
+        assert_eq!(refusal(directory(*arch, &[]).path()), None, "{arch}");
+    }
+    for (name, changes, clue) in directories() {
+        let refusal = refusal(directory(Arch::Llama2, &changes).path());
+        println!("{name}: {refusal:?}");
+        match (clue, refusal) {
+            ("", refusal) => assert_eq!(refusal, None, "{name}"),
+            (clue, Some(sentence)) => assert!(sentence.contains(clue), "{name}: {sentence}"),
+            (_, None) => panic!("{name} is served"),
+        }
+    }
+}
+
+#[test]
+fn biases_that_an_architecture_does_not_have_are_refused() {
+    for (arch, field) in
+        [(Arch::Mistral, "attention_bias"), (Arch::Qwen2, "mlp_bias"), (Arch::Qwen3, "mlp_bias")]
+    {
+        let refusal = refusal(directory(arch, &[Config(json!({ field: true }))]).path());
+        assert!(refusal.is_some_and(|sentence| sentence.contains(field)), "{arch} {field}");
+    }
+}
+
+/// Writes a GGUF file of `arch` with entries and tensors besides.
+fn file(arch: Arch, entries: &[(&str, GgufValue)], tensors: &[GgufTensor]) -> (TempDir, PathBuf) {
+    let folder = TempDir::new("inflight-checkpoints").unwrap();
+    std::fs::write(folder.path().join("tokenizer.json"), Family::Llama3.tokenizer_json()).unwrap();
+    let path = folder.path().join("model.gguf");
+    let entries: Vec<_> = entries.iter().map(|(key, value)| ((*key).to_owned(), value.clone())).collect();
+    std::fs::write(&path, Checkpoint::new(arch, Dtype::F16).gguf_with(&entries, tensors).unwrap()).unwrap();
+    (folder, path)
+}
+
+#[test]
+fn gguf_files_of_published_families_are_served_or_refused_by_what_they_are() {
+    use GgufValue::{Bool, F32, Floats, Ints, Text, U32};
+    let text = |text: &str| Text(text.to_owned());
+    let dims = Arch::Llama2.dims();
+    let tensor = |name: &str, kind: u32| GgufTensor {
+        name: name.to_owned(),
+        shape: vec![32],
+        kind,
+        bytes: vec![0; 32 * 4],
+    };
+    let cases: Vec<(&str, Vec<(&str, GgufValue)>, Vec<GgufTensor>, &str)> = vec![
+        ("plain", vec![], vec![], ""),
+        (
+            "entries without effect",
+            vec![
+                ("llama.vocab_size", U32(dims.vocab as u32)),
+                ("llama.rope.dimension_count", U32(dims.head_dim as u32)),
+                ("llama.attention.value_length", U32(dims.head_dim as u32)),
+                ("llama.rope.scaling.attn_factor", F32(1.0)),
+                ("llama.expert_count", U32(0)),
+                ("llama.new_feature", Bool(false)),
+                ("general.quantization_version", U32(2)),
+                ("quantize.imatrix.entries_count", U32(7)),
+            ],
+            vec![],
+            "",
+        ),
+        (
+            "rotated half",
+            vec![("llama.rope.dimension_count", U32(dims.head_dim as u32 / 2))],
+            vec![],
+            "dimension_count",
+        ),
+        ("window", vec![("llama.attention.sliding_window", U32(16))], vec![], "sliding window of 16"),
+        ("scale", vec![("llama.attention.scale", F32(0.01))], vec![], "attention.scale"),
+        ("values", vec![("llama.attention.value_length", U32(8))], vec![], "value_length"),
+        ("bidirectional", vec![("llama.attention.causal", Bool(false))], vec![], "attention to later tokens"),
+        ("soft cap", vec![("llama.final_logit_softcapping", F32(30.0))], vec![], "final_logit_softcapping"),
+        ("multiplier", vec![("llama.logit_scale", F32(0.25))], vec![], "logit_scale"),
+        ("embedding model", vec![("llama.pooling_type", U32(3))], vec![], "pooling_type"),
+        ("layers by pattern", vec![("llama.new_pattern", Ints(vec![1, 0]))], vec![], "new_pattern"),
+        ("unknown numbers", vec![("llama.new_numbers", Floats(vec![1.0]))], vec![], "new_numbers"),
+        ("experts", vec![("llama.expert_count", U32(8))], vec![], "mixture of experts"),
+        (
+            "YaRN",
+            vec![("llama.rope.scaling.type", text("yarn")), ("llama.rope.scaling.factor", F32(4.0))],
+            vec![],
+            "yarn",
+        ),
+        ("attention factor", vec![("llama.rope.scaling.attn_factor", F32(0.9))], vec![], "attn_factor"),
+        ("one of several files", vec![("split.count", U32(3))], vec![], "one of 3 parts"),
+        ("adapter", vec![("general.type", text("adapter"))], vec![], "adapter"),
+        ("encoder of images", vec![("general.type", text("mmproj"))], vec![], "mmproj"),
+        ("tensor of experts", vec![], vec![tensor("blk.0.ffn_gate_exps.weight", 0)], "mixture of experts"),
+        ("sinks", vec![], vec![tensor("blk.0.attn_sinks.weight", 0)], "attention sinks"),
+        ("LongRoPE", vec![], vec![tensor("rope_factors_long.weight", 0)], "LongRoPE"),
+        (
+            "norms behind blocks",
+            vec![],
+            vec![tensor("blk.0.post_attention_norm.weight", 0)],
+            "post_attention_norm",
+        ),
+    ];
+    for (name, entries, tensors, clue) in cases {
+        let (_folder, path) = file(Arch::Llama2, &entries, &tensors);
+        let refusal = refusal(&path);
+        println!("{name}: {refusal:?}");
+        match (clue, refusal) {
+            ("", refusal) => assert_eq!(refusal, None, "{name}"),
+            (clue, Some(sentence)) => assert!(sentence.contains(clue), "{name}: {sentence}"),
+            (_, None) => panic!("{name} is served"),
+        }
+    }
+    for family in
+        ["qwen3moe", "qwen35", "gpt-oss", "gemma3", "gemma4", "phi3", "nemotron_h_moe", "deepseek2", "bert"]
+    {
+        let (_folder, path) = file(Arch::Llama2, &[("general.architecture", text(family))], &[]);
+        let sentence = refusal(&path).unwrap();
+        assert!(
+            sentence.contains(family) && sentence.contains("supported: llama, qwen2, qwen3"),
+            "{sentence}"
+        );
+    }
+    for (kind, name) in [(3, "q4_1"), (6, "q5_0"), (13, "q5_k"), (23, "iq4_xs"), (39, "mxfp4")] {
+        let (_folder, path) = file(Arch::Llama2, &[], &[]);
+        let mut bytes = std::fs::read(&path).unwrap();
+        let tensor = b"blk.0.attn_q.weight";
+        let entry = bytes.windows(tensor.len()).position(|window| window == tensor).unwrap() + tensor.len();
+        // Behind the name: the number of dimensions, two of them, the type.
+        bytes[entry + 20..entry + 24].copy_from_slice(&u32::to_le_bytes(kind));
+        std::fs::write(&path, bytes).unwrap();
+        let sentence = refusal(&path).unwrap();
+        assert!(sentence.contains(&format!("is {name}; supported")), "{sentence}");
+    }
+}
+
+/// A factor without a type of scaling is that of linear scaling.
+#[test]
+fn a_rope_factor_without_a_type_scales_linearly() {
+    let config = |entries: &[(&str, GgufValue)]| {
+        let (_folder, path) = file(Arch::Llama2, entries, &[]);
+        ModelDir::open(&ModelSource::Directory(path)).unwrap().config().rope_scaling.clone()
+    };
+    let linear = format!("{:?}", config(&[("llama.rope.scaling.factor", GgufValue::F32(4.0))]));
+    assert!(linear.contains("Linear") && linear.contains('4'), "{linear}");
+    for (key, factor) in [("llama.rope.scaling.factor", 1.0), ("llama.rope.scale_linear", 1.0)] {
+        assert_eq!(format!("{:?}", config(&[(key, GgufValue::F32(factor))])), "None");
+    }
+    let legacy = format!("{:?}", config(&[("llama.rope.scale_linear", GgufValue::F32(2.0))]));
+    assert!(legacy.contains("Linear"), "{legacy}");
+}
