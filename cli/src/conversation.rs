@@ -55,7 +55,10 @@ impl Conversation {
     /// Returns the conversation with a next message of the user, which is not kept until it is answered.
     pub fn with(&self, text: &str) -> Chat {
         let user = message("user", text.to_owned());
-        Chat { messages: self.system.iter().chain(&self.turns).cloned().chain([user]).collect() }
+        Chat {
+            messages: self.system.iter().chain(&self.turns).cloned().chain([user]).collect(),
+            ..Default::default()
+        }
     }
 
     /// Keeps a message of the user and its answer, with the tool calls in it.

@@ -331,7 +331,10 @@ async fn request_input(
         }
         (system, true) => {
             let system = system.iter().map(|content| message("system", content.clone()));
-            Ok(Input::Chat(Chat { messages: system.chain([message("user", prompt)]).collect() }))
+            Ok(Input::Chat(Chat {
+                messages: system.chain([message("user", prompt)]).collect(),
+                ..Default::default()
+            }))
         }
     }
 }

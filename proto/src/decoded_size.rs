@@ -205,6 +205,7 @@ mod tests {
                     v1::ChatMessage { content: content.to_owned(), ..v1::ChatMessage::default() };
                     count
                 ],
+                ..v1::Chat::default()
             })),
             ..v1::GenerateRequest::default()
         };

@@ -53,11 +53,11 @@ pub fn template(data: &[u8]) -> bool {
     if messages.is_empty() {
         messages.push(Message::new(&role(0), "Hi".to_owned()));
     }
-    let rendered = template.render(&messages, &[], time::OffsetDateTime::UNIX_EPOCH);
+    let rendered = template.render(&messages[..].into(), time::OffsetDateTime::UNIX_EPOCH);
     // As text: errors have no equality.
     assert_eq!(
         format!("{rendered:?}"),
-        format!("{:?}", template.render(&messages, &[], time::OffsetDateTime::UNIX_EPOCH))
+        format!("{:?}", template.render(&messages[..].into(), time::OffsetDateTime::UNIX_EPOCH))
     );
     rendered.is_ok()
 }

@@ -18,7 +18,10 @@ fn request(messages: &[(&str, &str)]) -> GenerateRequest {
         ..ChatMessage::default()
     };
     GenerateRequest {
-        input: Some(Input::Chat(Chat { messages: messages.iter().map(message).collect() })),
+        input: Some(Input::Chat(Chat {
+            messages: messages.iter().map(message).collect(),
+            ..Default::default()
+        })),
         sampling: Some(SamplingParams { temperature: Some(0.0), ..SamplingParams::default() }),
         stop: Some(StopConditions { max_tokens: Some(MAX_TOKENS), ..StopConditions::default() }),
         ..GenerateRequest::default()

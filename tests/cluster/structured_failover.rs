@@ -171,7 +171,7 @@ fn request(random: &mut StdRng) -> GenerateRequest {
     let message = ChatMessage { role: "user".to_owned(), content, ..ChatMessage::default() };
     let choice = if name.is_empty() { choice } else { ToolChoice::Unspecified };
     GenerateRequest {
-        input: Some(Input::Chat(Chat { messages: vec![message] })),
+        input: Some(Input::Chat(Chat { messages: vec![message], ..Default::default() })),
         sampling: Some(SamplingParams {
             temperature: Some(if random.random_bool(0.3) { 0.0 } else { random.random_range(0.3..1.2) }),
             top_p: Some(random.random_range(0.7..=1.0)),

@@ -9,7 +9,9 @@ use inflight_output_parser::{ReasoningFormat, ToolCallFormat};
 use inflight_proto::bundle_digest;
 use serde_json::Value;
 
-use crate::text::{ChatTemplate, Message, TemplateError, Tokenizer, TokenizerError};
+use crate::text::{
+    ChatTemplate, Conversation, Message, PromptEnd, Rendering, TemplateError, Tokenizer, TokenizerError,
+};
 
 /// Invalid model bundle.
 #[derive(Debug, thiserror::Error)]
@@ -157,6 +159,25 @@ impl Model {
         &self.grammars
     }
 
+    /// Whether a conversation's prompt begins the model's reasoning with the text `begin` and does not end it with `end`.
+    pub(crate) fn opens_reasoning(&self, conversation: &Conversation, begin: &str, end: &str) -> bool {
+        let Rendering { arguments, end: prompt_end_of } = &conversation.rendering;
+        match prompt_end_of {
+            PromptEnd::Messages => false,
+            // The text that is continued may be that of an unfinished reasoning.
+            PromptEnd::LastMessage => {
+                let text = conversation.messages.last().map_or("", Message::text);
+                text.rfind(begin).is_some_and(|at| !text[at..].contains(end))
+            }
+            PromptEnd::NextMessage if arguments.is_empty() => self.output.begins_with(begin),
+            PromptEnd::NextMessage => {
+                let rendering = conversation.rendering.clone();
+                let template = self.template.as_ref();
+                template.is_some_and(|template| prompt_end(template, rendering).ends_with(begin))
+            }
+        }
+    }
+
     /// Prepares its vocabulary for grammars in the background.
     pub(crate) fn prepare_grammars(&self) {
         self.grammars.prepare_checks();
@@ -178,7 +199,9 @@ impl ModelOutput {
         Self {
             calls: sources().find_map(ToolCallFormat::of_template),
             reasoning: sources().find_map(ReasoningFormat::of_template),
-            prompt_end: template.map(prompt_end).unwrap_or_default(),
+            prompt_end: template
+                .map(|template| prompt_end(template, Rendering::default()))
+                .unwrap_or_default(),
         }
     }
 
@@ -188,10 +211,11 @@ impl ModelOutput {
     }
 }
 
-/// Returns the last characters of a template's prompts.
-fn prompt_end(template: &ChatTemplate) -> String {
-    let question = [Message::new("user", "a".to_owned())];
-    let prompt = template.render(&question, &[], time::OffsetDateTime::UNIX_EPOCH).unwrap_or_default();
+/// Returns the last characters of a template's prompts, without whitespace behind them.
+fn prompt_end(template: &ChatTemplate, rendering: Rendering) -> String {
+    let messages = vec![Message::new("user", "a".to_owned())];
+    let question = Conversation { messages, tools: Vec::new(), rendering };
+    let prompt = template.render(&question, time::OffsetDateTime::UNIX_EPOCH).unwrap_or_default();
     let mut end: Vec<char> = prompt.trim_end().chars().rev().take(32).collect();
     end.reverse();
     end.into_iter().collect()
@@ -293,7 +317,7 @@ mod tests {
         let model =
             side("chat_template.jinja", b"{% generation %}{{ messages[0].content }}{% endgeneration %}!");
         let messages = [Message::new("user", "a".to_owned())];
-        let prompt = model.template.unwrap().render(&messages, &[], time::OffsetDateTime::UNIX_EPOCH);
+        let prompt = model.template.unwrap().render(&messages[..].into(), time::OffsetDateTime::UNIX_EPOCH);
         assert_eq!(prompt.unwrap(), "a!");
         let mut bundle = BundleFiles::default();
         bundle.append("tokenizer.json", tokenizer).unwrap();

@@ -78,6 +78,20 @@ impl MessageList {
     }
 }
 
+/// Checks that the last message can be continued.
+pub(crate) fn check_continued(field: &'static str, messages: &[Message]) -> Result<(), Outcome> {
+    let refused =
+        |reason: &str| Err(Outcome::field(field, format!("the last message cannot be continued: {reason}")));
+    match messages.last() {
+        Some(last) if last.role != "assistant" => refused("it is not of the assistant"),
+        Some(last) if !last.tool_calls.is_empty() => {
+            refused("it has tool calls; send their results behind it")
+        }
+        Some(last) if last.text().is_empty() => refused("it has no text"),
+        _ => Ok(()),
+    }
+}
+
 fn note(called: &mut HashMap<String, String>, call: &MessageCall) {
     if !call.id.is_empty() {
         called.insert(call.id.clone(), call.name.clone());

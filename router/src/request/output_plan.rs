@@ -11,7 +11,7 @@ use inflight_output_parser::{
 use crate::cluster::bundle::Model;
 use crate::options::Options;
 use crate::outcome::Outcome;
-use crate::request::draft::{Draft, OutputParsing};
+use crate::request::draft::{Draft, Input, OutputParsing};
 use crate::request::tool_use::{ToolChoice, ToolUse};
 
 /// How the output of an admitted request is parsed.
@@ -51,7 +51,8 @@ impl OutputPlan {
             return Ok(None);
         }
         add_markers(&mut format, model);
-        format.begins_in_reasoning = reasoning.is_some_and(|reasoning| opens_reasoning(model, reasoning));
+        format.begins_in_reasoning =
+            reasoning.is_some_and(|reasoning| opens_reasoning(model, &request.input, reasoning));
         if let Some(tools) = tools {
             constrain(request_constraint(tools, &format, model)?, request)?;
         }
@@ -110,10 +111,13 @@ fn add_markers(format: &mut OutputFormat, model: &Model) {
     }
 }
 
-/// Whether the model's template begins the reasoning.
-fn opens_reasoning(model: &Model, reasoning: ReasoningFormat) -> bool {
-    let begin = reasoning.markers().iter().find(|(marker, _)| *marker == Marker::ReasoningBegin);
-    begin.is_some_and(|(_, text)| model.output.begins_with(text))
+/// Whether the prompt begins the model's reasoning.
+fn opens_reasoning(model: &Model, input: &Input, reasoning: ReasoningFormat) -> bool {
+    let Input::Chat(conversation) = input else { return false };
+    let text =
+        |wanted| reasoning.markers().iter().find(|(marker, _)| *marker == wanted).map(|(_, text)| *text);
+    let (begin, end) = (text(Marker::ReasoningBegin), text(Marker::ReasoningEnd));
+    begin.zip(end).is_some_and(|(begin, end)| model.opens_reasoning(conversation, begin, end))
 }
 
 /// Returns the constraint that makes the output call the chosen tools.

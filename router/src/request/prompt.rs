@@ -248,7 +248,7 @@ impl PromptJob {
     }
 
     fn render_chat(&self, chat: &Conversation) -> Result<PromptText, Outcome> {
-        let Conversation { messages, tools } = chat;
+        let Conversation { messages, tools, .. } = chat;
         let model = &self.served.model;
         let with_tools = model.tool_template.as_ref().filter(|_| !tools.is_empty());
         let Some(template) = with_tools.or(model.template.as_ref()) else {
@@ -261,10 +261,10 @@ impl PromptJob {
             return Err(Outcome::invalid("the prompt is empty; chat must have at least one message"));
         }
         if self.special.chat {
-            let text = template.render(messages, tools, self.time).map_err(Outcome::invalid)?;
+            let text = template.render(chat, self.time).map_err(Outcome::invalid)?;
             return Ok(PromptText::with_special_tokens(text));
         }
-        template.render_prompt(messages, tools, self.time, model.tokenizer.added()).map_err(Outcome::invalid)
+        template.render_prompt(chat, self.time, model.tokenizer.added()).map_err(Outcome::invalid)
     }
 
     /// Rejects text that cannot fit the context before tokenizing it, which would take seconds.
@@ -340,7 +340,7 @@ mod tests {
         let numbers = serde_json::json!({"x": vec![1; LARGE_TEXT_BYTES / 2]}).to_string();
         let tools = vec![serde_json::from_str(&numbers).unwrap()];
         let messages = vec![Message::new("user", "a".to_owned())];
-        let bytes = text_bytes(&Input::Chat(Conversation { messages, tools }));
+        let bytes = text_bytes(&Input::Chat(Conversation { messages, tools, ..Conversation::default() }));
         assert!(bytes >= numbers.len() && numbers.len() > LARGE_TEXT_BYTES, "{bytes}");
     }
 }

@@ -4,6 +4,8 @@ use std::fmt::{self, Write as _};
 
 use minijinja::value::{Value, ValueKind};
 
+use super::rendering::Rendering;
+
 /// Message of a conversation.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Message {
@@ -225,13 +227,6 @@ impl fmt::Write for ByteCount {
     }
 }
 
-/// Returns the bytes of a conversation: of all texts of messages, and of their calls and the tools' definitions as JSON. Not
-/// only of texts, as a schema of numbers takes as long to render and to tokenize.
-pub(super) fn bytes(messages: &[Message], tools: &[Value]) -> usize {
-    let tools = tools.iter().map(|tool| json_bytes(tool) + SEPARATOR_BYTES);
-    messages.iter().map(Message::bytes).sum::<usize>() + tools.sum::<usize>()
-}
-
 /// Conversation with the definitions of its tools, as in OpenAI's API.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Conversation {
@@ -239,18 +234,46 @@ pub struct Conversation {
     pub messages: Vec<Message>,
     /// Definitions of tools.
     pub tools: Vec<Value>,
+    /// Options of its rendering.
+    pub rendering: Rendering,
 }
 
 impl Conversation {
-    /// Returns the size of the conversation: the bytes of its texts, and of tool calls and tool definitions as JSON.
+    /// Returns the size of the conversation: the bytes of all texts of messages, and of their calls, the tools' definitions and the
+    /// template's arguments as JSON. Not only of texts, as a schema of numbers takes as long to render and to tokenize.
     pub(crate) fn bytes(&self) -> usize {
-        bytes(&self.messages, &self.tools)
+        let values = self.tools.iter().chain(self.rendering.arguments.iter().map(|(_, value)| value));
+        let values = values.map(|value| json_bytes(value) + SEPARATOR_BYTES);
+        self.messages.iter().map(Message::bytes).sum::<usize>() + values.sum::<usize>()
+    }
+
+    /// Returns the conversation with all texts of messages, definitions and arguments replaced.
+    pub(super) fn map(&self, change: &dyn Fn(&str) -> String) -> Self {
+        let arguments = self.rendering.arguments.map(change);
+        Self {
+            messages: self.messages.iter().map(|message| message.map(change)).collect(),
+            tools: self.tools.iter().map(|tool| map(tool, change)).collect(),
+            rendering: Rendering { arguments, ..self.rendering.clone() },
+        }
+    }
+
+    /// Calls a function with each text of messages, definitions and arguments.
+    pub(super) fn visit(&self, seen: &mut dyn FnMut(&str)) {
+        self.messages.iter().for_each(|message| message.visit(seen));
+        self.tools.iter().for_each(|tool| visit(tool, seen));
+        self.rendering.arguments.visit(seen);
+    }
+}
+
+impl From<&[Message]> for Conversation {
+    fn from(messages: &[Message]) -> Self {
+        messages.to_vec().into()
     }
 }
 
 impl From<Vec<Message>> for Conversation {
     fn from(messages: Vec<Message>) -> Self {
-        Self { messages, tools: Vec::new() }
+        Self { messages, ..Self::default() }
     }
 }
 
@@ -283,7 +306,7 @@ mod tests {
         fn the_bytes_of_definitions_and_of_arguments_are_at_least_those_of_their_json(json in value()) {
             let value: Value = serde_json::from_str(&json.to_string()).unwrap();
             let text = serde_json::to_string(&value).unwrap();
-            let definition = Conversation { messages: Vec::new(), tools: vec![value.clone()] };
+            let definition = Conversation { tools: vec![value.clone()], ..Conversation::default() };
             prop_assert!(definition.bytes() >= text.len(), "{} for {text}", definition.bytes());
             let call = MessageCall { id: String::new(), name: String::new(), arguments: value };
             let message = Message { tool_calls: vec![call], ..Message::default() };

@@ -176,8 +176,8 @@ mod tests {
                         if at == 1 {
                             continue;
                         }
-                        let rendered = template.render(&messages, &[], time::OffsetDateTime::UNIX_EPOCH).unwrap();
-                        let prompt = template.render_prompt(&messages, &[], time::OffsetDateTime::UNIX_EPOCH, tokenizer.added()).unwrap();
+                        let rendered = template.render(&messages[..].into(), time::OffsetDateTime::UNIX_EPOCH).unwrap();
+                        let prompt = template.render_prompt(&messages[..].into(), time::OffsetDateTime::UNIX_EPOCH, tokenizer.added()).unwrap();
                         prop_assert_eq!(prompt.as_str(), &rendered);
                         let ids = tokenizer.encode_prompt(&prompt, false).unwrap();
                         prop_assert_eq!(ids, tokenizer.encode_rendered(&rendered).unwrap());
@@ -206,9 +206,9 @@ mod tests {
                     let contents: Vec<String> = picks.iter().map(content).collect();
                     let (messages, bare) = (conversation(&contents), conversation(&vec!["a".to_owned(); picks.len()]));
                     for template in templates {
-                        let expected = template.render_prompt(&bare, &[], time::OffsetDateTime::UNIX_EPOCH, tokenizer.added()).unwrap();
+                        let expected = template.render_prompt(&bare[..].into(), time::OffsetDateTime::UNIX_EPOCH, tokenizer.added()).unwrap();
                         let expected = special_ids(tokenizer, &tokenizer.encode_prompt(&expected, false).unwrap());
-                        let prompt = template.render_prompt(&messages, &[], time::OffsetDateTime::UNIX_EPOCH, tokenizer.added()).unwrap();
+                        let prompt = template.render_prompt(&messages[..].into(), time::OffsetDateTime::UNIX_EPOCH, tokenizer.added()).unwrap();
                         let ids = tokenizer.encode_prompt(&prompt, false).unwrap();
                         prop_assert_eq!(special_ids(tokenizer, &ids), expected, "{} {:?}", template.source(), messages);
                         if *family == Family::Llama3 {
@@ -246,7 +246,7 @@ mod tests {
         let special = |role: &str, content: &str| {
             let messages = [Message::new(role, content.to_owned())];
             let prompt = template
-                .render_prompt(&messages, &[], time::OffsetDateTime::UNIX_EPOCH, tokenizer.added())
+                .render_prompt(&messages[..].into(), time::OffsetDateTime::UNIX_EPOCH, tokenizer.added())
                 .unwrap();
             let ids = tokenizer.encode_prompt(&prompt, false).unwrap();
             special_ids(&tokenizer, &ids).iter().map(|id| tokenizer.piece(*id)).collect::<Vec<_>>()

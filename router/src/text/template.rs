@@ -1,13 +1,19 @@
 //! Chat templates (Jinja), rendered as Hugging Face transformers does.
 
+use std::collections::BTreeSet;
+use std::ops::RangeInclusive;
+
 use minijinja::syntax::SyntaxConfig;
 use minijinja::value::Value;
 use minijinja::{Environment, Error, ErrorKind};
 use time::OffsetDateTime;
 
-use super::conversation::{self, Message};
+use super::conversation::{Conversation, Message};
 use super::marks::Marks;
-use super::{AddedTokens, PromptText};
+use super::{AddedTokens, PromptEnd, PromptText};
+
+/// Private-use characters, one of which marks the end of a message's text.
+const END_MARKS: RangeInclusive<char> = '\u{E000}'..='\u{F8FF}';
 
 /// Invalid chat template, or messages that it rejects.
 #[derive(Debug, thiserror::Error)]
@@ -101,12 +107,11 @@ impl ChatTemplate {
     /// [`TemplateError::TooLarge`]; [`TemplateError::Render`] with the template's own message.
     pub fn render_prompt(
         &self,
-        messages: &[Message],
-        tools: &[Value],
+        conversation: &Conversation,
         time: OffsetDateTime,
         added: &AddedTokens,
     ) -> Result<PromptText, TemplateError> {
-        let text = self.render(messages, tools, time)?;
+        let text = self.render(conversation, time)?;
         let edges = added.edges();
         let mut texts = Vec::new();
         let mut keep = |part: &str| {
@@ -115,8 +120,7 @@ impl ChatTemplate {
                 texts.push(part.to_owned());
             }
         };
-        messages.iter().for_each(|message| message.visit(&mut keep));
-        tools.iter().for_each(|tool| conversation::visit(tool, &mut keep));
+        conversation.visit(&mut keep);
         if !texts.iter().any(|part| part.contains(edges)) {
             return Ok(PromptText::with_special_tokens(text));
         }
@@ -126,9 +130,7 @@ impl ChatTemplate {
             return Err(TemplateError::Render(reason.to_owned()));
         };
         let render = |mark: &dyn Fn(&str) -> String| {
-            let messages: Vec<Message> = messages.iter().map(|message| message.map(mark)).collect();
-            let tools: Vec<Value> = tools.iter().map(|tool| conversation::map(tool, mark)).collect();
-            self.render(&messages, &tools, time).map(|marked| marks.restore(&marked))
+            self.render(&conversation.map(mark), time).map(|marked| marks.restore(&marked))
         };
         if let Ok((restored, literal)) = render(&|part| marks.mark(part, |_| true))
             && restored == text
@@ -142,18 +144,14 @@ impl ChatTemplate {
         Ok(PromptText::with_literal(restored, literal))
     }
 
-    /// Renders the text of a conversation, up to the start of the assistant's message. `tools` are the definitions
-    /// of tools as in OpenAI's API. Messages without a text have a content of none; a template that fails on it has empty ones.
+    /// Renders the text of a conversation, up to the end that its rendering asks for. Messages without a text have a content of none; a
+    /// template that fails on it has empty ones.
     ///
     /// # Errors
     /// [`TemplateError::TooLarge`]; [`TemplateError::Render`] with the template's own message.
-    pub fn render(
-        &self,
-        messages: &[Message],
-        tools: &[Value],
-        time: OffsetDateTime,
-    ) -> Result<String, TemplateError> {
-        let rendered = self.render_once(messages, tools, time);
+    pub fn render(&self, conversation: &Conversation, time: OffsetDateTime) -> Result<String, TemplateError> {
+        let rendered = self.render_to_end(conversation, time);
+        let messages = &conversation.messages;
         if !matches!(rendered, Err(TemplateError::Render(_)))
             || messages.iter().all(|message| message.content.is_some())
         {
@@ -161,28 +159,65 @@ impl ChatTemplate {
         }
         let filled =
             |message: &Message| Message { content: Some(message.text().to_owned()), ..message.clone() };
-        self.render_once(&messages.iter().map(filled).collect::<Vec<_>>(), tools, time)
+        let messages = messages.iter().map(filled).collect();
+        self.render_to_end(&Conversation { messages, ..conversation.clone() }, time)
+    }
+
+    /// Renders the text up to its end. One within the last message is found by a character behind the message's text that no other text has;
+    /// the space behind that shows whether the template keeps whitespace there.
+    fn render_to_end(
+        &self,
+        conversation: &Conversation,
+        time: OffsetDateTime,
+    ) -> Result<String, TemplateError> {
+        if conversation.rendering.end != PromptEnd::LastMessage {
+            return self.render_once(conversation, time);
+        }
+        let mut used = BTreeSet::new();
+        conversation.visit(&mut |text| used.extend(text.chars().filter(|c| END_MARKS.contains(c))));
+        self.source.chars().filter(|c| END_MARKS.contains(c)).for_each(|c| _ = used.insert(c));
+        let mut marked = conversation.clone();
+        let (Some(mark), Some(last)) =
+            (END_MARKS.clone().find(|c| !used.contains(c)), marked.messages.last_mut())
+        else {
+            let reason = "the messages have every private-use character; remove some";
+            return Err(TemplateError::Render(reason.to_owned()));
+        };
+        last.content = Some(format!("{}{mark} ", last.text()));
+        let mut text = self.render_once(&marked, time)?;
+        let Some(end) = text.rfind(mark) else {
+            let reason = "it does not write the text of the last message, so that it cannot be continued";
+            return Err(TemplateError::Render(reason.to_owned()));
+        };
+        let keeps_whitespace = text[end + mark.len_utf8()..].starts_with(' ');
+        text.truncate(end);
+        if !keeps_whitespace {
+            text.truncate(text.trim_end().len());
+        }
+        Ok(text)
     }
 
     fn render_once(
         &self,
-        messages: &[Message],
-        tools: &[Value],
+        conversation: &Conversation,
         time: OffsetDateTime,
     ) -> Result<String, TemplateError> {
+        let Conversation { messages, tools, rendering } = conversation;
         let count = messages.len() + tools.len();
-        let given = conversation::bytes(messages, tools);
+        let given = conversation.bytes();
         if given.saturating_mul(count) > Self::MESSAGES_TIMES_BYTES {
             return Err(TemplateError::TooLarge { count, bytes: given, most: Self::MESSAGES_TIMES_BYTES });
         }
+        let arguments = rendering.arguments.iter().map(|(name, value)| (name, value.clone()));
         let context = minijinja::context! {
             messages => messages.iter().map(Message::to_value).collect::<Value>(),
             // Templates tell none from an empty list.
             tools => (!tools.is_empty()).then(|| tools.iter().cloned().collect::<Value>()),
-            add_generation_prompt => true,
+            add_generation_prompt => rendering.end == PromptEnd::NextMessage,
             bos_token => &self.bos_token,
             eos_token => &self.eos_token,
             _inflight_time => time.unix_timestamp(),
+            ..Value::from_pairs(arguments)
         };
         let most = Self::OUTPUT_BYTES.saturating_add(given.saturating_mul(Self::OUTPUT_FACTOR));
         let mut output = BoundedOutput { bytes: Vec::new(), most, exceeded: false };
@@ -233,6 +268,7 @@ fn cause(error: &Error) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::text::{Rendering, TemplateArguments};
 
     fn message(role: &str, content: &str) -> Message {
         Message::new(role, content.to_owned())
@@ -246,9 +282,10 @@ mod tests {
                       {%- endfor %}\n{% if add_generation_prompt %}\n<|assistant|>\n{%- endif %}";
         let template = ChatTemplate::new(source, "<s>", "</s>").unwrap();
         let prompt =
-            template.render(&[message("user", "  <b> é\n")], &[], OffsetDateTime::UNIX_EPOCH).unwrap();
+            template.render(&[message("user", "  <b> é\n")][..].into(), OffsetDateTime::UNIX_EPOCH).unwrap();
         assert_eq!(prompt, "<s><|user|>\"<b> é\"</s><|assistant|>");
-        let refused = template.render(&[message("tool", "x")], &[], OffsetDateTime::UNIX_EPOCH).unwrap_err();
+        let refused =
+            template.render(&[message("tool", "x")][..].into(), OffsetDateTime::UNIX_EPOCH).unwrap_err();
         assert_eq!(refused.to_string(), "the chat template refused the messages: start with user, not tool");
     }
 
@@ -257,14 +294,14 @@ mod tests {
         let endless = "{% for i in range(100000) %}{% for j in range(100000) %}x{% endfor %}{% endfor %}";
         let template = ChatTemplate::new(endless, "", "").unwrap();
         assert!(matches!(
-            template.render(&[], &[], OffsetDateTime::UNIX_EPOCH),
+            template.render(&Conversation::default(), OffsetDateTime::UNIX_EPOCH),
             Err(TemplateError::Render(_))
         ));
         assert!(matches!(ChatTemplate::new("{% if %}", "", ""), Err(TemplateError::Syntax(_))));
         let long = "{% for i in range(100) %}{{ 'x' * 100000 }}{% endfor %}";
         let refused = ChatTemplate::new(long, "", "")
             .unwrap()
-            .render(&[], &[], OffsetDateTime::UNIX_EPOCH)
+            .render(&Conversation::default(), OffsetDateTime::UNIX_EPOCH)
             .unwrap_err();
         assert!(refused.to_string().contains("its output exceeds 1048576 bytes"), "{refused}");
     }
@@ -277,8 +314,7 @@ mod tests {
         let template = ChatTemplate::new(source, "", "").unwrap();
         let conversation = |count: usize, bytes: usize| {
             template.render(
-                &vec![message("system", &"x".repeat(bytes / count - "system".len())); count],
-                &[],
+                &vec![message("system", &"x".repeat(bytes / count - "system".len())); count].into(),
                 time::OffsetDateTime::UNIX_EPOCH,
             )
         };
@@ -293,7 +329,57 @@ mod tests {
     fn rendered(source: &str, messages: &[Message], tools: &[Value], seconds: i64) -> Result<String, String> {
         let time = OffsetDateTime::from_unix_timestamp(seconds).unwrap();
         let template = ChatTemplate::new(source, "<s>", "</s>").map_err(|error| error.to_string())?;
-        template.render(messages, tools, time).map_err(|error| error.to_string())
+        let conversation = Conversation { tools: tools.to_vec(), ..messages.into() };
+        template.render(&conversation, time).map_err(|error| error.to_string())
+    }
+
+    fn ended(source: &str, messages: &[Message], rendering: Rendering) -> Result<String, String> {
+        let template = ChatTemplate::new(source, "<s>", "</s>").map_err(|error| error.to_string())?;
+        let conversation = Conversation { rendering, ..messages.into() };
+        template.render(&conversation, OffsetDateTime::UNIX_EPOCH).map_err(|error| error.to_string())
+    }
+
+    #[test]
+    fn arguments_are_variables_of_the_template() {
+        let source = "{% if enable_thinking is defined and enable_thinking is false %}<think></think>{% endif %}{{ effort }}\
+                      {{ messages | length }}";
+        let rendering = |text: &str| Rendering {
+            arguments: TemplateArguments::of_json(text).unwrap(),
+            ..Rendering::default()
+        };
+        let messages = [message("user", "a")];
+        assert_eq!(ended(source, &messages, Rendering::default()).unwrap(), "1");
+        assert_eq!(ended(source, &messages, rendering(r#"{"enable_thinking": true}"#)).unwrap(), "1");
+        let off = rendering(r#"{"enable_thinking": false, "effort": "low"}"#);
+        assert_eq!(ended(source, &messages, off).unwrap(), "<think></think>low1");
+        // One with the name of a variable of the template changes nothing else.
+        assert!(TemplateArguments::of_json(r#"{"messages": []}"#).is_err());
+    }
+
+    #[test]
+    fn a_prompt_ends_behind_the_start_of_a_message_the_messages_or_the_text_of_the_last_one() {
+        let source = "{% for m in messages %}<{{ m.role }}>{{ m.content }}</>{% endfor %}{% if add_generation_prompt %}<assistant>\
+                      {% endif %}";
+        let stripping = source.replace("m.content", "m.content | trim");
+        let messages = [message("user", "a"), message("assistant", "Sure: \n")];
+        let end = |end| Rendering { end, ..Rendering::default() };
+        let all = "<user>a</><assistant>Sure: \n</>";
+        assert_eq!(
+            ended(source, &messages, end(PromptEnd::NextMessage)).unwrap(),
+            format!("{all}<assistant>")
+        );
+        assert_eq!(ended(source, &messages, end(PromptEnd::Messages)).unwrap(), all);
+        let continued =
+            |source: &str, messages: &[Message]| ended(source, messages, end(PromptEnd::LastMessage));
+        assert_eq!(continued(source, &messages).unwrap(), "<user>a</><assistant>Sure: \n");
+        assert_eq!(continued(&stripping, &messages).unwrap(), "<user>a</><assistant>Sure:");
+        // The end is that of the last message, also where its text occurs before.
+        let twice = [message("user", "Sure"), message("assistant", "Sure")];
+        assert_eq!(continued(source, &twice).unwrap(), "<user>Sure</><assistant>Sure");
+        let private = [message("user", "\u{E000}\u{E001}"), message("assistant", "b\u{E002}")];
+        assert_eq!(continued(source, &private).unwrap(), "<user>\u{E000}\u{E001}</><assistant>b\u{E002}");
+        let silent = continued("{{ messages[0].content }}", &messages).unwrap_err();
+        assert!(silent.contains("does not write the text of the last message"), "{silent}");
     }
 
     #[test]
@@ -310,7 +396,7 @@ mod tests {
         let tools = "{% if tools is iterable and tools | length > 0 %}tools{% else %}none{% endif %}";
         assert_eq!(rendered(tools, &[], &[], 0).unwrap(), "none");
         assert_eq!(rendered(tools, &[], &[Value::from_pairs([("a", 1)])], 0).unwrap(), "tools");
-        let call = conversation::MessageCall {
+        let call = crate::text::MessageCall {
             id: "c".into(),
             name: "f".into(),
             arguments: Value::from_pairs([("a", 1)]),

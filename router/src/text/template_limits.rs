@@ -179,7 +179,9 @@ mod tests {
 
     fn render(source: &str) -> Result<String, String> {
         let template = ChatTemplate::new(source, "", "").map_err(|error| error.to_string())?;
-        template.render(&[], &[], time::OffsetDateTime::UNIX_EPOCH).map_err(|error| error.to_string())
+        template
+            .render(&crate::text::Conversation::default(), time::OffsetDateTime::UNIX_EPOCH)
+            .map_err(|error| error.to_string())
     }
 
     #[test]

@@ -355,7 +355,7 @@ mod tests {
             let message =
                 |message: &inflight_fixtures::Message| Message::new(&message.role, message.content.clone());
             let messages: Vec<_> = chat.messages.iter().map(message).collect();
-            let rendered = template.render(&messages, &[], time::OffsetDateTime::UNIX_EPOCH).unwrap();
+            let rendered = template.render(&messages[..].into(), time::OffsetDateTime::UNIX_EPOCH).unwrap();
             assert_eq!(rendered, chat.rendered);
             assert_eq!(tokenizer.encode_rendered(&rendered).unwrap(), chat.tokens);
             for text in chat.texts {

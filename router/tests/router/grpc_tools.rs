@@ -20,7 +20,7 @@ fn tool(name: &str, parameters: &str) -> v1::Tool {
 
 fn request(messages: Vec<v1::ChatMessage>, tools: Vec<v1::Tool>) -> v1::GenerateRequest {
     v1::GenerateRequest {
-        input: Some(Input::Chat(v1::Chat { messages })),
+        input: Some(Input::Chat(v1::Chat { messages, ..Default::default() })),
         tools: Some(v1::ToolUse { tools, ..Default::default() }),
         resumable: true,
         ..Default::default()

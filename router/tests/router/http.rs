@@ -533,6 +533,7 @@ async fn http2_clients_and_grpc_clients_get_the_same_output() {
                 content: "hello".to_owned(),
                 ..Default::default()
             }],
+            ..Default::default()
         };
         let input = Some(v1::generate_request::Input::Chat(chat));
         let request = v1::GenerateRequest { input, ..Default::default() };

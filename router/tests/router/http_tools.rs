@@ -52,7 +52,7 @@ pub fn tokenizer() -> Tokenizer {
     Tokenizer::from_json(tokenizer_json().as_bytes()).unwrap()
 }
 
-fn options() -> Options {
+pub fn options() -> Options {
     Options {
         resume_keys: vec![b"a key of all routers, long enough".to_vec()],
         ..with_http(HttpOptions::default())
@@ -69,7 +69,12 @@ pub const OUTPUT: &str = "<think>\nhm\n</think>\n\nLet me see.\n<tool_call>\n{\"
 pub const ARGUMENTS: &str = "{\"city\": \"Zürich\"}";
 
 /// Lets the worker answer a request with a text, in updates of a few tokens, and end.
-async fn answer(http: &mut HttpCluster, text: &str, chunk: usize, reason: v1::FinishReason) -> v1::Submit {
+pub async fn answer(
+    http: &mut HttpCluster,
+    text: &str,
+    chunk: usize,
+    reason: v1::FinishReason,
+) -> v1::Submit {
     let submit = http.session.submit().await;
     let tokens = tokenizer().encode_rendered(text).unwrap();
     tokens.chunks(chunk).for_each(|chunk| http.session.tokens(&submit, 0, chunk));

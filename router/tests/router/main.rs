@@ -21,6 +21,7 @@ mod http_faults;
 mod http_fields;
 mod http_limits;
 mod http_refusals;
+mod http_rendering;
 mod http_resume;
 mod http_streams;
 mod http_timings;

@@ -46,7 +46,10 @@ const INVALID: &[(Change, &str)] = &[
     (|r| r.input = None, "input is missing"),
     (|r| r.input = Some(Input::Text(String::new())), "the prompt is empty"),
     (|r| r.input = Some(Input::TokenIds(v1::TokenIds { ids: vec![] })), "the prompt is empty"),
-    (|r| r.input = Some(Input::Chat(v1::Chat { messages: vec![] })), "the prompt is empty"),
+    (
+        |r| r.input = Some(Input::Chat(v1::Chat { messages: vec![], ..Default::default() })),
+        "the prompt is empty",
+    ),
     (|r| r.input = Some(Input::TokenIds(v1::TokenIds { ids: vec![1, 285] })), "token id 285 at position 1"),
     (|r| r.input = Some(Input::TokenIds(v1::TokenIds { ids: vec![1; 257] })), "context is 256"),
     (|r| stop(r).max_tokens = Some(0), "max_tokens is 0"),
@@ -174,6 +177,7 @@ async fn a_truncated_prompt_keeps_its_last_tokens() {
                 content: long.clone(),
                 ..Default::default()
             }],
+            ..Default::default()
         };
         let ids = |ids| Input::TokenIds(v1::TokenIds { ids });
         let mut streams = Vec::new();
@@ -213,7 +217,7 @@ async fn text_that_cannot_fit_is_rejected_by_its_size() {
         cluster.handle.ready().await;
         let long = "Once upon a time. ".repeat(200_000);
         let chat = v1::ChatMessage { role: "user".to_owned(), content: long.clone(), ..Default::default() };
-        let chat = v1::Chat { messages: vec![chat] };
+        let chat = v1::Chat { messages: vec![chat], ..Default::default() };
         for input in [Input::Text(long.clone()), Input::Chat(chat)] {
             let request = v1::GenerateRequest { input: Some(input), ..Default::default() };
             let refused = cluster.client.generate(request).await.unwrap_err();
@@ -295,7 +299,8 @@ async fn chats_are_rendered_like_transformers_and_rejected_without_a_template() 
             content: message.content.clone(),
             ..Default::default()
         };
-        let chat = v1::Chat { messages: reference.messages.iter().map(message).collect() };
+        let chat =
+            v1::Chat { messages: reference.messages.iter().map(message).collect(), ..Default::default() };
         let input = Some(tokenize_request::Input::Chat(chat.clone()));
         let tokenize = v1::TokenizeRequest { input, ..Default::default() };
         let answer = cluster.client.tokenize(tokenize).await.unwrap().into_inner();

@@ -38,7 +38,7 @@ fn chat(injected: &str) -> v1::Chat {
         content: format!("{injected}{}{injected}", message.content),
         ..Default::default()
     };
-    v1::Chat { messages: messages.iter().map(message).collect() }
+    v1::Chat { messages: messages.iter().map(message).collect(), ..Default::default() }
 }
 
 /// Returns the next submission; earlier calls that were dropped are cancelled in between.
@@ -140,7 +140,7 @@ async fn tokenize_is_bounded_and_charged() {
             let violations = status.get_details_quota_failure().unwrap().violations;
             assert_eq!(violations[0].description, "tokens_per_minute");
         };
-        let chat = v1::Chat { messages: vec![v1::ChatMessage::default(); 20_000] };
+        let chat = v1::Chat { messages: vec![v1::ChatMessage::default(); 20_000], ..Default::default() };
         let input = Some(tokenize_request::Input::Chat(chat));
         let request = v1::TokenizeRequest { input, ..Default::default() };
         let status = cluster.client.clone().tokenize(with_key(request, "free")).await.unwrap_err();
@@ -205,7 +205,10 @@ async fn numbers_in_the_arguments_of_a_call_are_charged_like_text() {
                 tool_calls: vec![call],
                 ..Default::default()
             };
-            let input = Some(tokenize_request::Input::Chat(v1::Chat { messages: vec![message] }));
+            let input = Some(tokenize_request::Input::Chat(v1::Chat {
+                messages: vec![message],
+                ..Default::default()
+            }));
             let request = v1::TokenizeRequest { input, ..Default::default() };
             cluster.client.clone().tokenize(with_key(request, "small")).await
         };

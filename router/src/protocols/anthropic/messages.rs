@@ -22,19 +22,20 @@ use crate::protocols::http::structured;
 use crate::protocols::http::usage::TimingsBody;
 use crate::protocols::http::{Call, HttpApi, Started, json};
 use crate::protocols::openai::chat::NO_MESSAGES;
+use crate::protocols::openai::rendering::set_thinking;
 use crate::request::draft::{Draft, Input, OutputParsing};
 use crate::request::ingress::rejected;
 use crate::request::limits;
-use crate::request::message_list::MessageList;
+use crate::request::message_list::{MessageList, check_continued};
 use crate::request::tool_use::ToolUse;
-use crate::text::Message;
+use crate::text::{Conversation, Message, PromptEnd, Rendering};
 
 /// Fields that make the prompt.
 const PROMPT: &[Field] = &[
     honoured("model", "Name of a served model; absent: the only one."),
     honoured(
         "messages",
-        "Roles `user`, `assistant` and `system`; text, thinking, `tool_use` and `tool_result` blocks; the last one is not of the assistant.",
+        "Roles `user`, `assistant` and `system`; text, thinking, `tool_use` and `tool_result` blocks. The output continues a last message of the assistant.",
     ),
     honoured("system", "A string or text blocks."),
     honoured("tools", "Tools of the client, at most 512; those of Anthropic's servers are skipped."),
@@ -44,7 +45,10 @@ const PROMPT: &[Field] = &[
     ),
     refused("mcp_servers", "the router calls no servers of tools"),
     honoured("output_format", "The older name of `output_config.format`."),
-    ignored("thinking", "The served models have no such setting; those that think do."),
+    honoured(
+        "thinking",
+        "`type`: `enabled`, `adaptive` or `disabled`, for chat templates with a variable `enable_thinking` or `thinking`; `budget_tokens` has no effect.",
+    ),
     ignored("cache_control", "The prefix cache needs no marks."),
     ignored("context_management", "The conversation is used as it is."),
     ignored("speed", "The served models have no such setting."),
@@ -52,7 +56,7 @@ const PROMPT: &[Field] = &[
     ignored("workspace_id", "The API key names the tenant."),
     honoured(
         "output_config",
-        "`format`: `json_schema`, whose schema the output matches. Its `effort` has no effect.",
+        "`format`: `json_schema`, whose schema the output matches. `effort`: for chat templates with a variable `reasoning_effort`.",
     ),
 ];
 
@@ -117,16 +121,11 @@ pub(crate) fn conversation(fields: &Fields<'_>) -> Result<Input, Outcome> {
     if !system.is_empty() {
         messages.push(Message::new("system", system))?;
     }
-    let last = bodies.len().checked_sub(1);
     for (at, body) in bodies.into_iter().enumerate() {
         let name = format!("messages[{at}]");
         let body: MessageBody<'_> = parse_object(&name, body, "a message with role and content")?;
         match body.role.as_str() {
             "user" | "system" => {}
-            "assistant" if Some(at) == last => {
-                let reason = "the last message is of the assistant; continuing a message is not supported";
-                return Err(Outcome::field("messages", reason));
-            }
             "assistant" => {}
             other => {
                 let reason = format!("{name} has the role {other:?}; roles are user, assistant and system");
@@ -135,7 +134,43 @@ pub(crate) fn conversation(fields: &Fields<'_>) -> Result<Input, Outcome> {
         }
         message_blocks::read_message(&name, &body.role, body.content, &mut messages)?;
     }
-    Ok(Input::Chat(messages.into_messages()?.into()))
+    let (messages, rendering) = (messages.into_messages()?, read_rendering(fields)?);
+    let mut conversation = Conversation { messages, tools: Vec::new(), rendering };
+    if conversation.messages.last().is_some_and(|last| last.role == "assistant") {
+        check_continued("messages", &conversation.messages)?;
+        conversation.rendering.end = PromptEnd::LastMessage;
+    }
+    Ok(Input::Chat(conversation))
+}
+
+/// Reads how the conversation is rendered.
+fn read_rendering(fields: &Fields<'_>) -> Result<Rendering, Outcome> {
+    #[derive(Deserialize)]
+    struct Thinking<'a> {
+        #[serde(rename = "type")]
+        kind: &'a str,
+    }
+    #[derive(Deserialize)]
+    struct OutputConfig {
+        #[serde(default)]
+        effort: Option<String>,
+    }
+    let mut rendering = Rendering::default();
+    let thinking: Option<Thinking<'_>> = fields.object("thinking", "an object with type")?;
+    match thinking.map(|thinking| thinking.kind) {
+        None => {}
+        Some("enabled" | "adaptive") => set_thinking(true, &mut rendering.arguments),
+        Some("disabled") => set_thinking(false, &mut rendering.arguments),
+        Some(other) => {
+            let reason = format!("thinking has the type {other:?}; types are enabled, adaptive and disabled");
+            return Err(Outcome::field("thinking", reason));
+        }
+    }
+    let config: Option<OutputConfig> = fields.object("output_config", "an object")?;
+    if let Some(effort) = config.and_then(|config| config.effort) {
+        rendering.arguments.set_default("reasoning_effort", effort.chars().take(16).collect::<String>());
+    }
+    Ok(rendering)
 }
 
 /// Reads the tools, whose definitions become part of the conversation.
@@ -307,7 +342,8 @@ mod tests {
         for (more, field) in [
             ("", "max_tokens"),
             (r#", "max_tokens": 5, "tools": [{"name": ""}]"#, "tools"),
-            (r#", "max_tokens": 5, "messages": [{"role": "assistant", "content": "a"}]"#, "messages"),
+            (r#", "max_tokens": 5, "messages": [{"role": "assistant", "content": ""}]"#, "messages"),
+            (r#", "max_tokens": 5, "thinking": {"type": "deep"}"#, "thinking"),
             (r#", "max_tokens": 5, "messages": [{"role": "user"}]"#, "messages"),
             (
                 r#", "max_tokens": 5, "messages": [{"role": "user", "content": [{"type": "image"}]}]"#,

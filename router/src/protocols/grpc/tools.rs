@@ -7,10 +7,10 @@ use serde_json::value::RawValue;
 
 use crate::outcome::Outcome;
 use crate::request::draft::Input;
-use crate::request::message_list::MessageList;
+use crate::request::message_list::{MessageList, check_continued};
 use crate::request::tool_call::message_call;
 use crate::request::tool_use::{Tool, ToolChoice, ToolDefinition, ToolUse};
-use crate::text::{Conversation, Message};
+use crate::text::{Conversation, Message, PromptEnd, Rendering, TemplateArguments};
 
 /// Returns the tools of a request.
 pub(crate) fn tool_use(message: v1::ToolUse) -> Result<Option<ToolUse>, Outcome> {
@@ -69,8 +69,25 @@ pub(crate) fn conversation(chat: v1::Chat, tools: Option<&ToolUse>) -> Result<In
         }
         messages.push(read)?;
     }
+    let messages = messages.into_messages()?;
+    let rendering = rendering(&chat.template_arguments, chat.continue_last_message, &messages)?;
     let tools = tools.map(ToolUse::definitions).unwrap_or_default();
-    Ok(Input::Chat(Conversation { messages: messages.into_messages()?, tools }))
+    Ok(Input::Chat(Conversation { messages, tools, rendering }))
+}
+
+/// Returns how a conversation of these messages is rendered.
+fn rendering(arguments: &str, continues: bool, messages: &[Message]) -> Result<Rendering, Outcome> {
+    let mut rendering = Rendering::default();
+    if !arguments.is_empty() {
+        rendering.arguments = TemplateArguments::of_json(arguments).map_err(|error| {
+            Outcome::field("chat", format!("chat.template_arguments is invalid: {error}"))
+        })?;
+    }
+    if continues {
+        check_continued("chat", messages)?;
+        rendering.end = PromptEnd::LastMessage;
+    }
+    Ok(rendering)
 }
 
 /// Parts of an output as a message has them.

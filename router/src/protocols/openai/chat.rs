@@ -24,11 +24,12 @@ use crate::protocols::http::{Call, HttpApi, Started, json};
 use crate::protocols::http::{SMALL_POSITIONS, aside, read_body};
 use crate::protocols::openai::chat_stream::ChatStream;
 use crate::protocols::openai::logprobs::{ChatLogprobs, PromptBody, check_outputs, check_prompts};
+use crate::protocols::openai::rendering;
 use crate::protocols::openai::tools::{self, ToolForm};
 use crate::request::draft::{Draft, Input};
 use crate::request::ingress::rejected;
 use crate::request::message_list::MessageList;
-use crate::text::Message;
+use crate::text::{Conversation, Message};
 
 /// Reason for which an empty conversation is refused.
 pub(crate) const NO_MESSAGES: &str = "messages is empty; a conversation has at least one message";
@@ -50,6 +51,7 @@ pub(crate) static FIELDS: FieldTable = FieldTable {
             honoured("logprobs", "Log probabilities of the output."),
             honoured("top_logprobs", "In [0, 20]; needs `logprobs`."),
             honoured("response_format", structured::RESPONSE_FORMAT),
+            honoured("reasoning_effort", rendering::REASONING_EFFORT),
             honoured("modalities", "Only `text`; others are refused."),
             honoured("tools", "Functions, at most 512; `strict` ones constrain the arguments."),
             honoured(
@@ -61,23 +63,20 @@ pub(crate) static FIELDS: FieldTable = FieldTable {
             refused("function_call", tools::FUNCTIONS),
             refused("audio", "audio is not supported"),
             refused("web_search_options", "web search is not supported"),
-            refused("continue_final_message", "the output starts a new message"),
             refused("chat_template", "the model's own template renders conversations"),
-            refused("chat_template_kwargs", "templates take no arguments"),
             refused("documents", "templates take no documents"),
             refused("echo", "only text completions echo their prompt"),
-            ignored("add_generation_prompt", "The output always starts a message of the assistant."),
             ignored("moderation", "The output is that of the model."),
             ignored("prediction", "It changes the speed only."),
             ignored("prompt_cache_key", "The prefix cache needs no key."),
             ignored("prompt_cache_options", "The prefix cache needs no hint."),
             ignored("prompt_cache_retention", "The prefix cache needs no hint."),
-            ignored("reasoning_effort", "The served models have no such setting."),
             ignored("safety_identifier", "The API key names the tenant."),
             ignored("service_tier", "The tenant's priority counts."),
             ignored("store", "Nothing is stored."),
             ignored("verbosity", "The served models have no such setting."),
         ],
+        rendering::RENDERING,
         &sampling::SAMPLING,
         &sampling::EXTENSIONS,
         structured::GUIDED,
@@ -181,7 +180,10 @@ pub(crate) struct Output {
 
 pub(crate) fn read(body: &[u8]) -> Result<(Draft, Output), Outcome> {
     let fields = FIELDS.read(body)?;
-    let mut request = Draft::new(fields.model()?, Input::Chat(messages(&fields)?.into()));
+    let messages = messages(&fields)?;
+    let rendering = rendering::read(&fields, &messages)?;
+    let conversation = Conversation { messages, tools: Vec::new(), rendering };
+    let mut request = Draft::new(fields.model()?, Input::Chat(conversation));
     request.parsing = tools::parsing(&fields)?;
     tools::apply(tools::read(&fields, ToolForm::Nested, &FIELDS)?, &mut request);
     sampling::read(&fields, &mut request)?;

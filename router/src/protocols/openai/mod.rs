@@ -7,6 +7,7 @@ mod completion_stream;
 pub(crate) mod completions;
 mod logprobs;
 pub(crate) mod models;
+pub(crate) mod rendering;
 mod response_events;
 mod response_object;
 pub(crate) mod responses;

@@ -18,6 +18,7 @@ use crate::protocols::http::structured;
 use crate::protocols::http::{Call, HttpApi, json};
 use crate::protocols::http::{SMALL_POSITIONS, aside, read_body};
 use crate::protocols::openai::logprobs::{PositionBody, check_outputs};
+use crate::protocols::openai::rendering;
 use crate::protocols::openai::response_events::ResponseEvents;
 use crate::protocols::openai::response_object::{Ended, OutputItem, RequestEcho, ToolEcho};
 use crate::protocols::openai::tools::{self, ToolForm};
@@ -25,7 +26,7 @@ use crate::request::draft::{Draft, Input};
 use crate::request::ingress::rejected;
 use crate::request::message_list::MessageList;
 use crate::request::tool_call::message_call;
-use crate::text::Message;
+use crate::text::{Conversation, Message};
 
 /// Reason for which earlier responses cannot be named.
 const STATELESS: &str = "responses are not stored; send the whole conversation as input";
@@ -70,7 +71,10 @@ pub(crate) static FIELDS: FieldTable = FieldTable {
         ignored("prompt_cache_key", "The prefix cache needs no key."),
         ignored("prompt_cache_options", "The prefix cache needs no hint."),
         ignored("prompt_cache_retention", "The prefix cache needs no hint."),
-        ignored("reasoning", "The served models have no such setting; those that think do."),
+        honoured(
+            "reasoning",
+            "`effort`, as `reasoning_effort` of chat completions; `summary` has no effect.",
+        ),
         ignored("safety_identifier", "The API key names the tenant."),
         ignored("service_tier", "The tenant's priority counts."),
         ignored("store", "Nothing is stored."),
@@ -120,7 +124,8 @@ fn conversation(fields: &Fields<'_>, instructions: Option<&str>) -> Result<Input
     if !messages.messages().iter().any(|message| message.role != "system") {
         messages.push(Message::new("user", String::new()))?;
     }
-    Ok(Input::Chat(messages.into_messages()?.into()))
+    let (messages, rendering) = (messages.into_messages()?, rendering::of_responses(fields)?);
+    Ok(Input::Chat(Conversation { messages, tools: Vec::new(), rendering }))
 }
 
 /// Reads an item. `reasoning` is that of the items before it, which belongs to the next message of the assistant.

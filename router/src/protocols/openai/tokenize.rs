@@ -17,6 +17,7 @@ use crate::protocols::http::read_body;
 use crate::protocols::http::{AxumResponse, Call, HttpApi, json};
 use crate::protocols::openai::chat;
 use crate::protocols::openai::completions::PARSE_SPECIAL;
+use crate::protocols::openai::rendering;
 use crate::protocols::openai::tools::{self, ToolForm};
 use crate::request::draft::Input;
 use crate::text::{ChatTemplate, Conversation};
@@ -24,19 +25,23 @@ use crate::text::{ChatTemplate, Conversation};
 /// Fields of `/tokenize`.
 pub(crate) static FIELDS: FieldTable = FieldTable {
     api: "tokenize",
-    fields: &[&[
-        honoured("model", "Name of a served model; absent: the only one."),
-        honoured("prompt", "Text; this or `messages`."),
-        honoured("messages", "Conversation, as in chat completions."),
-        honoured("add_special_tokens", "Of a prompt: the model's special tokens around it; true by default."),
-        honoured("parse_special", PARSE_SPECIAL),
-        honoured("return_token_strs", "Adds the text of each token."),
-        honoured("add_generation_prompt", "Of a conversation; only true, the default."),
-        refused("continue_final_message", "a conversation is rendered up to the start of the next message"),
-        honoured("tools", "Of a conversation, as in chat completions."),
-        refused("chat_template", "the model's own template renders conversations"),
-        refused("chat_template_kwargs", "templates take no arguments"),
-    ]],
+    fields: &[
+        &[
+            honoured("model", "Name of a served model; absent: the only one."),
+            honoured("prompt", "Text; this or `messages`."),
+            honoured("messages", "Conversation, as in chat completions."),
+            honoured(
+                "add_special_tokens",
+                "Of a prompt: the model's special tokens around it; true by default.",
+            ),
+            honoured("parse_special", PARSE_SPECIAL),
+            honoured("return_token_strs", "Adds the text of each token."),
+            honoured("tools", "Of a conversation, as in chat completions."),
+            refused("chat_template", "the model's own template renders conversations"),
+            honoured("reasoning_effort", rendering::REASONING_EFFORT),
+        ],
+        rendering::RENDERING,
+    ],
 };
 
 /// Fields of `/detokenize`.
@@ -93,16 +98,20 @@ pub(crate) fn read(body: &[u8]) -> Result<Request, Outcome> {
             return Err(Outcome::field("messages", "both prompt and messages were given; give one"));
         }
         (None, None) => return Err(Outcome::field("prompt", "prompt is missing; give prompt or messages")),
-        (Some(text), None) => match fields.get("add_special_tokens", "true or false")? {
-            Some(false) => Input::RawText(text),
-            Some(true) | None => Input::Text(text),
-        },
-        (None, Some(_)) => Input::Chat(Conversation { messages: chat::messages(&fields)?, tools }),
+        (Some(text), None) => {
+            // Without effect, but not without a check.
+            rendering::read(&fields, &[])?;
+            match fields.get("add_special_tokens", "true or false")? {
+                Some(false) => Input::RawText(text),
+                Some(true) | None => Input::Text(text),
+            }
+        }
+        (None, Some(_)) => {
+            let messages = chat::messages(&fields)?;
+            let rendering = rendering::read(&fields, &messages)?;
+            Input::Chat(Conversation { messages, tools, rendering })
+        }
     };
-    if fields.get("add_generation_prompt", "true or false")? == Some(false) {
-        let reason = "add_generation_prompt is false; a conversation is rendered up to the next message";
-        return Err(Outcome::field("add_generation_prompt", reason));
-    }
     let with_texts = fields.flag("return_token_strs")?;
     let parse_special = fields.get("parse_special", "true or false")?;
     Ok(Request { model, input, parse_special, with_texts })

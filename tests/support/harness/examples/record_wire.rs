@@ -54,6 +54,7 @@ async fn main() -> Result<()> {
             content: "What is a token?".to_owned(),
             ..Default::default()
         }],
+        ..Default::default()
     };
     for input in [
         v1::tokenize_request::Input::Text("Grüße an 🦀".to_owned()),
@@ -234,7 +235,7 @@ fn with_tools() -> v1::GenerateRequest {
     let messages =
         vec![message("user", "The weather in Paris?"), called, answer, message("user", "And in Rome?")];
     v1::GenerateRequest {
-        input: Some(Input::Chat(v1::Chat { messages })),
+        input: Some(Input::Chat(v1::Chat { messages, ..Default::default() })),
         stop: Some(v1::StopConditions { max_tokens: Some(60), ..v1::StopConditions::default() }),
         tools: Some(v1::ToolUse {
             tools: vec![v1::Tool {
