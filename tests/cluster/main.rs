@@ -15,6 +15,7 @@ mod invalid_requests;
 mod lifecycle;
 mod live;
 mod live_page;
+mod lives;
 mod metrics;
 mod models;
 mod overload;

@@ -105,7 +105,7 @@ fn work(view: &RequestView) -> String {
 }
 
 fn add_event(event: &LifeEvent, columns: usize, lines: &mut Vec<(String, Tone)>) {
-    let LifeEvent { at_ms, kind, worker, detail } = event;
+    let LifeEvent { at_ms, kind, worker, detail, .. } = event;
     let time = format!("{}.{:03} s", at_ms / 1000, at_ms % 1000);
     let tone = match kind.as_str() {
         "lost" | "retry" | "quarantined" | "paused" => Tone::Bad,

@@ -244,6 +244,7 @@ fn a_followed_request_shows_its_life() {
         kind: kind.to_owned(),
         worker: worker.to_owned(),
         detail: detail.to_owned(),
+        iteration: 0,
     };
     let events = vec![
         event(0, "arrived", "", ""),
@@ -450,6 +451,7 @@ fn hostile_names_and_any_size_of_the_terminal_do_no_harm() {
         kind: "\u{1b}[2J".to_owned(),
         worker: "\u{202e}w".to_owned(),
         detail: "東京 ".repeat(100),
+        iteration: at,
     };
     let life = GetRequestResponse {
         request: hostile().requests.into_iter().next(),

@@ -7,6 +7,7 @@ use std::time::Duration;
 use inflight_contract::{FinishReason, Service, ServiceCounter};
 use inflight_proto::v1;
 use inflight_proto::v1::kv_event::Event;
+use inflight_proto::v1::observed_change::Change;
 use inflight_proto::v1::session_request::Message;
 use inflight_router_core::{
     CacheChange, CacheEvents, CacheSnapshot, Credits, FailureBlame, Grant, IncarnationCounters,
@@ -19,7 +20,8 @@ use crate::clock;
 use crate::dispatcher::WorkerMessage;
 use crate::dispatcher::request::ActiveRequest;
 use crate::live::observation::{
-    JoinedSequence, Observation, ObservedIteration, ObservedState, ObservedWork, SequenceState,
+    JoinedSequence, Observation, ObservedChange, ObservedChangeKind, ObservedIteration, ObservedPreemption,
+    ObservedState, ObservedWork, SequenceState,
 };
 use crate::live::view::{LimitsView, LoadView, State};
 
@@ -139,6 +141,7 @@ pub(crate) fn observation(
     let joined = |sequence: v1::ObservedSequence| JoinedSequence {
         sequence: sequence.sequence,
         submission: is_own(&sequence).then_some(SubmissionId(sequence.submission_id)),
+        attempt: sequence.attempt,
         choice: sequence.choice,
         tenant: sequence.tenant,
     };
@@ -157,9 +160,10 @@ pub(crate) fn observation(
         work: iteration.work.into_iter().map(work).collect(),
         preempted: iteration.preempted_sequences,
         swapped: iteration.swapped_sequences,
+        completed_us: iteration.completed_us,
     };
     let state = |state: v1::ObservedState| ObservedState {
-        sequences: state.sequences.iter().map(sequence_state).collect(),
+        sequences: state.sequences.into_iter().map(sequence_state).collect(),
         kv_blocks_cached: state.kv_blocks_cached,
         blocked: (!state.blocked_by.is_empty()).then_some((state.blocked_sequence, state.blocked_by)),
     };
@@ -168,10 +172,33 @@ pub(crate) fn observation(
         iterations: response.iterations.into_iter().map(iteration).collect(),
         dropped_iterations: response.dropped_iterations,
         state: response.state.map(state),
+        changes: response.changes.into_iter().filter_map(observed_change).collect(),
+        now_us: response.now_us,
     }
 }
 
-fn sequence_state(sequence: &v1::SequenceState) -> SequenceState {
+/// Returns a change; `None` for a kind of a newer worker.
+fn observed_change(change: v1::ObservedChange) -> Option<ObservedChange> {
+    let v1::ObservedChange { sequence, iteration, at_us, change } = change;
+    let kind = match change? {
+        Change::Admitted(v1::SequenceAdmitted { slot, cached_tokens, resumed }) => {
+            ObservedChangeKind::Admitted { slot, cached_tokens, resumed }
+        }
+        Change::Preempted(preempted) => ObservedChangeKind::Preempted(ObservedPreemption {
+            swapped: preempted.swapped,
+            kv_blocks: preempted.kv_blocks,
+            bytes: preempted.bytes,
+            tokens: preempted.tokens,
+            recompute_us: preempted.recompute_us,
+            swap_us: preempted.swap_us,
+            could_swap: preempted.could_swap,
+            beneficiary: preempted.beneficiary,
+        }),
+    };
+    Some(ObservedChange { sequence, iteration, at_us, kind })
+}
+
+fn sequence_state(sequence: v1::SequenceState) -> SequenceState {
     let state = match sequence.phase() {
         v1::SequencePhase::Unspecified => State::Unspecified,
         v1::SequencePhase::Waiting => State::Waiting,
@@ -180,8 +207,8 @@ fn sequence_state(sequence: &v1::SequenceState) -> SequenceState {
         v1::SequencePhase::Preempted => State::Preempted,
         v1::SequencePhase::Swapped => State::Swapped,
     };
-    let v1::SequenceState { sequence, slot, kv_blocks, tokens, .. } = *sequence;
-    SequenceState { sequence, state, slot, kv_blocks, tokens }
+    let v1::SequenceState { sequence, slot, kv_blocks, tokens, waiting_for, .. } = sequence;
+    SequenceState { sequence, state, slot, kv_blocks, tokens, waiting_for }
 }
 
 /// Returns a worker's limits for the live view.

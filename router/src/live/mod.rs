@@ -19,3 +19,4 @@ pub(crate) mod viewer;
 pub(crate) mod viewer_places;
 mod window;
 pub(crate) mod worker;
+mod worker_clock;

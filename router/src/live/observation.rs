@@ -6,8 +6,10 @@ use std::time::Instant;
 
 use inflight_router_core::SubmissionId;
 
+use super::life::SequenceEvent;
 use super::request::LiveRequest;
 use super::view::{IterationView, SlotView, SlotWork, State, TenantBlocks};
+use super::worker_clock::WorkerClock;
 
 /// Iterations kept of a worker, for viewers that are a little behind.
 const ITERATIONS_MAX: usize = 512;
@@ -29,6 +31,44 @@ pub(crate) struct Observation {
     /// Iterations that the worker left out before these.
     pub(crate) dropped_iterations: u64,
     pub(crate) state: Option<ObservedState>,
+    /// Admissions and preemptions, oldest first.
+    pub(crate) changes: Vec<ObservedChange>,
+    /// Time of the worker's clock at the newest event, in microseconds; 0 for a worker that reports no changes.
+    pub(crate) now_us: u64,
+}
+
+/// Admission or preemption of a sequence.
+#[derive(Debug)]
+pub(crate) struct ObservedChange {
+    pub(crate) sequence: u64,
+    /// Iteration before which it happened.
+    pub(crate) iteration: u64,
+    /// Time of the worker's clock, in microseconds.
+    pub(crate) at_us: u64,
+    pub(crate) kind: ObservedChangeKind,
+}
+
+/// What happened to a sequence.
+#[derive(Debug)]
+pub(crate) enum ObservedChangeKind {
+    /// It received a slot.
+    Admitted { slot: u32, cached_tokens: u32, resumed: bool },
+    /// It lost its slot and KV blocks.
+    Preempted(ObservedPreemption),
+}
+
+/// Preemption of a sequence.
+#[derive(Debug)]
+pub(crate) struct ObservedPreemption {
+    pub(crate) swapped: bool,
+    pub(crate) kv_blocks: u32,
+    pub(crate) bytes: u64,
+    pub(crate) tokens: u32,
+    pub(crate) recompute_us: u64,
+    pub(crate) swap_us: u64,
+    pub(crate) could_swap: bool,
+    /// Sequence that lacked blocks or a slot; 0: it has ended.
+    pub(crate) beneficiary: u64,
 }
 
 /// Sequence of a worker.
@@ -38,6 +78,7 @@ pub(crate) struct JoinedSequence {
     pub(crate) sequence: u64,
     /// Submission of this router; `None` for another router's.
     pub(crate) submission: Option<SubmissionId>,
+    pub(crate) attempt: u32,
     pub(crate) choice: u32,
     pub(crate) tenant: String,
 }
@@ -52,6 +93,8 @@ pub(crate) struct ObservedIteration {
     pub(crate) work: Vec<ObservedWork>,
     pub(crate) preempted: u32,
     pub(crate) swapped: u32,
+    /// Time of the worker's clock at its completion, in microseconds; 0: unknown.
+    pub(crate) completed_us: u64,
 }
 
 /// Work of one sequence in an iteration.
@@ -81,6 +124,8 @@ pub(crate) struct SequenceState {
     pub(crate) slot: Option<u32>,
     pub(crate) kv_blocks: u32,
     pub(crate) tokens: u32,
+    /// Why it has no slot; empty if it has one.
+    pub(crate) waiting_for: String,
 }
 
 /// Last iterations and present sequences of a worker.
@@ -96,13 +141,18 @@ pub(crate) struct Observed {
     pub(super) kv_blocks_cached: u32,
     /// Bound of the last iteration.
     pub(super) step_target_us: u64,
-    blocked: Option<(u64, Arc<str>)>,
+    clock: WorkerClock,
+    /// Whether the worker reports admissions and preemptions; an older one's are seen in its states.
+    reports_changes: bool,
 }
 
 #[derive(Debug)]
 struct Sequence {
+    /// Number by which the worker names it.
+    id: u64,
     request: Option<Arc<LiveRequest>>,
     tenant: Arc<str>,
+    attempt: u32,
     choice: u32,
     state: State,
     slot: Option<u32>,
@@ -112,6 +162,9 @@ struct Sequence {
     computed: u32,
     /// Whether the sequence has been observed in an iteration.
     admitted: bool,
+    /// Whether it was seen to generate a token.
+    generated: bool,
+    waiting_for: Arc<str>,
 }
 
 /// Sequences of one request at a worker, together.
@@ -130,30 +183,44 @@ impl Sequence {
         self.request.as_ref().map_or(0, |request| request.number)
     }
 
-    /// Adds an event to the life of its request.
-    fn event(&self, now: Instant, kind: &'static str, detail: String) {
-        if let Some(request) = &self.request {
-            request.observed(now, kind, detail);
-        }
+    /// Adds an event to the life of its request. `at`: when it happened; `iteration`: in which it happened, or before which.
+    fn event(&self, at: Instant, iteration: u64, kind: &'static str, detail: String) {
+        let Some(request) = &self.request else { return };
+        request.observed(SequenceEvent {
+            at_ms: request.age_ms(at),
+            attempt: self.attempt,
+            choice: self.choice,
+            sequence: self.id,
+            after_output: self.generated,
+            iteration,
+            kind,
+            detail,
+        });
     }
 
-    /// Follows a state, which may be a change in the life of its request.
-    fn follow(&mut self, state: &SequenceState, now: Instant) {
+    /// Follows a state. With `in_life`, it may be a change in the life of its request, at an unknown iteration.
+    fn follow(&mut self, state: &SequenceState, in_life: bool, now: Instant) {
         let before = std::mem::replace(&mut self.state, state.state);
         let (blocks, tokens) = (self.kv_blocks, self.tokens);
         (self.slot, self.kv_blocks, self.tokens) = (state.slot, state.kv_blocks, state.tokens);
+        if *self.waiting_for != *state.waiting_for {
+            self.waiting_for = name(state.waiting_for.clone());
+        }
+        if !in_life {
+            return;
+        }
         let runs = |state| matches!(state, State::Prefill | State::Decode);
         match (before, state.state) {
             (before, State::Preempted) if before != State::Preempted => {
                 let dropped =
                     format!("{blocks} KV blocks were dropped; {tokens} tokens are computed again later");
-                self.event(now, "preempted", dropped);
+                self.event(now, 0, "preempted", dropped);
             }
             (before, State::Swapped) if before != State::Swapped => {
-                self.event(now, "swapped", format!("{blocks} KV blocks are copied to the host"));
+                self.event(now, 0, "swapped", format!("{blocks} KV blocks are copied to the host"));
             }
             (State::Preempted | State::Swapped, after) if runs(after) => {
-                self.event(now, "resumed", slot_text(state.slot));
+                self.event(now, 0, "resumed", slot_text(state.slot));
             }
             _ => {}
         }
@@ -162,6 +229,15 @@ impl Sequence {
 
 fn slot_text(slot: Option<u32>) -> String {
     slot.map_or_else(String::new, |slot| format!("in slot {slot}"))
+}
+
+/// Returns a size in KiB or MiB.
+fn size(bytes: u64) -> String {
+    const KIB: f64 = 1024.0;
+    match bytes as f64 / KIB {
+        kib if kib < KIB => format!("{kib:.1} KiB"),
+        kib => format!("{:.1} MiB", kib / KIB),
+    }
 }
 
 /// Returns a worker's word; nothing if it is longer than any that workers use.
@@ -190,8 +266,10 @@ impl Observed {
             let request = joined.submission.and_then(&request_of);
             let tenant = request.as_ref().map_or_else(|| name(joined.tenant), |own| own.tenant.name.clone());
             let sequence = Sequence {
+                id: joined.sequence,
                 request,
                 tenant,
+                attempt: joined.attempt,
                 choice: joined.choice,
                 state: State::Waiting,
                 slot: None,
@@ -199,32 +277,92 @@ impl Observed {
                 tokens: 0,
                 computed: 0,
                 admitted: false,
+                generated: false,
+                waiting_for: Arc::default(),
             };
             self.sequences.insert(joined.sequence, sequence);
         }
         self.first += observation.dropped_iterations;
+        self.reports_changes |= observation.now_us > 0;
+        self.clock.observe(observation.now_us, now);
+        let mut changes = observation.changes.into_iter().peekable();
         for iteration in observation.iterations {
+            while let Some(change) = changes.next_if(|change| change.iteration <= iteration.number) {
+                self.change(&change, now);
+            }
             self.push(iteration, now);
         }
+        changes.for_each(|change| self.change(&change, now));
         if let Some(state) = observation.state {
             self.follow(state, &joined_now, now);
         }
     }
 
+    /// Adds an admission or a preemption to the life of its request.
+    fn change(&mut self, change: &ObservedChange, now: Instant) {
+        let (at, number) = (self.clock.at(change.at_us, now), change.iteration);
+        let (kind, detail) = match &change.kind {
+            ObservedChangeKind::Admitted { slot, cached_tokens, resumed } => {
+                let detail = format!(
+                    "in slot {slot}, before iteration {number}, with {cached_tokens} tokens in the KV cache"
+                );
+                (if *resumed { "resumed" } else { "admitted" }, detail)
+            }
+            ObservedChangeKind::Preempted(preemption) => {
+                let kind = if preemption.swapped { "swapped" } else { "preempted" };
+                (kind, self.preemption_text(change, preemption))
+            }
+        };
+        if let Some(sequence) = self.sequences.get_mut(&change.sequence) {
+            sequence.admitted = true;
+            sequence.event(at, number, kind, detail);
+        }
+    }
+
+    /// Returns how a sequence was preempted, for whom, and at which costs.
+    fn preemption_text(&self, change: &ObservedChange, preemption: &ObservedPreemption) -> String {
+        let ObservedPreemption { kv_blocks, bytes, tokens, recompute_us, swap_us, .. } = *preemption;
+        let beneficiary = match self.sequences.get(&preemption.beneficiary) {
+            _ if preemption.beneficiary == change.sequence => "as no other one goes after it".to_owned(),
+            Some(Sequence { request: Some(request), .. }) => format!("for request {}", request.number),
+            Some(other) => format!("for a request of tenant {:?} at another router", &*other.tenant),
+            None => "for a request that has ended since".to_owned(),
+        };
+        let done = if preemption.swapped { "copied to the host" } else { "dropped, to be computed again" };
+        let room = match preemption.could_swap {
+            true => "",
+            false => ", for which the host has no room",
+        };
+        let millis = |us: u64| us as f64 / 1e3;
+        format!(
+            "before iteration {}, {beneficiary}: {kv_blocks} KV blocks of {tokens} tokens, {}, are {done}; predicted cost \
+             {:.1} ms by recompute, {:.1} ms by swap{room}",
+            change.iteration,
+            size(bytes),
+            millis(recompute_us),
+            millis(swap_us)
+        )
+    }
+
     fn push(&mut self, iteration: ObservedIteration, now: Instant) {
         let number = iteration.number;
+        let at = self.clock.at(iteration.completed_us, now);
+        let reports_changes = self.reports_changes;
         let work = iteration.work.into_iter().take(SEQUENCES_MAX).map(|work| {
             let ObservedWork { sequence, slot, prefill_tokens, drafted_tokens, generated_tokens } = work;
             let mut view =
                 SlotWork { slot, prefill_tokens, drafted_tokens, generated_tokens, ..SlotWork::default() };
             let Some(sequence) = self.sequences.get_mut(&sequence) else { return view };
-            if !std::mem::replace(&mut sequence.admitted, true) && sequence.state == State::Waiting {
-                sequence.event(now, "admitted", slot_text(Some(slot)));
+            let first = !std::mem::replace(&mut sequence.admitted, true);
+            if first && !reports_changes && sequence.state == State::Waiting {
+                sequence.event(at, number, "admitted", slot_text(Some(slot)));
             }
             if prefill_tokens > 0 {
                 sequence.computed = sequence.computed.saturating_add(prefill_tokens);
-                sequence.event(now, "chunk", format!("{prefill_tokens} tokens in iteration {number}"));
+                let detail = format!("{prefill_tokens} tokens in iteration {number}");
+                sequence.event(at, number, "chunk", detail);
             }
+            sequence.generated |= generated_tokens > 0;
             view.request = sequence.number();
             if view.request == 0 {
                 view.tenant = sequence.tenant.clone();
@@ -255,14 +393,19 @@ impl Observed {
         let mut before = std::mem::take(&mut self.sequences);
         for now_state in state.sequences.iter().take(SEQUENCES_MAX) {
             if let Some(mut sequence) = before.remove(&now_state.sequence) {
-                sequence.follow(now_state, now);
+                sequence.follow(now_state, !self.reports_changes, now);
                 self.sequences.insert(now_state.sequence, sequence);
             }
         }
         before.retain(|sequence, _| joined.contains(sequence));
         self.sequences.append(&mut before);
         self.kv_blocks_cached = state.kv_blocks_cached;
-        self.blocked = state.blocked.map(|(sequence, by)| (sequence, name(by)));
+        // Of an older worker, which has a reason for the first one only.
+        if let Some((sequence, by)) = state.blocked.filter(|_| !self.reports_changes)
+            && let Some(sequence) = self.sequences.get_mut(&sequence)
+        {
+            sequence.waiting_for = name(by);
+        }
     }
 
     /// Forgets everything: the worker is no longer observed.
@@ -321,15 +464,15 @@ impl Observed {
     /// Returns the sequences of each of this router's requests together, by number.
     pub(super) fn requests(&self) -> BTreeMap<u64, Together> {
         let mut requests: BTreeMap<u64, Together> = BTreeMap::new();
-        for (id, sequence) in self.sequences.iter().filter(|(_, sequence)| sequence.request.is_some()) {
+        for sequence in self.sequences.values().filter(|sequence| sequence.request.is_some()) {
             let together = requests.entry(sequence.number()).or_default();
             if rank(sequence.state) > rank(together.state) {
                 together.state = sequence.state;
             }
             together.kv_blocks = together.kv_blocks.saturating_add(sequence.kv_blocks);
             together.computed_tokens = together.computed_tokens.saturating_add(sequence.computed);
-            if let Some((_, by)) = self.blocked.as_ref().filter(|(blocked, _)| blocked == id) {
-                together.waiting_reason = by.clone();
+            if !sequence.waiting_for.is_empty() && together.waiting_reason.is_empty() {
+                together.waiting_reason = sequence.waiting_for.clone();
             }
         }
         requests

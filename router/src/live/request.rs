@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use inflight_router_core::{SubmissionId, WorkerId};
 
-use super::life::Life;
+use super::life::{Life, Mark, SequenceEvent};
 use super::tenant::LiveTenant;
 use super::view::{LifeView, RequestView, State};
 
@@ -84,7 +84,7 @@ pub(super) struct RequestNow {
 impl LiveRequest {
     pub(super) fn new(number: u64, new: &NewRequest<'_>, tenant: Arc<LiveTenant>) -> Self {
         let mut life = Life::default();
-        life.push(0, "arrived", None, format!("{} prompt tokens", new.prompt_tokens));
+        life.push(0, "arrived", None, format!("{} prompt tokens", new.prompt_tokens), Mark::None);
         let progress = Progress { state: State::Queued, life, ..Progress::default() };
         Self {
             number,
@@ -107,7 +107,7 @@ impl LiveRequest {
         self.progress.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn age_ms(&self, now: Instant) -> u64 {
+    pub(super) fn age_ms(&self, now: Instant) -> u64 {
         millis(now.saturating_duration_since(self.arrived))
     }
 
@@ -115,7 +115,7 @@ impl LiveRequest {
     fn change(
         &self,
         now: Instant,
-        kind: &'static str,
+        (kind, mark): (&'static str, Mark),
         detail: String,
         change: impl FnOnce(&mut Progress),
     ) -> bool {
@@ -126,13 +126,13 @@ impl LiveRequest {
         }
         change(&mut progress);
         let worker = progress.place.as_ref().map(|place| place.name.clone());
-        progress.life.push(at, kind, worker, detail);
+        progress.life.push(at, kind, worker, detail, mark);
         true
     }
 
     /// Records that the request waits in the queue.
     pub(super) fn queued(&self, now: Instant, detail: &str) {
-        self.change(now, "queued", detail.to_owned(), |progress| {
+        self.change(now, ("queued", Mark::None), detail.to_owned(), |progress| {
             (progress.state, progress.place) = (State::Queued, None);
         });
     }
@@ -141,7 +141,7 @@ impl LiveRequest {
     pub(super) fn dispatched(&self, now: Instant, place: Place, detail: String) -> bool {
         self.awaits_output.store(true, Ordering::Relaxed);
         let mut first = false;
-        self.change(now, "dispatched", detail, |progress| {
+        self.change(now, ("dispatched", Mark::Dispatch(None)), detail, |progress| {
             first = progress.attempts == 0;
             progress.attempts = progress.attempts.max(1);
             (progress.state, progress.place) = (State::Waiting, Some(place));
@@ -153,6 +153,7 @@ impl LiveRequest {
     pub(super) fn submitted(&self, submission: SubmissionId, attempt: u32) -> Option<SubmissionId> {
         let mut progress = self.lock();
         progress.attempts = attempt;
+        progress.life.submitted(attempt);
         let full = progress.submissions.len() == SUBMISSIONS_MAX;
         let oldest = full.then(|| progress.submissions.remove(0));
         progress.submissions.push(submission);
@@ -175,7 +176,7 @@ impl LiveRequest {
             let cached = self.prompt_tokens.saturating_sub(computed);
             format!("{cached} of {} prompt tokens were in the prefix cache", self.prompt_tokens)
         });
-        self.change(now, kind, detail, |progress| {
+        self.change(now, (kind, Mark::FirstOutput), detail, |progress| {
             progress.state = State::Decode;
             if let Some(computed) = computed {
                 progress.cached_tokens = self.prompt_tokens.saturating_sub(computed);
@@ -191,7 +192,7 @@ impl LiveRequest {
         if ends {
             let detail =
                 if self.choices == 1 { reason.to_owned() } else { format!("choice {choice}: {reason}") };
-            self.change(now, "choice_ended", detail, |progress| {
+            self.change(now, ("choice_ended", Mark::ChoiceEnd(choice)), detail, |progress| {
                 progress.ended_choices |= bit;
                 all = progress.ended_choices.count_ones() >= self.choices;
             });
@@ -201,7 +202,7 @@ impl LiveRequest {
 
     /// Records that the request is paused until its client reads.
     pub(super) fn paused(&self, now: Instant) {
-        self.change(now, "paused", "its client does not read".to_owned(), |progress| {
+        self.change(now, ("paused", Mark::AttemptEnd), "its client does not read".to_owned(), |progress| {
             (progress.state, progress.place) = (State::Paused, None);
         });
     }
@@ -209,7 +210,7 @@ impl LiveRequest {
     /// Records that the client reads again.
     pub(super) fn continued(&self, now: Instant) {
         if self.lock().state == State::Paused {
-            self.change(now, "continued", "its client reads again".to_owned(), |progress| {
+            self.change(now, ("continued", Mark::None), "its client reads again".to_owned(), |progress| {
                 progress.state = State::Queued;
             });
         }
@@ -217,25 +218,25 @@ impl LiveRequest {
 
     /// Records that the worker was lost or returned the request.
     pub(super) fn lost(&self, now: Instant, reason: &str) {
-        self.change(now, "lost", reason.to_owned(), |_| {});
+        self.change(now, ("lost", Mark::AttemptEnd), reason.to_owned(), |_| {});
     }
 
     /// Records that the request waits for its next attempt outside the queue: for the retry budget or in quarantine.
     pub(super) fn held(&self, now: Instant, state: State, kind: &'static str, detail: &str) {
-        self.change(now, kind, detail.to_owned(), |progress| {
+        self.change(now, (kind, Mark::None), detail.to_owned(), |progress| {
             (progress.state, progress.place) = (state, None);
         });
     }
 
-    /// Records an event observed at the worker, such as a chunk or a preemption.
-    pub(super) fn observed(&self, now: Instant, kind: &'static str, detail: String) {
-        self.change(now, kind, detail, |_| {});
+    /// Records an event of a sequence at the worker, such as a chunk or a preemption. It may be reported after the end.
+    pub(super) fn observed(&self, event: SequenceEvent) {
+        self.lock().life.observed(event, self.choices);
     }
 
     /// Records the end of the request. Returns false if it had ended before.
     pub(super) fn end(&self, now: Instant, outcome: &str) -> bool {
         let at = self.age_ms(now);
-        self.change(now, "ended", outcome.to_owned(), |progress| {
+        self.change(now, ("ended", Mark::AttemptEnd), outcome.to_owned(), |progress| {
             (progress.state, progress.ended_ms) = (State::Ended, Some(at));
             progress.outcome = Arc::from(outcome);
         })

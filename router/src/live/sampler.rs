@@ -239,6 +239,7 @@ struct Reasons {
     retry: Arc<str>,
     quarantine: Arc<str>,
     paused: Arc<str>,
+    unreported: Arc<str>,
 }
 
 impl Default for Reasons {
@@ -249,6 +250,7 @@ impl Default for Reasons {
             retry: Arc::from("retry budget"),
             quarantine: Arc::from("needs a worker of its own"),
             paused: Arc::from("its client does not read"),
+            unreported: Arc::from("not reported by its worker yet"),
         }
     }
 }
@@ -262,6 +264,9 @@ impl Reasons {
             State::Retry => &self.retry,
             State::Quarantined => &self.quarantine,
             State::Paused => &self.paused,
+            State::Waiting | State::Preempted | State::Swapped if now.waiting_reason.is_empty() => {
+                &self.unreported
+            }
             _ => &now.waiting_reason,
         };
         reason.clone()

@@ -112,6 +112,7 @@ views! {
         kind: &'static str,
         worker: Arc<str>,
         detail: String,
+        iteration: u64,
     }
 
     /// Life of a request.

@@ -172,7 +172,14 @@ fn joined(sequence: u64, submit: &v1::Submit, incarnation: &str) -> v1::Observed
 }
 
 fn state(sequence: u64, phase: v1::SequencePhase, slot: Option<u32>, blocks: u32) -> v1::SequenceState {
-    v1::SequenceState { sequence, phase: phase.into(), slot, kv_blocks: blocks, tokens: 16 * blocks }
+    v1::SequenceState {
+        sequence,
+        phase: phase.into(),
+        slot,
+        kv_blocks: blocks,
+        tokens: 16 * blocks,
+        ..Default::default()
+    }
 }
 
 fn iteration(number: u64, work: &[(u64, u32, u32)]) -> v1::ObservedIteration {

@@ -80,6 +80,8 @@ pub struct Iteration {
     pub drafts: u32,
     /// Reason why the first waiting sequence was not admitted.
     pub blocked: Option<Blocked>,
+    /// Sequences that were considered and neither admitted nor swapped in, with their reasons.
+    pub not_admitted: Vec<Blocked>,
     /// Number of decoding sequences stalled until a fence frees blocks.
     pub stalled: u32,
 }
@@ -100,6 +102,7 @@ impl Iteration {
         self.decodes = 0;
         self.drafts = 0;
         self.blocked = None;
+        self.not_admitted.clear();
         self.stalled = 0;
     }
 }
@@ -122,6 +125,23 @@ pub struct Preempted {
     pub kind: Preemption,
     /// Sequence that lacked blocks or a slot; may be the victim itself.
     pub beneficiary: SequenceId,
+    /// Device blocks that were dropped, or that are copied to the host.
+    pub blocks: u32,
+    /// Tokens with KV computed by committed iterations.
+    pub tokens: u32,
+    /// Predicted cost of both modes.
+    pub predicted: PredictedPreemption,
+}
+
+/// Predicted costs of preempting a sequence, in microseconds.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct PredictedPreemption {
+    /// By recompute.
+    pub recompute_us: u64,
+    /// By swap.
+    pub swap_us: u64,
+    /// Whether the host pool has room for a swap.
+    pub can_swap: bool,
 }
 
 /// Waiting sequence that was not admitted, with the reason.

@@ -41,8 +41,8 @@ pub use grants::{Capacity, Grant, Grants, priority_sequences_max};
 pub use history::{History, IterationSummary};
 pub use inflight_contract::BlockHash;
 pub use iteration::{
-    Blocked, BlockedBy, Chunk, Copy, Direction, Iteration, IterationOutcome, Preempted, Preemption,
-    TokenVerdict, Transfer, TransferId,
+    Blocked, BlockedBy, Chunk, Copy, Direction, Iteration, IterationOutcome, PredictedPreemption, Preempted,
+    Preemption, TokenVerdict, Transfer, TransferId,
 };
 pub use prefill_load::PrefillLoad;
 pub use profile::{DeviceProfile, ProfileError};

@@ -39,6 +39,8 @@ pub(super) struct LiveChoice {
     /// Whether it ends because its grammar allows nothing more.
     pub complete: bool,
     computed_reported: bool,
+    /// Whether it has had a slot.
+    pub has_run: bool,
     /// Time between the request's arrival at the router and its submission.
     pub queued: Option<Duration>,
     span: Span,
@@ -78,6 +80,7 @@ impl LiveChoice {
             failure: None,
             complete: false,
             computed_reported: false,
+            has_run: false,
             queued: request.queued,
             span,
             phase,
@@ -87,6 +90,7 @@ impl LiveChoice {
     /// Enters the prefill phase: the choice got a slot.
     pub fn start(&mut self) {
         let tokens = self.tokens.len();
+        self.has_run = true;
         self.phase = tracing::info_span!(parent: &self.span, "prefill", choice = self.choice, tokens);
     }
 

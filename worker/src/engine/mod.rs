@@ -36,7 +36,7 @@ use inflight_worker_core::{
 
 use live_choice::LiveChoice;
 use masks::{IterationMasks, MaskState, MaskedChunk};
-pub use observation::{ChunkOwner, CompletedWork, LiveSequence};
+pub use observation::{ChangeKind, ChunkOwner, CompletedWork, LiveSequence, SequenceChange};
 pub use reports::QueueingTime;
 pub use request::{ChoiceEvent, Command, Failure, Finish, Request, RequestKey, ResumedChoice, SessionId};
 
@@ -164,6 +164,8 @@ pub struct Engine {
     observed: bool,
     /// Sequences preempted since the last launch: by recompute, and by swap.
     preempted: (u32, u32),
+    /// Admissions and preemptions that the observer has not taken.
+    changes: Vec<SequenceChange>,
 }
 
 impl Engine {
@@ -253,6 +255,7 @@ impl Engine {
             draining: false,
             observed: false,
             preempted: (0, 0),
+            changes: Vec::new(),
         })
     }
 
@@ -337,6 +340,7 @@ impl Engine {
         // `plan` ends sequences past their deadline: detach their slots before they are attached again.
         self.settle(events);
         self.keep_queueing_times();
+        self.keep_changes(now);
         let plan = self.scheduler.iteration();
         for preempted in &plan.preempted {
             let live = live_mut(&mut self.live, preempted.id);

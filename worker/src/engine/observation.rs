@@ -1,7 +1,7 @@
 //! What an observer sees of the engine. Without one, nothing is kept for it.
 
 use inflight_contract::Tenant;
-use inflight_worker_core::{Chunk, Scheduler, SequenceId, SequenceStatus};
+use inflight_worker_core::{Chunk, Preempted, Scheduler, SequenceId, SequenceStatus, Time};
 
 use super::live_choice::LiveChoice;
 use super::{Engine, RequestKey};
@@ -45,6 +45,42 @@ pub struct LiveSequence {
     pub owner: ChunkOwner,
 }
 
+/// Admission or preemption of a sequence.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct SequenceChange {
+    /// The sequence.
+    pub id: SequenceId,
+    /// Request and choice that own the sequence.
+    pub owner: ChunkOwner,
+    /// Number of the iteration before which it happened.
+    pub iteration: u64,
+    /// Time of the plan.
+    pub at: Time,
+    /// What happened.
+    pub kind: ChangeKind,
+}
+
+/// What happened to a sequence.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum ChangeKind {
+    /// It received a slot.
+    Admitted {
+        /// The slot.
+        slot: u32,
+        /// Its tokens that are in the KV cache.
+        cached_tokens: u32,
+        /// Whether it ran before and was preempted.
+        resumed: bool,
+    },
+    /// It lost its slot and blocks.
+    Preempted {
+        /// How, and what it costs.
+        preempted: Preempted,
+        /// Owner of the sequence that it was preempted for, unless that has ended.
+        beneficiary: Option<ChunkOwner>,
+    },
+}
+
 fn owner(live: &LiveChoice, tenant: Option<Tenant>) -> ChunkOwner {
     ChunkOwner { key: live.key, attempt: live.attempt, choice: live.choice, tenant }
 }
@@ -64,9 +100,43 @@ pub(super) fn owners<'a>(
 }
 
 impl Engine {
-    /// Starts or ends keeping what [`Engine::completed_work`] returns.
+    /// Starts or ends keeping what [`Engine::completed_work`] and [`Engine::take_changes`] return.
     pub fn observe(&mut self, observed: bool) {
         self.observed = observed;
+        self.changes.clear();
+    }
+
+    /// Takes the admissions and preemptions since the last call, in their order; nothing unless the engine is observed.
+    pub fn take_changes(&mut self) -> Vec<SequenceChange> {
+        std::mem::take(&mut self.changes)
+    }
+
+    /// Keeps the admissions and preemptions of the last plan, if the engine is observed. To be called before the choices take them up.
+    pub(super) fn keep_changes(&mut self, now: Time) {
+        if !self.observed {
+            return;
+        }
+        let plan = self.scheduler.iteration();
+        // A plan without work has no iteration of its own: what it decides comes before the next one.
+        let iteration = if plan.chunks.is_empty() { plan.number + 1 } else { plan.number };
+        let owner_of = |id: SequenceId| {
+            let live = self.live.get(id.index())?.as_ref()?;
+            Some(owner(live, self.scheduler.tenant_of(id)))
+        };
+        let change = |id: SequenceId, kind: ChangeKind| {
+            Some(SequenceChange { id, owner: owner_of(id)?, iteration, at: now, kind })
+        };
+        let preempted = plan.preempted.iter().filter_map(|preempted| {
+            let beneficiary = owner_of(preempted.beneficiary);
+            change(preempted.id, ChangeKind::Preempted { preempted: *preempted, beneficiary })
+        });
+        let admitted = plan.admitted.iter().filter_map(|(id, slot)| {
+            let cached_tokens = self.scheduler.committed_tokens_of(*id);
+            let resumed = self.live.get(id.index())?.as_ref()?.has_run;
+            change(*id, ChangeKind::Admitted { slot: *slot, cached_tokens, resumed })
+        });
+        let changes: Vec<SequenceChange> = preempted.chain(admitted).collect();
+        self.changes.extend(changes);
     }
 
     /// Returns the number of the iteration that the last step has completed, and the sequences preempted before it: by

@@ -301,7 +301,7 @@ impl EngineThread {
         if let Ok(step) = &stepped {
             self.measure(step);
             if let Some(collector) = &mut self.collector
-                && !collector.step(&self.engine, &self.routers, step, self.clock.now())
+                && !collector.step(&mut self.engine, &self.routers, step, self.clock.now())
             {
                 self.end_observation();
             }
@@ -362,7 +362,8 @@ impl EngineThread {
                 let _ = reply.send(v1::DiagnoseResponse { granted_in_use: Some(in_use), ..diagnosis });
             }
             Message::Observe(feed) => {
-                let collector = self.collector.get_or_insert_with(|| Box::new(Collector::new()));
+                let block_bytes = self.engine.block_bytes();
+                let collector = self.collector.get_or_insert_with(|| Box::new(Collector::new(block_bytes)));
                 collector.add(feed);
                 self.engine.observe(true);
                 collector.state(&self.engine, &self.routers, self.clock.now());

@@ -5,14 +5,17 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use inflight_proto::v1;
-use inflight_worker_core::{SequenceId, SequencePhase, Time};
+use inflight_proto::v1::observed_change::Change;
+use inflight_worker_core::{BlockedBy, Preemption, SequenceId, SequencePhase, SequenceStatus, Time};
 use tokio::sync::Notify;
 
 use super::engine_thread::RouterName;
-use crate::engine::{ChunkOwner, Engine, SessionId, StepReport};
+use crate::engine::{ChangeKind, ChunkOwner, Engine, SequenceChange, SessionId, StepReport};
 
 /// Iterations that a feed keeps for its observer.
 const ITERATIONS_MAX: usize = 256;
+/// Changes that a feed keeps for its observer.
+const CHANGES_MAX: usize = 4096;
 /// Sequences in a state.
 const SEQUENCES_MAX: usize = 4096;
 /// Minimum time between two states.
@@ -22,6 +25,13 @@ const STATE_INTERVAL: Duration = Duration::from_millis(100);
 struct Completed {
     iteration: v1::ObservedIteration,
     /// Sequences of its work.
+    sequences: Vec<Arc<v1::ObservedSequence>>,
+}
+
+/// Admission or preemption, shared by all feeds.
+struct Changed {
+    change: v1::ObservedChange,
+    /// The sequence, and the one that it was preempted for.
     sequences: Vec<Arc<v1::ObservedSequence>>,
 }
 
@@ -42,6 +52,10 @@ pub(crate) struct Feed {
 struct Unread {
     iterations: VecDeque<Arc<Completed>>,
     dropped: u64,
+    changes: VecDeque<Arc<Changed>>,
+    dropped_changes: u64,
+    /// Time of the newest event.
+    now_us: u64,
     state: Option<Arc<State>>,
     closed: bool,
     /// Sequences that the observer knows.
@@ -58,8 +72,21 @@ impl Feed {
         self.unread.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
+    fn push_change(&self, changed: &Arc<Changed>) {
+        let mut unread = self.unread();
+        if unread.changes.len() == CHANGES_MAX {
+            unread.changes.pop_front();
+            unread.dropped_changes += 1;
+        }
+        unread.now_us = unread.now_us.max(changed.change.at_us);
+        unread.changes.push_back(changed.clone());
+        drop(unread);
+        self.changed.notify_one();
+    }
+
     fn push(&self, completed: &Arc<Completed>) {
         let mut unread = self.unread();
+        unread.now_us = unread.now_us.max(completed.iteration.completed_us);
         if unread.iterations.len() == ITERATIONS_MAX {
             unread.iterations.pop_front();
             unread.dropped += 1;
@@ -70,8 +97,11 @@ impl Feed {
         self.changed.notify_one();
     }
 
-    fn set_state(&self, state: &Arc<State>) {
-        self.unread().state = Some(state.clone());
+    fn set_state(&self, state: &Arc<State>, now_us: u64) {
+        let mut unread = self.unread();
+        unread.now_us = unread.now_us.max(now_us);
+        unread.state = Some(state.clone());
+        drop(unread);
         self.changed.notify_one();
     }
 
@@ -97,13 +127,20 @@ impl Feed {
             return None;
         }
         let (iterations, state) = (std::mem::take(&mut unread.iterations), unread.state.take());
+        let changes = std::mem::take(&mut unread.changes);
         let dropped_iterations = std::mem::take(&mut unread.dropped);
+        let dropped_changes = std::mem::take(&mut unread.dropped_changes);
+        let now_us = unread.now_us;
         let mut known = std::mem::take(&mut unread.known);
         // The engine's thread does not wait for the rest.
         drop(unread);
         let of_iterations = iterations.iter().flat_map(|completed| &completed.sequences);
         let of_state = state.iter().flat_map(|state| &state.sequences);
-        let fresh = of_iterations.chain(of_state).filter(|sequence| known.insert(sequence.sequence));
+        let of_changes = changes.iter().flat_map(|changed| &changed.sequences);
+        let fresh = of_iterations
+            .chain(of_changes)
+            .chain(of_state)
+            .filter(|sequence| known.insert(sequence.sequence));
         let joined: Vec<_> = fresh.map(|sequence| (**sequence).clone()).collect();
         if let Some(state) = &state {
             // Those that have ended are named no more. The state may be older than those that join beside it.
@@ -116,6 +153,9 @@ impl Feed {
             iterations: iterations.iter().map(|completed| completed.iteration.clone()).collect(),
             dropped_iterations,
             state: state.map(|state| state.state.clone()),
+            changes: changes.iter().map(|changed| changed.change).collect(),
+            dropped_changes,
+            now_us,
         })
     }
 }
@@ -127,11 +167,13 @@ pub(super) struct Collector {
     known: BTreeMap<u64, Arc<v1::ObservedSequence>>,
     /// Time of the last state.
     state_at: Option<Time>,
+    /// Size of a KV block in bytes.
+    block_bytes: u64,
 }
 
 impl Collector {
-    pub(super) fn new() -> Self {
-        Self { feeds: Vec::new(), known: BTreeMap::new(), state_at: None }
+    pub(super) fn new(block_bytes: u64) -> Self {
+        Self { feeds: Vec::new(), known: BTreeMap::new(), state_at: None, block_bytes }
     }
 
     /// Adds an observer.
@@ -150,18 +192,22 @@ impl Collector {
         self.feeds.iter().for_each(|feed| feed.close());
     }
 
-    /// Collects the iteration that a step has completed, and the state if it is due. Returns whether there are observers.
+    /// Collects the changes of a step, the iteration that it has completed, and the state if it is due. Returns whether there are observers.
     pub(super) fn step(
         &mut self,
-        engine: &Engine,
+        engine: &mut Engine,
         routers: &BTreeMap<SessionId, RouterName>,
         step: &StepReport,
         now: Time,
     ) -> bool {
+        for change in engine.take_changes() {
+            self.change(engine, routers, &change);
+        }
+        let engine = &*engine;
         if step.tokens > 0
             && let Some((number, preempted)) = engine.completed_iteration()
         {
-            self.iteration(engine, routers, step, number, preempted);
+            self.iteration(engine, routers, step, (number, now), preempted);
         }
         if step.idle || self.state_at.is_none_or(|at| now.since(at) >= STATE_INTERVAL) {
             self.state(engine, routers, now);
@@ -170,12 +216,50 @@ impl Collector {
         true
     }
 
+    fn change(
+        &mut self,
+        engine: &Engine,
+        routers: &BTreeMap<SessionId, RouterName>,
+        changed: &SequenceChange,
+    ) {
+        let mut sequences = vec![self.sequence(engine, routers, changed.id, &changed.owner)];
+        let change = match changed.kind {
+            ChangeKind::Admitted { slot, cached_tokens, resumed } => {
+                Change::Admitted(v1::SequenceAdmitted { slot, cached_tokens, resumed })
+            }
+            ChangeKind::Preempted { preempted, beneficiary } => {
+                let beneficiary =
+                    beneficiary.map(|owner| self.sequence(engine, routers, preempted.beneficiary, &owner));
+                let number = beneficiary.as_ref().map_or(0, |sequence| sequence.sequence);
+                sequences.extend(beneficiary);
+                Change::Preempted(v1::SequencePreempted {
+                    swapped: preempted.kind == Preemption::Swap,
+                    kv_blocks: preempted.blocks,
+                    bytes: u64::from(preempted.blocks) * self.block_bytes,
+                    tokens: preempted.tokens,
+                    recompute_us: preempted.predicted.recompute_us,
+                    swap_us: preempted.predicted.swap_us,
+                    could_swap: preempted.predicted.can_swap,
+                    beneficiary: number,
+                })
+            }
+        };
+        let change = v1::ObservedChange {
+            sequence: changed.id.number(),
+            iteration: changed.iteration,
+            at_us: since_start(changed.at),
+            change: Some(change),
+        };
+        let changed = Arc::new(Changed { change, sequences });
+        self.feeds.iter().for_each(|feed| feed.push_change(&changed));
+    }
+
     fn iteration(
         &mut self,
         engine: &Engine,
         routers: &BTreeMap<SessionId, RouterName>,
         step: &StepReport,
-        number: u64,
+        (number, now): (u64, Time),
         (preempted, swapped): (u32, u32),
     ) {
         let summary = engine.history().iter().rev().find(|summary| summary.number == number);
@@ -203,6 +287,7 @@ impl Collector {
             swapped_sequences: swapped,
             tokens: step.tokens,
             generated_tokens: step.sampled,
+            completed_us: since_start(now),
         };
         let completed = Arc::new(Completed { iteration, sequences });
         self.feeds.iter().for_each(|feed| feed.push(&completed));
@@ -212,6 +297,19 @@ impl Collector {
     pub(super) fn state(&mut self, engine: &Engine, routers: &BTreeMap<SessionId, RouterName>, now: Time) {
         self.state_at = Some(now);
         let (mut states, mut sequences, mut omitted) = (Vec::new(), Vec::new(), 0);
+        let plan = engine.last_plan();
+        let considered: BTreeMap<SequenceId, &str> =
+            plan.not_admitted.iter().map(|blocked| (blocked.id, blocked.by.label())).collect();
+        let waiting_for = |status: &SequenceStatus| match (status.slot, status.phase) {
+            (Some(_), _) => "",
+            // On the way to the host.
+            (None, SequencePhase::Swapped) if status.blocks > 0 => BlockedBy::Fence.label(),
+            (None, _) => match considered.get(&status.id) {
+                Some(by) => by,
+                None if plan.not_admitted.is_empty() => "arrival",
+                None => "order",
+            },
+        };
         for live in engine.live_sequences() {
             if states.len() == SEQUENCES_MAX {
                 omitted += 1;
@@ -225,6 +323,7 @@ impl Collector {
                 slot: status.slot,
                 kv_blocks: status.blocks,
                 tokens: status.tokens,
+                waiting_for: waiting_for(&status).to_owned(),
             });
             sequences.push(sequence);
         }
@@ -239,7 +338,7 @@ impl Collector {
             blocked_by: blocked.map_or("", |blocked| blocked.by.label()).to_owned(),
         };
         let state = Arc::new(State { state, sequences });
-        self.feeds.iter().for_each(|feed| feed.set_state(&state));
+        self.feeds.iter().for_each(|feed| feed.set_state(&state, since_start(now)));
     }
 
     /// Returns the identity of a sequence.
@@ -264,6 +363,11 @@ impl Collector {
         });
         known.clone()
     }
+}
+
+/// Returns a time of the worker's clock in microseconds, at least 1.
+fn since_start(now: Time) -> u64 {
+    (now.as_nanos() / 1000).max(1)
 }
 
 fn micros(time: Duration) -> u64 {
@@ -319,12 +423,12 @@ mod tests {
         assert_eq!(joined(&feed), [7, 1, 2]);
         feed.push(&completed(2));
         let state = v1::ObservedState::default();
-        feed.set_state(&Arc::new(State { state, sequences: vec![sequence(7), sequence(8)] }));
+        feed.set_state(&Arc::new(State { state, sequences: vec![sequence(7), sequence(8)] }), 1);
         assert_eq!(joined(&feed), [8]);
         feed.push(&completed(2));
         assert_eq!(joined(&feed), [2], "it was not in the last state, so it counts as new");
         let state = v1::ObservedState::default();
-        feed.set_state(&Arc::new(State { state, sequences: vec![sequence(7)] }));
+        feed.set_state(&Arc::new(State { state, sequences: vec![sequence(7)] }), 1);
         feed.push(&completed(9));
         assert_eq!(joined(&feed), [9]);
         feed.push(&completed(9));

@@ -71,6 +71,7 @@ impl Admin for AdminService {
             kind: event.kind.to_owned(),
             worker: text(&event.worker),
             detail: event.detail,
+            iteration: event.iteration,
         };
         Ok(Response::new(v1::GetRequestResponse {
             request: Some(request_message(life.request)),

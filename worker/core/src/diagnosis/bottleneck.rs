@@ -11,6 +11,8 @@ pub enum Bottleneck {
     AdmissionBlocked,
     /// Preemptions recompute or swap too much.
     Preemption,
+    /// Preempted sequences wait long until they run again.
+    PreemptionPauses,
     /// Queueing times exceed the objective, for want of blocks or of compute.
     QueueTime,
     /// Prefill chunks take too much time from decodes.
@@ -40,6 +42,7 @@ impl Bottleneck {
             Self::MemoryPressure => "memory_pressure",
             Self::AdmissionBlocked => "admission_blocked",
             Self::Preemption => "preemption",
+            Self::PreemptionPauses => "preemption_pauses",
             Self::QueueTime => "queue_time",
             Self::PrefillStarvesDecode => "prefill_starves_decode",
             Self::SlowIterations => "slow_iterations",

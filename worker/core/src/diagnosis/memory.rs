@@ -6,6 +6,8 @@ use super::{Bottleneck, DiagnosisWindow, Finding, Steps, percent, ratio};
 pub(super) const FULL: f64 = 0.9;
 /// Share of the time that preemptions may cost.
 const PREEMPTION_COST_MAX: f64 = 0.01;
+/// Share of the running sequences' time for which preempted ones may wait.
+const PAUSED_MAX: f64 = 0.05;
 /// Share of the admitted tokens that may be evicted from the prefix cache before they are requested again.
 const EVICTED_HITS_MAX: f64 = 0.05;
 
@@ -55,7 +57,6 @@ impl<'a, I: Steps<'a>> DiagnosisWindow<'_, I> {
             percent(redone),
             percent(lost)
         );
-        let fits = (FULL * f64::from(self.limits.blocks) / self.blocks_per_sequence()).floor().max(1.0);
         let host = if self.limits.host_blocks == 0 && by_swap < by_recompute {
             format!(
                 ", or set --host-cache-bytes: a swap would cost {by_swap:.1} ms instead of {by_recompute:.1}"
@@ -63,12 +64,36 @@ impl<'a, I: Steps<'a>> DiagnosisWindow<'_, I> {
         } else {
             String::new()
         };
-        let action = format!(
-            "lower --max-sequences from {} to {fits:.0}, which the pool holds at the present size: gaps get shorter, first \
-             tokens later; or raise --kv-cache-bytes or --decode-reserve-tokens, or add workers{host}",
-            self.limits.running_max
-        );
+        let action = format!("{}{host}", self.fewer_preemptions());
         Finding::new(Bottleneck::Preemption, lost, figure, action)
+    }
+
+    /// Returns the advice against preemptions.
+    fn fewer_preemptions(&self) -> String {
+        let fits = (FULL * f64::from(self.limits.blocks) / self.blocks_per_sequence()).floor().max(1.0);
+        format!(
+            "lower --max-sequences from {} to {fits:.0}, which the pool holds at the present size: gaps get shorter, first \
+             tokens later; or raise --kv-cache-bytes or --decode-reserve-tokens, or add workers",
+            self.limits.running_max
+        )
+    }
+
+    /// Finds pauses of preempted sequences, which their clients see as gaps between tokens.
+    pub(super) fn preemption_pauses(&self) -> Option<Finding> {
+        let resumed = self.now.resumed_sequences - self.before.resumed_sequences;
+        let paused = (self.now.preemption_pause_us - self.before.preemption_pause_us) as f64 / 1e6;
+        let running = self.mean(|step| step.load.running).max(1.0);
+        let share = paused / (running * self.duration().as_secs_f64()).max(1e-9);
+        let mean = paused / resumed.max(1) as f64;
+        if resumed == 0 || (share <= PAUSED_MAX && mean <= self.objectives.queue.as_secs_f64()) {
+            return None;
+        }
+        let figure = format!(
+            "{resumed} preempted sequences waited {mean:.2} s on average until they ran again, which their clients see as a \
+             gap between tokens; {} of the time of the running sequences",
+            percent(share)
+        );
+        Finding::new(Bottleneck::PreemptionPauses, share, figure, self.fewer_preemptions())
     }
 
     pub(super) fn prefix_evictions(&self) -> Option<Finding> {

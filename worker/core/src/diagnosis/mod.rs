@@ -89,6 +89,7 @@ impl<'a, I: Steps<'a>> DiagnosisWindow<'_, I> {
         let findings = [
             self.memory_pressure(),
             self.preemption(),
+            self.preemption_pauses(),
             self.queue_time(),
             self.prefill_starves_decode(),
             self.slow_iterations(),
@@ -285,6 +286,16 @@ mod tests {
             step.load.preemption_cost_us = step.number * 1000;
         };
         assert_eq!(found(preempting), [Bottleneck::Preemption]);
+        let pausing = |step: &mut IterationSummary| {
+            step.load.resumed_sequences = step.number / 10;
+            step.load.preemption_pause_us = step.number / 10 * 400_000;
+        };
+        assert_eq!(found(pausing), [Bottleneck::PreemptionPauses]);
+        let short = |step: &mut IterationSummary| {
+            step.load.resumed_sequences = step.number / 10;
+            step.load.preemption_pause_us = step.number / 10 * 20_000;
+        };
+        assert_eq!(found(short), []);
         let queueing = |step: &mut IterationSummary| step.longest_wait = Duration::from_secs(3);
         assert_eq!(found(queueing), [Bottleneck::QueueTime]);
         let blocks = |step: &mut IterationSummary| blocked(step, BlockedBy::Blocks { needed: 9, free: 1 });

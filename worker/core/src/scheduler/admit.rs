@@ -89,9 +89,15 @@ impl Scheduler {
             if best.is_some_and(behind) {
                 return (None, true);
             }
-            if draft.preempted >= Some(priority) || !self.swap_in(index, now) {
-                return (Some(priority), false);
-            }
+            let by = if draft.preempted >= Some(priority) {
+                BlockedBy::Preemption
+            } else if self.swap_in(index, now) {
+                continue;
+            } else {
+                self.lacking_for_swap_in(index)
+            };
+            self.iteration.not_admitted.push(Blocked { id: self.sequence(index).id, by });
+            return (Some(priority), false);
         }
         (None, false)
     }
@@ -108,9 +114,15 @@ impl Scheduler {
             self.admit_in_order(blocked, now, draft, &mut bypassed);
         } else if let Some(head) = self.first_head() {
             let id = self.sequence(self.heads[head].index).id;
-            self.iteration.blocked.get_or_insert(Blocked { id, by: BlockedBy::Policy });
+            self.not_admitted(Blocked { id, by: BlockedBy::Policy });
         }
         self.bypassed = bypassed;
+    }
+
+    /// Records why a waiting sequence was not admitted.
+    fn not_admitted(&mut self, blocked: Blocked) {
+        self.iteration.blocked.get_or_insert(blocked);
+        self.iteration.not_admitted.push(blocked);
     }
 
     /// Admits flow heads in policy order, with bounded bypass of heads that do not fit.
@@ -152,7 +164,7 @@ impl Scheduler {
                 continue;
             };
             let id = self.sequence(index).id;
-            self.iteration.blocked.get_or_insert(Blocked { id, by });
+            self.not_admitted(Blocked { id, by });
             self.group_open |= by == BlockedBy::Budget;
             inadmissible += 1;
             match by {

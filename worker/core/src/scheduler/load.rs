@@ -40,6 +40,10 @@ pub struct Load {
     pub preemption_recompute_us: u64,
     /// Total predicted cost if all preemptions were by swap, in microseconds.
     pub preemption_swap_us: u64,
+    /// Total preempted sequences that run again.
+    pub resumed_sequences: u64,
+    /// Total time from their preemption until they ran again, in microseconds.
+    pub preemption_pause_us: u64,
     /// Total cold prefix-cache blocks copied to the host.
     pub blocks_offloaded: u64,
     /// Total blocks swapped out.

@@ -472,7 +472,10 @@ impl Scheduler {
         let sequence = self.sequence_mut(index);
         let Some(since) = sequence.preempted_at.take() else { return };
         (sequence.without_progress, sequence.protected_until) = (true, protected_until);
-        self.resumption.record_resumed(now.since(since));
+        let pause = now.since(since);
+        self.resumption.record_resumed(pause);
+        self.totals.resumed_sequences += 1;
+        self.totals.preemption_pause_us += u64::try_from(pause.as_micros()).unwrap_or(u64::MAX);
     }
 
     /// Returns a sequence to the waiting queue at its old position, with nothing computed.

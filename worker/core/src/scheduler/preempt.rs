@@ -7,7 +7,9 @@ use inflight_contract::BlockHash;
 use super::plan::PlanDraft;
 use super::{Scheduler, TransferInFlight, TransferPurpose};
 use crate::sequence::SequenceState;
-use crate::{Direction, Preempted, Preemption, SequenceId, Time, Transfer, TransferId};
+use crate::{
+    BlockedBy, Direction, PredictedPreemption, Preempted, Preemption, SequenceId, Time, Transfer, TransferId,
+};
 
 /// Maximum number of cold prefix-cache blocks copied to the host by one transfer.
 const OFFLOAD_MAX: usize = 16;
@@ -234,7 +236,16 @@ impl Scheduler {
         self.free_slots.extend(slot);
         self.freed_slots.extend(slot);
         let mut table = std::mem::take(&mut self.sequence_mut(index).table);
-        self.iteration.preempted.push(Preempted { id, kind, beneficiary });
+        let tokens = self.sequence(index).committed_tokens;
+        let blocks = match kind {
+            Preemption::Recompute => table.len() as u32,
+            Preemption::Swap => self.limits.blocks_for(tokens),
+        };
+        let PreemptionCost { recompute, swap, can_swap } = predicted;
+        let predicted =
+            PredictedPreemption { recompute_us: micros(recompute), swap_us: micros(swap), can_swap };
+        let preempted = Preempted { id, kind, beneficiary, blocks, tokens, predicted };
+        self.iteration.preempted.push(preempted);
         match kind {
             Preemption::Swap => {
                 self.swap_out(index, table, draft);
@@ -265,15 +276,12 @@ impl Scheduler {
 
     /// Starts the swap-in of a sequence with a slot and device blocks. Returns false if it does not fit.
     pub(super) fn swap_in(&mut self, index: u32, now: Time) -> bool {
-        let sequence = self.sequence(index);
-        // Reserves as much as an admission, so that it is not preempted again for lack of its next block.
-        let needed = self.limits.admission_blocks(sequence.known_tokens, sequence.remaining_tokens);
-        let needed = needed.max(sequence.host_table.len() as u32);
-        let alone = self.running.is_empty() && self.transfers.is_empty();
-        let watermark = if alone { 0 } else { self.limits.watermark_blocks };
-        if needed + watermark > self.device.free() {
+        if self.blocks_to_swap_in(index) > self.device.free() {
             return false;
         }
+        let sequence = self.sequence(index);
+        let needed = self.limits.admission_blocks(sequence.known_tokens, sequence.remaining_tokens);
+        let needed = needed.max(sequence.host_table.len() as u32);
         let Some(slot) = self.free_slots.pop() else { return false };
         let mut device = Vec::with_capacity(needed as usize);
         let taken = self.device.extend(&mut device, needed);
@@ -290,6 +298,23 @@ impl Scheduler {
         self.resume(index, now);
         self.iteration.admitted.push((id, slot));
         true
+    }
+
+    /// Returns what a swapped sequence lacks to be swapped in.
+    pub(super) fn lacking_for_swap_in(&self, index: u32) -> BlockedBy {
+        if self.free_slots.is_empty() {
+            return BlockedBy::Slots;
+        }
+        BlockedBy::Blocks { needed: self.blocks_to_swap_in(index), free: self.device.free() }
+    }
+
+    /// Returns the blocks that must be free to swap a sequence in, including the watermark. It reserves as many as an admission, so that it is not preempted again for
+    /// lack of its next block.
+    fn blocks_to_swap_in(&self, index: u32) -> u32 {
+        let sequence = self.sequence(index);
+        let needed = self.limits.admission_blocks(sequence.known_tokens, sequence.remaining_tokens);
+        let alone = self.running.is_empty() && self.transfers.is_empty();
+        needed.max(sequence.host_table.len() as u32) + if alone { 0 } else { self.limits.watermark_blocks }
     }
 
     /// Starts a transfer for a sequence. It takes ownership of the blocks; host block `i` is paired with

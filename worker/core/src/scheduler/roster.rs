@@ -62,6 +62,11 @@ impl Scheduler {
         })
     }
 
+    /// Returns the number of a sequence's tokens with KV computed by committed iterations; 0 if it has been removed.
+    pub fn committed_tokens_of(&self, id: SequenceId) -> u32 {
+        self.get(id).map_or(0, |sequence| sequence.committed_tokens)
+    }
+
     /// Returns the tenant of a sequence that has not been removed.
     pub fn tenant_of(&self, id: SequenceId) -> Option<Tenant> {
         let sequence = self.sequences.get(id.index())?.as_ref()?;
