@@ -5,6 +5,7 @@
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking, in its helpers too")]
 
 mod administrators;
+mod agent_loops;
 mod chaos;
 mod cluster;
 mod connections;
