@@ -11,7 +11,7 @@ use super::rendering::Rendering;
 pub struct Message {
     /// Role of the author, such as `user`.
     pub role: String,
-    /// Text of the message; `None` for one of calls alone, which some templates tell from an empty text.
+    /// Text of the message; `None` for one of calls alone, which templates tell from an empty text.
     pub content: Option<String>,
     /// Reasoning that led to the message; empty if there is none.
     pub reasoning: String,
@@ -107,31 +107,86 @@ impl Message {
         texts.into_iter().map(str::len).sum::<usize>() + calls
     }
 
-    /// Returns the message as templates read it: as in OpenAI's API, with arguments as objects.
-    pub(super) fn to_value(&self) -> Value {
-        let content = self.content.as_deref().map_or_else(|| Value::from(()), Value::from);
-        let mut fields = vec![("role", Value::from(self.role.as_str())), ("content", content)];
-        let texts = [
-            ("reasoning_content", &self.reasoning),
-            ("tool_call_id", &self.tool_call_id),
-            ("name", &self.name),
-        ];
-        fields.extend(
-            texts.into_iter().filter(|(_, text)| !text.is_empty()).map(|(key, text)| (key, text.into())),
-        );
+    /// Returns the message as templates read it: as in OpenAI's API, with the names that transformers gives a reasoning.
+    pub(super) fn to_value(&self, form: Form) -> Value {
+        let text = |key, text: &str| (!text.is_empty()).then(|| (key, Value::from(text)));
+        let mut fields = Vec::from_iter(text("thinking", &self.reasoning));
+        fields.push(("role", Value::from(self.role.as_str())));
+        fields.extend(form.content(self.content.as_deref()).map(|content| ("content", content)));
+        fields.extend(text("reasoning_content", &self.reasoning));
+        fields.extend(text("tool_call_id", &self.tool_call_id));
+        fields.extend(text("name", &self.name));
         if !self.tool_calls.is_empty() {
             let calls = self.tool_calls.iter().map(|call| {
-                let function =
-                    [("name", Value::from(call.name.as_str())), ("arguments", call.arguments.clone())];
+                let function = [
+                    ("name", Value::from(call.name.as_str())),
+                    ("arguments", form.arguments(&call.arguments)),
+                ];
                 Value::from_pairs([
-                    ("type", Value::from("function")),
                     ("id", Value::from(call.id.as_str())),
+                    ("type", Value::from("function")),
                     ("function", Value::from_pairs(function)),
                 ])
             });
             fields.push(("tool_calls", calls.collect::<Value>()));
         }
         Value::from_pairs(fields)
+    }
+}
+
+/// How a message without a text is given to a template.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum NoText {
+    /// It has no content, as transformers gives it.
+    Absent,
+    /// Its content is none.
+    None,
+    /// Its content is empty.
+    Empty,
+}
+
+/// Form of messages in which templates differ. One that fails on a form is given the next.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Form {
+    no_text: NoText,
+    /// Whether arguments of calls are JSON texts instead of objects.
+    arguments_as_text: bool,
+    /// Whether contents are lists of parts instead of texts.
+    parts: bool,
+}
+
+impl Form {
+    /// Returns the forms in which messages may be given to a template, in the order in which they are tried.
+    pub(super) fn all(parts: bool) -> Vec<Self> {
+        let contents = [NoText::Absent, NoText::None, NoText::Empty];
+        let forms = contents.into_iter().flat_map(|no_text| [(no_text, false), (no_text, true)]);
+        forms.map(|(no_text, arguments_as_text)| Self { no_text, arguments_as_text, parts }).collect()
+    }
+
+    /// Whether messages are the same in this form as in another one.
+    pub(super) fn is_same(self, other: Self, messages: &[Message]) -> bool {
+        let have_texts = || messages.iter().all(|message| message.content.is_some());
+        let have_no_calls = || messages.iter().all(|message| message.tool_calls.is_empty());
+        (self.no_text == other.no_text || have_texts())
+            && (self.arguments_as_text == other.arguments_as_text || have_no_calls())
+    }
+
+    fn content(self, text: Option<&str>) -> Option<Value> {
+        let text = match (text, self.no_text) {
+            (Some(text), _) => text,
+            (None, NoText::Absent) => return None,
+            (None, NoText::None) => return Some(Value::from(())),
+            (None, NoText::Empty) => "",
+        };
+        let part = || Value::from_pairs([("type", "text"), ("text", text)]);
+        Some(if self.parts { Value::from(vec![part()]) } else { text.into() })
+    }
+
+    fn arguments(self, arguments: &Value) -> Value {
+        match self.arguments_as_text {
+            true => super::template_json::text(arguments).map_or_else(|_| arguments.clone(), Value::from),
+            false => arguments.clone(),
+        }
     }
 }
 
@@ -269,6 +324,22 @@ impl From<&[Message]> for Conversation {
     fn from(messages: &[Message]) -> Self {
         messages.to_vec().into()
     }
+}
+
+/// Returns a conversation with a call without a text, whose name and argument are a probe, and nothing else is.
+pub(super) fn of_a_call(probe: &str) -> Conversation {
+    let call = MessageCall {
+        id: "call00001".to_owned(),
+        name: probe.to_owned(),
+        arguments: Value::from_pairs([("x", probe)]),
+    };
+    let (id, name) = (call.id.clone(), "f".to_owned());
+    let result = Message { tool_call_id: id, name, ..Message::new("tool", "1".to_owned()) };
+    let messages = vec![Message::new("user", "a".to_owned()), Message::of_calls(vec![call]), result];
+    let definition = r#"{"type": "function", "function": {"name": "f", "description": "F", "parameters": {"type": "object",
+        "properties": {"x": {"type": "string", "description": "X"}}, "required": ["x"]}}}"#;
+    let tools = serde_json::from_str(definition).into_iter().collect();
+    Conversation { messages, tools, ..Conversation::default() }
 }
 
 impl From<Vec<Message>> for Conversation {

@@ -8,8 +8,10 @@ use minijinja::value::Value;
 use minijinja::{Environment, Error, ErrorKind};
 use time::OffsetDateTime;
 
-use super::conversation::{Conversation, Message};
+use super::conversation::{self, Conversation, Form, Message};
 use super::marks::Marks;
+use super::special_tokens::SpecialTokens;
+use super::template_time::TIME;
 use super::{AddedTokens, PromptEnd, PromptText};
 
 /// Private-use characters, one of which marks the end of a message's text.
@@ -38,15 +40,15 @@ pub enum TemplateError {
     Render(String),
 }
 
-/// Chat template of a model, rendered as transformers does: trimmed blocks, Python's string methods,
-/// `raise_exception`, `strftime_now`, `bos_token` and `eos_token`. The time is given, so equal messages at one time always give the same
-/// prompt.
+/// Chat template of a model, rendered as transformers does: with its syntax of Jinja, functions, filters, tests and methods of Python,
+/// and with the special tokens. The time is given, so equal messages at one time always give the same prompt.
 #[derive(Debug)]
 pub struct ChatTemplate {
     environment: Environment<'static>,
     source: String,
-    bos_token: String,
-    eos_token: String,
+    special_tokens: SpecialTokens,
+    /// Forms in which the template is given messages: the first one that it renders counts.
+    forms: Vec<Form>,
 }
 
 impl ChatTemplate {
@@ -60,23 +62,67 @@ impl ChatTemplate {
     /// as all system messages, copies the string at each of them: half of this product for each `+`.
     const MESSAGES_TIMES_BYTES: usize = 1 << 31;
     const NAME: &'static str = "chat";
+    /// Maximum instructions of a rendering that shows in which form a template reads messages.
+    const PROBE_FUEL: u64 = 1_000_000;
+    /// Text that such a rendering writes, in its context.
+    const PROBE: &'static str = "a probe";
 
-    /// Parses a template.
+    /// Parses a template of a model with these special tokens at the start and the end of a text.
     ///
     /// # Errors
     /// [`TemplateError::Syntax`].
     pub fn new(source: &str, bos_token: &str, eos_token: &str) -> Result<Self, TemplateError> {
+        let tokens = [("bos_token", bos_token), ("eos_token", eos_token)];
+        Self::with_special_tokens(source, tokens.into_iter().collect())
+    }
+
+    /// Parses a template of a model with special tokens.
+    ///
+    /// # Errors
+    /// [`TemplateError::Syntax`].
+    pub fn with_special_tokens(source: &str, special_tokens: SpecialTokens) -> Result<Self, TemplateError> {
         let mut environment = Environment::new();
         let trimmed = SyntaxConfig::builder().trim_blocks(true).lstrip_blocks(true).build();
         environment.set_syntax(trimmed.map_err(|error| TemplateError::Syntax(error.to_string()))?);
-        environment.set_fuel(Some(Self::FUEL));
-        super::template_limits::apply(&mut environment);
+        environment.set_fuel(Some(Self::PROBE_FUEL));
         super::template_functions::apply(&mut environment);
+        super::template_filters::apply(&mut environment);
+        super::template_methods::apply(&mut environment);
         environment
-            .add_template_owned(Self::NAME, super::template_functions::without_generation_tags(source))
+            .add_template_owned(Self::NAME, super::template_source::rewrite(source))
             .map_err(|error| TemplateError::Syntax(error.to_string()))?;
-        let source = source.to_owned();
-        Ok(Self { environment, source, bos_token: bos_token.to_owned(), eos_token: eos_token.to_owned() })
+        let mut template =
+            Self { environment, source: source.to_owned(), special_tokens, forms: Form::all(false) };
+        template.forms = template.probe();
+        template.environment.set_fuel(Some(Self::FUEL));
+        Ok(template)
+    }
+
+    /// Returns the forms of messages: contents are lists of parts if the template writes these only, and the first form is one of which
+    /// the template writes the calls.
+    fn probe(&self) -> Vec<Form> {
+        let time = OffsetDateTime::UNIX_EPOCH;
+        let question = Conversation::from(vec![Message::new("user", Self::PROBE.to_owned())]);
+        let writes_contents = |parts: bool| {
+            let rendered = self.render_in(Form::all(parts)[0], &question, time);
+            // In quotes, it is within what the template writes of a value that it does not know.
+            let quoted = ['\'', '"'].map(|quote| format!("{quote}{}", Self::PROBE));
+            rendered.is_ok_and(|text| {
+                text.contains(Self::PROBE) && !quoted.iter().any(|quoted| text.contains(quoted))
+            })
+        };
+        let parts = !writes_contents(false) && writes_contents(true);
+        let conversation = conversation::of_a_call(Self::PROBE);
+        let writes_calls = |form: &Form| {
+            let rendered = self.render_in(*form, &conversation, time);
+            rendered.is_ok_and(|text| text.contains(Self::PROBE))
+        };
+        let mut forms = Form::all(parts);
+        let may_write_calls = self.source.contains("tool_calls");
+        if let Some(at) = forms.iter().position(|form| may_write_calls && writes_calls(form)) {
+            forms[..=at].rotate_right(1);
+        }
+        forms
     }
 
     /// Returns the text of the template.
@@ -86,12 +132,12 @@ impl ChatTemplate {
 
     /// Returns the token that starts a text; empty if there is none.
     pub fn bos_token(&self) -> &str {
-        &self.bos_token
+        self.special_tokens.get("bos_token").unwrap_or_default()
     }
 
     /// Returns the token that ends a text; empty if there is none.
     pub fn eos_token(&self) -> &str {
-        &self.eos_token
+        self.special_tokens.get("eos_token").unwrap_or_default()
     }
 
     /// Renders the prompt of a conversation, up to the start of the assistant's message. Special tokens are those of
@@ -111,7 +157,7 @@ impl ChatTemplate {
         time: OffsetDateTime,
         added: &AddedTokens,
     ) -> Result<PromptText, TemplateError> {
-        let text = self.render(conversation, time)?;
+        let (text, form) = self.render_forms(conversation, time)?;
         let edges = added.edges();
         let mut texts = Vec::new();
         let mut keep = |part: &str| {
@@ -130,7 +176,7 @@ impl ChatTemplate {
             return Err(TemplateError::Render(reason.to_owned()));
         };
         let render = |mark: &dyn Fn(&str) -> String| {
-            self.render(&conversation.map(mark), time).map(|marked| marks.restore(&marked))
+            self.render_to_end(form, &conversation.map(mark), time).map(|marked| marks.restore(&marked))
         };
         if let Ok((restored, literal)) = render(&|part| marks.mark(part, |_| true))
             && restored == text
@@ -144,34 +190,45 @@ impl ChatTemplate {
         Ok(PromptText::with_literal(restored, literal))
     }
 
-    /// Renders the text of a conversation, up to the end that its rendering asks for. Messages without a text have a content of none; a
-    /// template that fails on it has empty ones.
+    /// Renders the text of a conversation, up to the end that its rendering asks for. As transformers does, a message without a text is given
+    /// without a content, and arguments of calls are objects. A template that fails on this or that would not write the calls is given
+    /// a content of none, an empty content, or the arguments as JSON texts.
     ///
     /// # Errors
     /// [`TemplateError::TooLarge`]; [`TemplateError::Render`] with the template's own message.
     pub fn render(&self, conversation: &Conversation, time: OffsetDateTime) -> Result<String, TemplateError> {
-        let rendered = self.render_to_end(conversation, time);
-        let messages = &conversation.messages;
-        if !matches!(rendered, Err(TemplateError::Render(_)))
-            || messages.iter().all(|message| message.content.is_some())
-        {
-            return rendered;
+        self.render_forms(conversation, time).map(|(text, _)| text)
+    }
+
+    /// Renders the text of a conversation; returns it with the form of the messages that the template has rendered.
+    fn render_forms(
+        &self,
+        conversation: &Conversation,
+        time: OffsetDateTime,
+    ) -> Result<(String, Form), TemplateError> {
+        let mut refused = TemplateError::Render(String::new());
+        for (at, form) in self.forms.iter().enumerate() {
+            if self.forms[..at].iter().any(|earlier| form.is_same(*earlier, &conversation.messages)) {
+                continue;
+            }
+            match self.render_to_end(*form, conversation, time) {
+                Err(error @ TemplateError::Render(_)) => refused = error,
+                rendered => return rendered.map(|text| (text, *form)),
+            }
         }
-        let filled =
-            |message: &Message| Message { content: Some(message.text().to_owned()), ..message.clone() };
-        let messages = messages.iter().map(filled).collect();
-        self.render_to_end(&Conversation { messages, ..conversation.clone() }, time)
+        Err(refused)
     }
 
     /// Renders the text up to its end. One within the last message is found by a character behind the message's text that no other text has;
     /// the space behind that shows whether the template keeps whitespace there.
     fn render_to_end(
         &self,
+        form: Form,
         conversation: &Conversation,
         time: OffsetDateTime,
     ) -> Result<String, TemplateError> {
         if conversation.rendering.end != PromptEnd::LastMessage {
-            return self.render_once(conversation, time);
+            return self.render_in(form, conversation, time);
         }
         let mut used = BTreeSet::new();
         conversation.visit(&mut |text| used.extend(text.chars().filter(|c| END_MARKS.contains(c))));
@@ -184,7 +241,7 @@ impl ChatTemplate {
             return Err(TemplateError::Render(reason.to_owned()));
         };
         last.content = Some(format!("{}{mark} ", last.text()));
-        let mut text = self.render_once(&marked, time)?;
+        let mut text = self.render_in(form, &marked, time)?;
         let Some(end) = text.rfind(mark) else {
             let reason = "it does not write the text of the last message, so that it cannot be continued";
             return Err(TemplateError::Render(reason.to_owned()));
@@ -197,29 +254,31 @@ impl ChatTemplate {
         Ok(text)
     }
 
-    fn render_once(
+    fn render_in(
         &self,
+        form: Form,
         conversation: &Conversation,
         time: OffsetDateTime,
     ) -> Result<String, TemplateError> {
         let Conversation { messages, tools, rendering } = conversation;
-        let count = messages.len() + tools.len();
-        let given = conversation.bytes();
-        if given.saturating_mul(count) > Self::MESSAGES_TIMES_BYTES {
-            return Err(TemplateError::TooLarge { count, bytes: given, most: Self::MESSAGES_TIMES_BYTES });
+        let (count, bytes) = (messages.len() + tools.len(), conversation.bytes());
+        if bytes.saturating_mul(count) > Self::MESSAGES_TIMES_BYTES {
+            return Err(TemplateError::TooLarge { count, bytes, most: Self::MESSAGES_TIMES_BYTES });
         }
+        // Templates tell none from an empty list.
+        let tools = if tools.is_empty() { Value::from(()) } else { tools.iter().cloned().collect() };
+        let given = [
+            ("messages", messages.iter().map(|message| message.to_value(form)).collect()),
+            ("tools", tools),
+            ("documents", Value::from(())),
+            ("add_generation_prompt", (rendering.end == PromptEnd::NextMessage).into()),
+            (TIME, time.unix_timestamp().into()),
+        ];
+        let tokens = self.special_tokens.iter().map(|(name, token)| (name, token.into()));
+        // Arguments have other names than these.
         let arguments = rendering.arguments.iter().map(|(name, value)| (name, value.clone()));
-        let context = minijinja::context! {
-            messages => messages.iter().map(Message::to_value).collect::<Value>(),
-            // Templates tell none from an empty list.
-            tools => (!tools.is_empty()).then(|| tools.iter().cloned().collect::<Value>()),
-            add_generation_prompt => rendering.end == PromptEnd::NextMessage,
-            bos_token => &self.bos_token,
-            eos_token => &self.eos_token,
-            _inflight_time => time.unix_timestamp(),
-            ..Value::from_pairs(arguments)
-        };
-        let most = Self::OUTPUT_BYTES.saturating_add(given.saturating_mul(Self::OUTPUT_FACTOR));
+        let context = Value::from_pairs(given.into_iter().chain(tokens).chain(arguments));
+        let most = Self::OUTPUT_BYTES.saturating_add(bytes.saturating_mul(Self::OUTPUT_FACTOR));
         let mut output = BoundedOutput { bytes: Vec::new(), most, exceeded: false };
         let rendered = self
             .environment
@@ -388,84 +447,18 @@ mod tests {
             |format: &str| rendered(&format!("{{{{ strftime_now('{format}') }}}}"), &[], &[], 1_764_412_800);
         assert_eq!(date("%Y-%m-%d").unwrap(), "2025-11-29");
         assert_eq!(date("%d %b %Y, %B %A %H:%M").unwrap(), "29 Nov 2025, November Saturday 10:40");
-        assert!(date("%").unwrap_err().contains("strftime_now"), "{:?}", date("%"));
+        assert_eq!(date("%d%").unwrap(), "29%");
     }
 
     #[test]
-    fn absent_tools_are_not_iterable_and_absent_contents_are_none() {
+    fn absent_tools_are_none() {
         let tools = "{% if tools is iterable and tools | length > 0 %}tools{% else %}none{% endif %}";
         assert_eq!(rendered(tools, &[], &[], 0).unwrap(), "none");
         assert_eq!(rendered(tools, &[], &[Value::from_pairs([("a", 1)])], 0).unwrap(), "tools");
-        let call = crate::text::MessageCall {
-            id: "c".into(),
-            name: "f".into(),
-            arguments: Value::from_pairs([("a", 1)]),
-        };
-        let calls = [Message::of_calls(vec![call])];
-        // As in templates of R1's distillations.
-        let source = "{% for m in messages %}{% if m.content is none %}{% for c in m.tool_calls %}[{{ c.function.name }}]\
-                      {% endfor %}{% else %}{{ m.content }}{% endif %}{% endfor %}";
-        assert_eq!(rendered(source, &calls, &[], 0).unwrap(), "[f]");
-        assert_eq!(rendered(source, &[message("assistant", "")], &[], 0).unwrap(), "");
-        assert_eq!(rendered("<{{ messages[0].content }}>", &calls, &[], 0).unwrap(), "<>");
-        // One that cannot take none has an empty text.
-        assert_eq!(rendered("{{ '<' + messages[0].content + '>' }}", &calls, &[], 0).unwrap(), "<>");
     }
 
     #[test]
-    fn texts_and_dictionaries_have_pythons_methods() {
-        for (expression, expected) in [
-            ("'a-b'.removeprefix('a-') ~ 'a-b'.removesuffix('-b') ~ 'x'.removeprefix('y')", "bax"),
-            ("'  a b  c '.rsplit() | tojson", r#"["a", "b", "c"]"#),
-            ("' a b  c '.rsplit(none, 1) | tojson", r#"[" a b", "c"]"#),
-            ("'a,b,c'.rsplit(',', 1) | tojson", r#"["a,b", "c"]"#),
-            ("'a,b,c'.split(',', maxsplit=1) | tojson", r#"["a", "b,c"]"#),
-            ("'a,b'.split(sep=',') | tojson", r#"["a", "b"]"#),
-            ("' a b  c '.split() | tojson", r#"["a", "b", "c"]"#),
-            ("' a b  c '.split(none, 1) | tojson", r#"["a", "b  c "]"#),
-            ("'a,b'.rsplit(',', -1) | tojson", r#"["a", "b"]"#),
-            ("'x' | int ~ '7' | int ~ '3.5' | float ~ 'x' | int(default=4)", "073.54"),
-            ("nothing | length", "0"),
-            ("'é,b'.index(',')", "1"),
-            ("'7'.zfill(3) ~ '-7'.zfill(3) ~ 'abcd'.zfill(3)", "007-07abcd"),
-            ("'a'.ljust(3) ~ '|' ~ 'a'.rjust(3, '.')", "a  |..a"),
-            ("'a=b=c'.partition('=') | tojson", r#"["a", "=", "b=c"]"#),
-            ("'abc'.partition('=') | tojson", r#"["abc", "", ""]"#),
-            ("'a=b=c'.rpartition('=') | tojson", r#"["a=b", "=", "c"]"#),
-            ("'ABC'.casefold()", "abc"),
-            ("{'a': 1}.copy() | tojson", r#"{"a": 1}"#),
-        ] {
-            assert_eq!(
-                rendered(&format!("{{{{ {expression} }}}}"), &[], &[], 0).as_deref(),
-                Ok(expected),
-                "{expression}"
-            );
-        }
-        for wrong in ["'a'.index('b')", "'a'.ljust(5000)", "'a'.partition('')", "'a'.nothing()"] {
-            assert!(rendered(&format!("{{{{ {wrong} }}}}"), &[], &[], 0).is_err(), "{wrong}");
-        }
-    }
-
-    #[test]
-    fn json_has_the_options_of_python() {
-        let json = |options: &str| {
-            let source = format!("{{{{ {{'b': [1, {{}}], 'a': 'é😀<', 'c': []}} | tojson({options}) }}}}");
-            rendered(&source, &[], &[], 0).unwrap()
-        };
-        assert_eq!(json(""), r#"{"b": [1, {}], "a": "é😀<", "c": []}"#);
-        assert_eq!(json("sort_keys=true"), r#"{"a": "é😀<", "b": [1, {}], "c": []}"#);
-        assert_eq!(json("ensure_ascii=true"), r#"{"b": [1, {}], "a": "\u00e9\ud83d\ude00<", "c": []}"#);
-        assert_eq!(json("separators=(',', ':')"), r#"{"b":[1,{}],"a":"é😀<","c":[]}"#);
-        assert_eq!(json("indent=none"), json(""));
-        let broken = "{\n--\"b\": [\n----1,\n----{}\n--],\n--\"a\": \"é😀<\",\n--\"c\": []\n}";
-        assert_eq!(json("indent='--'"), broken);
-        assert_eq!(json("indent=2"), broken.replace("--", "  "));
-        let refused = rendered("{{ 1 | tojson(indent=[]) }}", &[], &[], 0).unwrap_err();
-        assert!(refused.contains("indent is"), "{refused}");
-    }
-
-    #[test]
-    fn marks_for_training_and_functions_of_jinja_are_known() {
+    fn marks_for_training_are_left_out_and_odd_tags_are_no_panics() {
         let source = "{% for m in messages %}{%- generation -%} {{ m.content }} {%- endgeneration %}{{ '{% x' }}{% endfor %}";
         assert_eq!(rendered(source, &[message("assistant", "hi")], &[], 0).unwrap(), "hi{% x");
         for source in ["{%}", "{# {% #}{% generation %}a{% endgeneration %}", "{#", "{{ '{%}' }}"] {
@@ -475,8 +468,51 @@ mod tests {
                 "{shown:?}"
             );
         }
-        let source = "{% set sep = joiner('|') %}{% set c = cycler('a', 'b') %}{% for i in range(3) %}{{ sep() }}{{ c.next() }}\
-                      {% endfor %} {{ 'one two' | wordcount }} {{ 'one two three' | truncate(9, true, leeway=0) }}";
-        assert_eq!(rendered(source, &[], &[], 0).unwrap(), "a|b|a 2 one tw...");
+    }
+
+    #[test]
+    fn a_template_is_given_messages_in_a_form_that_it_reads() {
+        let call = conversation::MessageCall {
+            id: "c".into(),
+            name: "f".into(),
+            arguments: Value::from_pairs([("a", "é")]),
+        };
+        let calls = [Message::of_calls(vec![call])];
+        let calls_as = |source: &str| {
+            rendered(&format!("{{% for m in messages %}}{source}{{% endfor %}}"), &calls, &[], 0)
+        };
+        let written = "{{ m.tool_calls[0].function.arguments | tojson if m.tool_calls }}";
+        // Without a content, as transformers gives it.
+        let described =
+            "{{ m.content is defined }} {{ m.content is none }} {{ m.content is string }} {{ m.content }}";
+        assert_eq!(calls_as(&format!("{described}{written}")).unwrap(), r#"False False False {"a": "é"}"#);
+        // One that tells a call by a content of none would not write it otherwise.
+        let by_none =
+            format!("{{% if m.content is none %}}{written}{{% else %}}<{{{{ m.content }}}}>{{% endif %}}");
+        assert_eq!(calls_as(&by_none).unwrap(), r#"{"a": "é"}"#);
+        let named = "{% if m.content is none %}{{ m.tool_calls[0].function.name }}{% endif %}";
+        assert_eq!(calls_as(named).unwrap(), "f");
+        assert_eq!(calls_as("{{ '<' + m.content + '>' }}").unwrap(), "<>");
+        let texts =
+            "{{ m.tool_calls[0].function.name + m.tool_calls[0].function.arguments if m.tool_calls }}";
+        assert_eq!(calls_as(texts).unwrap(), r#"f{"a": "é"}"#);
+        let parts = "{% for m in messages %}{% for part in m.content if part is mapping %}{{ part.text }}{% endfor %}{% endfor %}";
+        assert_eq!(rendered(parts, &[message("user", "a"), message("user", "")], &[], 0).unwrap(), "a");
+        let refused = calls_as("{{ m.content.nothing() }}").unwrap_err();
+        assert!(refused.contains("has no method named nothing"), "{refused}");
+    }
+
+    #[test]
+    fn special_tokens_are_those_of_the_model() {
+        let tokens =
+            [("bos_token", "<s>"), ("pad_token", "<pad>"), ("other_token", "x")].into_iter().collect();
+        let source =
+            "{{ bos_token }}{{ pad_token }}{{ eos_token }}{{ eos_token is defined }}{{ other_token }}";
+        let template = ChatTemplate::with_special_tokens(source, tokens).unwrap();
+        assert_eq!((template.bos_token(), template.eos_token()), ("<s>", ""));
+        assert_eq!(
+            template.render(&Conversation::default(), OffsetDateTime::UNIX_EPOCH).unwrap(),
+            "<s><pad>False"
+        );
     }
 }

@@ -1,113 +1,91 @@
 //! Limits of the filters and methods that take a width or a count, or multiply a text by another: a huge one would make a
 //! rendering allocate without bound, at the cost of one instruction.
 
-use minijinja::value::{Kwargs, Rest, Value};
-use minijinja::{Environment, Error, ErrorKind, State};
-use minijinja_contrib::pycompat;
+use std::sync::LazyLock;
 
-use super::template_methods;
+use minijinja::value::{Kwargs, Rest, Value};
+use minijinja::{Environment, Error};
+
+use super::template_values::invalid;
 
 /// Maximum width, precision or count.
-const WIDTH_MAX: i64 = 4096;
+pub(super) const WIDTH_MAX: i64 = 4096;
 /// Maximum bytes of a text that a single `join` or `replace` makes: several in a row multiply.
 const TEXT_BYTES_MAX: usize = 16 << 20;
-/// Filters whose numeric arguments are widths or counts.
-const FILTERS: [&str; 3] = ["batch", "indent", "slice"];
+/// Filters of the engine whose numeric arguments are widths or counts.
+pub(super) const FILTERS: [&str; 2] = ["batch", "slice"];
+/// Environment with the engine's own filters.
+static ENGINE: LazyLock<Environment<'static>> = LazyLock::new(Environment::new);
 
-/// Replaces the filters by ones that check their arguments, and sets Python's methods.
-pub(super) fn apply(environment: &mut Environment<'static>) {
-    for name in FILTERS {
-        environment.add_filter(name, move |args: Rest<Value>, named: Kwargs| {
-            check_arguments(&args)?;
-            for argument in named.args() {
-                check_number(&named.peek::<Value>(argument)?)?;
-            }
-            call_filter(name, args, named)
-        });
+/// Calls the engine's own filter; one that needs no other filter.
+pub(super) fn call_filter(name: &str, mut args: Rest<Value>, named: Kwargs) -> Result<Value, Error> {
+    if named.args().next().is_some() {
+        args.push(named.into());
     }
-    environment.add_filter("format", |args: Rest<Value>, named: Kwargs| {
-        check_format(&args, FormatStyle::Percent)?;
-        call_filter("format", args, named)
-    });
-    environment.add_filter("join", |mut args: Rest<Value>, named: Kwargs| {
-        let separators = args.iter().skip(1).cloned();
-        let named_values = named.args().map(|name| named.peek::<Value>(name));
-        let separators = separators.map(Ok).chain(named_values).collect::<Result<Vec<Value>, Error>>()?;
-        let separator = separators.iter().filter_map(Value::as_str).map(str::len).max().unwrap_or(0);
-        if let Some(values) = args.first_mut() {
-            check_join(values, separator)?;
-        }
-        call_filter("join", args, named)
-    });
-    environment.add_filter("replace", |args: Rest<Value>, named: Kwargs| {
-        if let [text, from, to, ..] = &args[..] {
-            check_replace(text, from, to)?;
-        }
-        call_filter("replace", args, named)
-    });
-    environment.set_unknown_method_callback(call_method);
+    ENGINE.empty_state().apply_filter(name, &args)
 }
 
-/// Checks the text of a `join`. Values that are not a text are replaced by a list, because some can be read only once.
-fn check_join(values: &mut Value, separator: usize) -> Result<(), Error> {
-    let (count, bytes) = if let Some(text) = values.as_str() {
-        (text.chars().count(), text.len())
-    } else {
-        // The engine says what is wrong with a value that is no sequence.
-        let Ok(items) = values.try_iter() else { return Ok(()) };
-        let items: Vec<Value> = items.collect();
-        let bytes = items.iter().filter_map(Value::as_str).map(str::len).fold(0, usize::saturating_add);
-        let count = items.len();
-        *values = Value::from(items);
-        (count, bytes)
-    };
-    check_text(count.saturating_mul(separator).saturating_add(bytes))
+/// Adds two values, as the engine's own operator does.
+pub(super) fn add(left: Value, right: Value) -> Result<Value, Error> {
+    ENGINE.compile_expression("left + right")?.eval(Value::from_pairs([("left", left), ("right", right)]))
 }
 
-fn check_replace(text: &Value, from: &Value, to: &Value) -> Result<(), Error> {
-    let [text, from, to] = [text, from, to].map(|value| value.as_str().unwrap_or_default());
+/// Calls the engine's own filter if its numbers are no huge widths or counts.
+pub(super) fn call_checked(name: &str, args: Rest<Value>, named: Kwargs) -> Result<Value, Error> {
+    args.iter().try_for_each(check_number)?;
+    for argument in named.args() {
+        check_number(&named.peek::<Value>(argument)?)?;
+    }
+    call_filter(name, args, named)
+}
+
+/// Joins texts.
+///
+/// # Errors
+/// The result is too large.
+pub(super) fn join(texts: &[String], separator: &str) -> Result<String, Error> {
+    let bytes = texts.iter().map(String::len).fold(0, usize::saturating_add);
+    check_text(texts.len().saturating_mul(separator.len()).saturating_add(bytes))?;
+    Ok(texts.join(separator))
+}
+
+/// Joins the characters of a text.
+///
+/// # Errors
+/// The result is too large.
+pub(super) fn join_characters(text: &str, separator: &str) -> Result<String, Error> {
+    check_text(text.chars().count().saturating_mul(separator.len()).saturating_add(text.len()))?;
+    let mut out = String::new();
+    for (at, c) in text.chars().enumerate() {
+        out.push_str(if at > 0 { separator } else { "" });
+        out.push(c);
+    }
+    Ok(out)
+}
+
+/// Checks a replacement.
+pub(super) fn check_replace(text: &str, from: &str, to: &str) -> Result<(), Error> {
     // Without a text to replace, the other one is put before each character and at the end.
     let found = if from.is_empty() { text.chars().count() + 1 } else { text.matches(from).count() };
     check_text(found.saturating_mul(to.len()).saturating_add(text.len()))
 }
 
-fn check_text(bytes: usize) -> Result<(), Error> {
+/// Checks the bytes of a text that is made of others.
+pub(super) fn check_text(bytes: usize) -> Result<(), Error> {
     if bytes > TEXT_BYTES_MAX {
         let reason = format!("a text of {bytes} bytes is too large; at most {TEXT_BYTES_MAX} are allowed");
-        return Err(Error::new(ErrorKind::InvalidOperation, reason));
+        return Err(invalid(reason));
     }
     Ok(())
 }
 
-/// Calls the engine's own filter.
-fn call_filter(name: &str, mut args: Rest<Value>, named: Kwargs) -> Result<Value, Error> {
-    if named.args().next().is_some() {
-        args.push(named.into());
+/// Returns a width; a negative one is 0.
+pub(super) fn width(wanted: i64) -> Result<usize, Error> {
+    if wanted > WIDTH_MAX {
+        Err(too_large(&wanted.to_string()))
+    } else {
+        Ok(usize::try_from(wanted).unwrap_or(0))
     }
-    Environment::new().empty_state().apply_filter(name, &args)
-}
-
-fn call_method(state: &mut State, value: &Value, method: &str, args: &[Value]) -> Result<Value, Error> {
-    if method == "format" {
-        check_format(&[std::slice::from_ref(value), args].concat(), FormatStyle::Braces)?;
-    }
-    match (method, args, value.as_str()) {
-        ("join", [values], Some(separator)) => {
-            let mut values = values.clone();
-            check_join(&mut values, separator.len())?;
-            return pycompat::unknown_method_callback(state, value, method, &[values]);
-        }
-        ("replace", [from, to, ..], Some(_)) => check_replace(value, from, to)?,
-        _ => {}
-    }
-    match template_methods::call(value, method, args) {
-        Some(called) => called,
-        None => pycompat::unknown_method_callback(state, value, method, args),
-    }
-}
-
-fn check_arguments(args: &[Value]) -> Result<(), Error> {
-    args.iter().try_for_each(check_number)
 }
 
 fn check_number(value: &Value) -> Result<(), Error> {
@@ -117,60 +95,9 @@ fn check_number(value: &Value) -> Result<(), Error> {
     Ok(())
 }
 
-/// How the fields of a format string are written.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum FormatStyle {
-    /// `%(key)d`
-    Percent,
-    /// `{name[key]:d}`
-    Braces,
-}
-
-/// Checks the mapping keys and the widths in a format string, and the arguments that give widths.
-fn check_format(args: &[Value], style: FormatStyle) -> Result<(), Error> {
-    let Some(format) = args.first().and_then(Value::as_str) else { return Ok(()) };
-    check_keys(format, style)?;
-    let mut numbers = format.split(|c: char| !c.is_ascii_digit()).filter(|digits| !digits.is_empty());
-    if let Some(digits) = numbers.find(|digits| !digits.parse().is_ok_and(|number: i64| number <= WIDTH_MAX))
-    {
-        return Err(too_large(digits));
-    }
-    if format.contains('*') || format.contains(":{") { check_arguments(args) } else { Ok(()) }
-}
-
-/// Refuses keys that are not ASCII: the engine reads them byte by byte, and panics within a character.
-fn check_keys(format: &str, style: FormatStyle) -> Result<(), Error> {
-    let (field, open, close) = match style {
-        FormatStyle::Percent => ('%', '(', ')'),
-        FormatStyle::Braces => ('{', '[', ']'),
-    };
-    let mut rest = format;
-    while let Some((_, text)) = rest.split_once(field) {
-        // Doubled, it is text.
-        if let Some(text) = text.strip_prefix(field) {
-            rest = text;
-            continue;
-        }
-        rest = text;
-        let is_next = |c: char| style == FormatStyle::Percent || [open, ':', '}'].contains(&c);
-        while let Some(key) = rest.find(is_next).and_then(|at| rest[at..].strip_prefix(open)) {
-            let end = key.find(close).unwrap_or(key.len());
-            if !key[..end].is_ascii() {
-                let reason = format!("the key {:?} of a format string is not ASCII", &key[..end]);
-                return Err(Error::new(ErrorKind::InvalidOperation, reason));
-            }
-            rest = &key[end..];
-            if style == FormatStyle::Percent {
-                break;
-            }
-        }
-    }
-    Ok(())
-}
-
 fn too_large(number: &str) -> Error {
     let number: String = number.chars().take(20).collect();
-    Error::new(ErrorKind::InvalidOperation, format!("{number} is too large; at most {WIDTH_MAX} is allowed"))
+    invalid(format!("{number} is too large; at most {WIDTH_MAX} is allowed"))
 }
 
 #[cfg(test)]
@@ -238,20 +165,5 @@ mod tests {
             assert_eq!(render(source).as_deref(), Ok(text), "{source}");
         }
         assert!(render("{{ 3 | join(',') }}").is_err());
-    }
-
-    #[test]
-    fn keys_of_format_strings_that_are_not_ascii_are_errors() {
-        for source in [
-            "{{ '%(é)d' | format(3) }}",
-            "{{ '%(a中' | format(3) }}",
-            "{{ '%%%(%(é)d' | format(3) }}",
-            "{{ '{a[é]}'.format(a=3) }}",
-            "{{ '{0[{}:][中'.format(3) }}",
-            "{{ '{:{0[é]}}'.format(3) }}",
-        ] {
-            let refused = render(source).unwrap_err();
-            assert!(refused.contains("of a format string is not ASCII"), "{source}: {refused}");
-        }
     }
 }

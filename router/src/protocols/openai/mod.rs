@@ -2,6 +2,7 @@
 
 pub(crate) mod chat;
 mod chat_stream;
+mod chat_templates;
 mod chunk_writer;
 mod completion_stream;
 pub(crate) mod completions;
