@@ -10,7 +10,8 @@ use inflight_proto::bundle_digest;
 use serde_json::Value;
 
 use crate::text::{
-    ChatTemplate, Conversation, Message, PromptEnd, Rendering, TemplateError, Tokenizer, TokenizerError,
+    ChatTemplate, Conversation, Message, PromptEnd, Rendering, SpecialTokens, TemplateError, Tokenizer,
+    TokenizerError,
 };
 
 /// Invalid model bundle.
@@ -92,16 +93,21 @@ impl BundleFiles {
             template_error = Some(error.to_string());
             Value::Null
         });
-        let bos_token = special_token(&config, "bos_token");
-        let eos_token = special_token(&config, "eos_token");
-        let (source, with_tools) = match self.files.get("chat_template.jinja") {
-            Some(data) => (Some(utf8("chat_template.jinja", data)), None),
-            None => {
+        let special_tokens = special_tokens(&config, &self.optional("special_tokens_map.json"));
+        // Files replace what the configuration has.
+        let (source, with_tools) = match self.has_template_files() {
+            true => {
+                let default = self.template_file("additional_chat_templates/default.jinja");
+                let default = default.or_else(|| self.template_file("chat_template.jinja"));
+                (default, self.template_file("additional_chat_templates/tool_use.jinja"))
+            }
+            false => {
                 (template_source(&config, "default").map(Ok), template_source(&config, "tool_use").map(Ok))
             }
         };
         let mut parse = |source: Option<Result<String, BundleError>>| {
-            let parsed = source?.and_then(|source| Ok(ChatTemplate::new(&source, &bos_token, &eos_token)?));
+            let tokens = special_tokens.clone();
+            let parsed = source?.and_then(|source| Ok(ChatTemplate::with_special_tokens(&source, tokens)?));
             parsed.map_err(|error| template_error = Some(error.to_string())).ok()
         };
         let (mut template, mut tool_template) = (parse(source), parse(with_tools));
@@ -114,7 +120,7 @@ impl BundleFiles {
         let output = ModelOutput::of_templates(template.as_ref(), tool_template.as_ref());
         let vocabulary = tokenizer.vocabulary().clone();
         let vocab_size = u32::try_from(vocabulary.len()).unwrap_or(u32::MAX);
-        let eos = tokenizer.token_id(&eos_token);
+        let eos = special_tokens.get("eos_token").and_then(|token| tokenizer.token_id(token));
         let vocabulary = Arc::new(vocabulary);
         let grammars = Grammars::new(vocab_size, eos.as_slice(), move || Ok(Arc::clone(&vocabulary)));
         let grammars = Arc::new(match confinement {
@@ -127,6 +133,18 @@ impl BundleFiles {
     fn json(&self, file: &'static str) -> Result<Value, BundleError> {
         let Some(data) = self.files.get(file) else { return Ok(Value::Null) };
         serde_json::from_slice(data).map_err(|error| BundleError::Invalid { file, reason: error.to_string() })
+    }
+
+    fn has_template_files(&self) -> bool {
+        let is_template = |name: &String| {
+            name == "chat_template.jinja"
+                || name.starts_with("additional_chat_templates/") && name.ends_with(".jinja")
+        };
+        self.files.keys().any(is_template)
+    }
+
+    fn template_file(&self, file: &'static str) -> Option<Result<String, BundleError>> {
+        self.files.get(file).map(|data| utf8(file, data))
     }
 
     /// Returns a file of JSON without which the model can be served; null if it is missing or cannot be read.
@@ -226,10 +244,13 @@ fn utf8(file: &'static str, data: &[u8]) -> Result<String, BundleError> {
     text.map_err(|error| BundleError::Invalid { file, reason: error.to_string() })
 }
 
-/// Returns a special token, given as a string or as an object with its content.
-fn special_token(config: &Value, key: &str) -> String {
-    let value = &config[key];
-    value.as_str().or_else(|| value["content"].as_str()).unwrap_or_default().to_owned()
+/// Returns the special tokens, each given as a string or as an object with its content. As in transformers, those of
+/// special_tokens_map.json count first, but not at all if the configuration has the added tokens, which replaced that file.
+fn special_tokens(config: &Value, map: &Value) -> SpecialTokens {
+    let map = if config["added_tokens_decoder"].is_null() { map } else { &Value::Null };
+    let text = |value: &Value| value.as_str().or_else(|| value["content"].as_str()).map(str::to_owned);
+    let token = |name: &'static str| Some((name, text(&map[name]).or_else(|| text(&config[name]))?));
+    SpecialTokens::NAMES.into_iter().filter_map(token).collect()
 }
 
 /// Returns a chat template: the default may be given alone, others are in a list by their names.
@@ -336,8 +357,58 @@ mod tests {
         assert_eq!(template_source(&named, "tool_use").as_deref(), Some("t"));
         assert_eq!(template_source(&json!({"chat_template": "x"}), "default").as_deref(), Some("x"));
         assert_eq!(template_source(&Value::Null, "default"), None);
-        assert_eq!(special_token(&named, "bos_token"), "<s>");
-        assert_eq!(special_token(&named, "eos_token"), "</s>");
-        assert_eq!(special_token(&named, "unk_token"), "");
+    }
+
+    #[test]
+    fn special_tokens_are_those_of_the_configuration_or_of_their_own_file() {
+        let config =
+            json!({"bos_token": {"content": "<s>"}, "eos_token": "</s>", "unk_token": null, "pad_token": 7});
+        let map = json!({"eos_token": {"content": "<eos>"}, "pad_token": "<pad>", "additional_special_tokens": ["x"]});
+        let tokens = |config: &Value, map: &Value| {
+            special_tokens(config, map)
+                .iter()
+                .map(|(name, token)| format!("{name}={token}"))
+                .collect::<Vec<_>>()
+        };
+        assert_eq!(tokens(&config, &Value::Null), ["bos_token=<s>", "eos_token=</s>"]);
+        assert_eq!(tokens(&config, &map), ["bos_token=<s>", "eos_token=<eos>", "pad_token=<pad>"]);
+        assert_eq!(tokens(&Value::Null, &map), ["eos_token=<eos>", "pad_token=<pad>"]);
+        let mut with_added = config;
+        with_added["added_tokens_decoder"] = json!({"0": {"content": "<s>"}});
+        assert_eq!(tokens(&with_added, &map), ["bos_token=<s>", "eos_token=</s>"]);
+    }
+
+    #[test]
+    fn files_of_templates_replace_those_of_the_configuration() {
+        let tokenizer = inflight_fixtures::Family::Llama3.tokenizer_json().as_bytes();
+        let config = br#"{"chat_template": [{"name": "default", "template": "c"}, {"name": "tool_use", "template": "ct"}],
+            "eos_token": "<e>"}"#;
+        let sources = |files: &[(&str, &[u8])]| {
+            let mut bundle = BundleFiles::default();
+            let all =
+                [&[("tokenizer.json", tokenizer), ("tokenizer_config.json", &config[..])], files].concat();
+            all.iter().for_each(|(file, data)| bundle.append(file, data).unwrap());
+            let model = bundle.load(&bundle_digest(all.iter().copied()), None).unwrap();
+            let source =
+                |template: Option<ChatTemplate>| template.map(|template| template.source().to_owned());
+            assert_eq!(model.template_error, None);
+            (source(model.template), source(model.tool_template))
+        };
+        let some = |text: &str| Some(text.to_owned());
+        assert_eq!(sources(&[]), (some("c"), some("ct")));
+        assert_eq!(sources(&[("chat_template.jinja", b"f")]), (some("f"), None));
+        let tools: (&str, &[u8]) = ("additional_chat_templates/tool_use.jinja", b"ft");
+        assert_eq!(sources(&[("chat_template.jinja", b"f"), tools]), (some("f"), some("ft")));
+        assert_eq!(sources(&[tools]), (None, some("ft")));
+        let default: (&str, &[u8]) = ("additional_chat_templates/default.jinja", b"fd");
+        assert_eq!(sources(&[default, ("additional_chat_templates/rag.jinja", b"fr")]), (some("fd"), None));
+        let map: (&str, &[u8]) = ("special_tokens_map.json", br#"{"bos_token": "<b>"}"#);
+        let mut bundle = BundleFiles::default();
+        let all: [(&str, &[u8]); 3] =
+            [("tokenizer.json", tokenizer), ("chat_template.jinja", b"{{ bos_token }}|{{ eos_token }}"), map];
+        all.iter().for_each(|(file, data)| bundle.append(file, data).unwrap());
+        let model = bundle.load(&bundle_digest(all.iter().copied()), None).unwrap();
+        let rendered = model.template.unwrap().render(&[], &[], time::OffsetDateTime::UNIX_EPOCH);
+        assert_eq!(rendered.unwrap(), "<b>|");
     }
 }

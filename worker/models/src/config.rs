@@ -161,7 +161,7 @@ fn advice(files: &Files) -> Result<&'static str, Error> {
     } else if files.read("params.json")?.is_some() {
         "the directory has a params.json: it is in the layout of its publisher; take the model's files in the layout of \
          Hugging Face"
-    } else if files.has_gguf() {
+    } else if !files.list(".", ".gguf")?.is_empty() {
         "the directory has GGUF files; give one of them instead of the directory"
     } else {
         "a model directory needs it; is this the right directory?"

@@ -49,11 +49,18 @@ impl Files {
         Ok(existing(read()).map_err(|source| Error::Read { file: self.label(name), source })?.map(Cow::Owned))
     }
 
-    /// Returns whether there is a GGUF file.
-    pub(super) fn has_gguf(&self) -> bool {
-        let Self::Directory(path) = self else { return false };
-        let entries = std::fs::read_dir(path).into_iter().flatten().flatten();
-        entries.map(|entry| entry.path()).any(|path| path.extension().is_some_and(|kind| kind == "gguf"))
+    /// Returns the names of the files in a folder that end with `ending`; none if there is no such folder.
+    pub(super) fn list(&self, folder: &str, ending: &str) -> Result<Vec<String>, Error> {
+        let Self::Directory(path) = self else { return Ok(Vec::new()) };
+        let list = || {
+            let entries = std::fs::read_dir(path.join(folder))?.map(|entry| Ok(entry?.file_name()));
+            entries.collect::<io::Result<Vec<_>>>()
+        };
+        let names = existing(list())
+            .map_err(|source| Error::Read { file: self.label(folder), source })?
+            .unwrap_or_default();
+        let names = names.into_iter().filter_map(|name| name.into_string().ok());
+        Ok(names.filter(|name| name.ends_with(ending)).collect())
     }
 
     /// Opens a weight file; `None` if it does not exist.

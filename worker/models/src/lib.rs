@@ -125,6 +125,15 @@ impl ModelDir {
         self
     }
 
+    /// Replaces the model's chat templates by the one in a file.
+    ///
+    /// # Errors
+    /// [`Error`] if the file cannot be read, is too large or is no text.
+    pub fn with_chat_template(mut self, file: &Path) -> Result<Self, Error> {
+        bundle::replace_template(&mut self.bundle, file)?;
+        Ok(self)
+    }
+
     /// Default model name: the directory's or file's name, or `inflight-demo`.
     pub fn name(&self) -> &str {
         &self.name
