@@ -4,6 +4,7 @@
 
 mod bench;
 mod chat;
+mod chat_template;
 mod child_log;
 mod completions;
 mod config;

@@ -17,6 +17,7 @@ use tokio::sync::mpsc;
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::AbortOnDropHandle;
 
+use crate::chat_template;
 use crate::child_log;
 use crate::config::given_flags;
 use crate::control_socket::{self, ControlSocket};
@@ -163,6 +164,7 @@ impl ClusterPlan {
             let message = format!("--model {}: there is no such directory or file", model.display());
             return Err(CommandError::new(Exit::Failure, message));
         }
+        chat_template::check(args.compute.chat_template.as_deref())?;
         // The driver is queried only where the assignment depends on it.
         let device = args.compute.device;
         let over_gpus = matches!(device, Device::Auto | Device::Cuda(None));

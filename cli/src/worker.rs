@@ -11,6 +11,7 @@ use inflight_net::SecretFile;
 use inflight_worker::metrics::BUCKETS;
 use inflight_worker::{CONNECTIONS_MAX, Options, Worker};
 
+use crate::chat_template;
 use crate::event::{self, RoleEvent};
 use crate::exit::{CommandError, Exit};
 use crate::grammar_helper;
@@ -68,6 +69,7 @@ impl Args {
             ..self.worker.clone()
         };
         options.validate().map_err(|error| CommandError::new(Exit::Usage, error.to_string()))?;
+        chat_template::check(options.compute.chat_template.as_deref())?;
         Ok(options)
     }
 }

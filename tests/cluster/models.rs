@@ -3,6 +3,7 @@
 use anyhow::{Context, Result, ensure};
 use inflight_fixtures::{Arch, Checkpoint, Corruption, Dtype};
 use inflight_harness::{LocalCluster, run};
+use inflight_proto::v1::{Chat, ChatMessage, TokenizeRequest, tokenize_request};
 
 use crate::program;
 use crate::requests::{generate, model, sampled};
@@ -48,6 +49,37 @@ async fn a_tensor_parallel_model_is_batch_invariant_with_and_without_overlap() -
     }
     for answer in &answers {
         ensure!(answer.tokens.len() >= 24 && answer.tokens[..24] == answers[0].tokens[..24], "{answer:?}");
+    }
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn the_chat_template_is_that_of_the_models_files_or_of_a_flag() -> Result<()> {
+    let folder = Checkpoint::new(Arch::Llama31, Dtype::F32).write_temp()?;
+    let path = |name: &str| folder.path().join(name);
+    std::fs::write(path("chat_template.jinja"), "{{ pad_token }} of the model: {{ messages[0].content }}")?;
+    std::fs::write(path("tokenizer_config.json"), "{}")?;
+    std::fs::write(path("special_tokens_map.json"), r#"{"pad_token": {"content": "nothing"}}"#)?;
+    std::fs::create_dir(path("additional_chat_templates"))?;
+    std::fs::write(path("additional_chat_templates/tool_use.jinja"), "with tools")?;
+    std::fs::write(path("own"), "of a flag: {{ messages[0].content }}")?;
+    let model = format!("--model={}", folder.path().display());
+    let flag = format!("--chat-template={}", path("own").display());
+    for (flags, expected) in [(vec![], "nothing of the model: Hi"), (vec![flag.as_str()], "of a flag: Hi")] {
+        let flags = [vec!["--workers=1", &model], flags].concat();
+        let cluster = LocalCluster::start(program(), &flags).await?;
+        let message =
+            ChatMessage { role: "user".to_owned(), content: "Hi".to_owned(), ..ChatMessage::default() };
+        let input = Some(tokenize_request::Input::Chat(Chat { messages: vec![message] }));
+        let request = TokenizeRequest { input, ..TokenizeRequest::default() };
+        let tokenized = cluster.client().await?.tokenize(request).await?.into_inner();
+        ensure!(tokenized.pieces.concat() == expected, "{tokenized:?}");
+    }
+    std::fs::write(path("own"), "{% if %}")?;
+    for role in [&["worker", "--listen=127.0.0.1:0", "--metrics-listen=off"][..], &["up", "--port=0"]] {
+        let refused = run(program(), &[role, &[&model, &flag]].concat(), "").await?;
+        let clue = format!("--chat-template {}: the chat template does not parse", path("own").display());
+        ensure!(refused.code == Some(2) && refused.stderr.contains(&clue), "{refused:?}");
     }
     Ok(())
 }

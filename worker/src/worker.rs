@@ -169,6 +169,9 @@ impl Worker {
         let address = listener.local_addr().map_err(listen)?;
         let tls = options.tls.clone().map(ServerTls::load).transpose()?;
         let mut model = ModelDir::open(&options.compute.source())?;
+        if let Some(file) = &options.compute.chat_template {
+            model = model.with_chat_template(file)?;
+        }
         if let Some(directory) = options.compute.fingerprint_cache() {
             model = model.with_fingerprint_cache(FingerprintCache::new(directory));
         }

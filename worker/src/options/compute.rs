@@ -21,6 +21,10 @@ pub struct ComputeOptions {
     /// Served model name [default: the directory's name]
     #[arg(long, value_name = "NAME", env = "INFLIGHT_WORKER_MODEL_NAME")]
     pub model_name: Option<String>,
+    /// File with a chat template (Jinja) in place of the model's own ones, for conversations with and without
+    /// tools
+    #[arg(long, value_name = "FILE", env = "INFLIGHT_WORKER_CHAT_TEMPLATE")]
+    pub chat_template: Option<PathBuf>,
     /// Device: auto (GPUs if they can run the model, else the CPU), cpu, cuda (GPUs), cuda:N (GPU N), or
     /// sim:PROFILE (a simulated device that takes the time of real hardware and generates meaningless tokens)
     #[arg(long, value_name = "DEVICE", default_value = "auto", env = "INFLIGHT_WORKER_DEVICE")]
