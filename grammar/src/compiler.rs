@@ -11,12 +11,12 @@ use toktrie::{ApproximateTokEnv, InferenceCapabilities, TokEnv, TokRxInfo, TokTr
 use crate::budget::MemoryBudget;
 use crate::error::shorten;
 use crate::matcher::{MATCHER_BYTES_MAX, MaskOutcome, Matcher, STEP_FUEL, Start, lexer_states_max};
-use crate::{GrammarError, Vocabulary, chains, json_schema, nesting};
+use crate::{GrammarError, Vocabulary, chains, embedded, json_schema, nesting};
 
 /// Stack of the thread that compiles: grammars nest up to [`chains::LEVELS_MAX`] levels. What is not used takes no memory.
 const STACK_BYTES: usize = 256 << 20;
 
-/// Begin of the library's error about alternatives that are not known to exclude each other.
+/// Part of the library's error about alternatives that are not known to exclude each other.
 const ONE_OF_REFUSED: &str = "oneOf constraints are not supported";
 
 /// Maximum size of a compiled grammar with its initial parser state: half of the maximum of a matcher.
@@ -140,17 +140,19 @@ impl Compiler {
     /// # Errors
     /// As [`Compiler::compile`].
     pub fn compile_on_this_thread(&self, grammar: &Grammar) -> Result<CompiledGrammar, GrammarError> {
-        match (self.compile_as(grammar, false), grammar) {
-            (Err(GrammarError::Refused(reason)), Grammar::JsonSchema(_))
-                if reason.starts_with(ONE_OF_REFUSED) =>
+        let compiled = match (self.compile_as(grammar, false), grammar) {
+            (Err(GrammarError::Refused(reason)), Grammar::JsonSchema(_) | Grammar::Lark(_))
+                if reason.contains(ONE_OF_REFUSED) =>
             {
                 self.compile_as(grammar, true)
             }
             (compiled, _) => compiled,
-        }
+        };
+        let is_lark = matches!(grammar, Grammar::Lark(_));
+        compiled.map_err(|error| if is_lark { error } else { error.without_place() })
     }
 
-    /// Compiles a grammar, if it is a schema with or without its `oneOf` expanded.
+    /// Compiles a grammar, with or without the `oneOf` of its schemas expanded.
     fn compile_as(&self, grammar: &Grammar, expand_one_of: bool) -> Result<CompiledGrammar, GrammarError> {
         let parser = || {
             let (mut logger, mut limits) = (Logger::new(0, 0), self.factory.limits().clone());
@@ -230,7 +232,7 @@ fn top_level(grammar: &Grammar, expand_one_of: bool) -> Result<TopLevelGrammar, 
         Grammar::Lark(text) => {
             nesting::check(text)?;
             chains::check_lark(text)?;
-            TopLevelGrammar::from_lark(text.clone())
+            TopLevelGrammar::from_lark(embedded::prepare(text, expand_one_of)?)
         }
     })
 }

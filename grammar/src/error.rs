@@ -136,6 +136,27 @@ pub enum MatchError {
 }
 
 impl GrammarError {
+    /// Returns the error without its place in a grammar that the client has not written.
+    #[must_use]
+    pub fn without_place(self) -> Self {
+        let Self::Refused(reason) = self else { return self };
+        let is_place = |place: &str| {
+            place.starts_with("at ")
+                && place[3..].chars().all(|c| c.is_ascii_digit() || matches!(c, '(' | ')'))
+        };
+        let reason = match reason.split_once(": ") {
+            Some((place, rest)) if is_place(place) => rest,
+            _ => &*reason,
+        };
+        // Lines of the grammar, each behind its number.
+        let is_line = |line: &&str| {
+            let (number, bar) = line.trim_start().split_once(" | ").unwrap_or_default();
+            !number.is_empty() && number.bytes().all(|byte| byte.is_ascii_digit()) && !bar.is_empty()
+        };
+        let lines: Vec<&str> = reason.lines().take_while(|line| !is_line(line)).collect();
+        Self::Refused(lines.join("\n"))
+    }
+
     /// Returns the refusal of a grammar whose compilation failed for this reason, without what of it is not for clients.
     pub fn refused(reason: &str) -> Self {
         Self::Refused(shorten(reason))
@@ -151,4 +172,23 @@ pub(crate) fn shorten(reason: &str) -> String {
         end -= 1;
     }
     reason[..end].to_owned()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn places_in_grammars_that_clients_did_not_write_are_left_out() {
+        let without = |reason: &str| match GrammarError::Refused(reason.to_owned()).without_place() {
+            GrammarError::Refused(reason) => reason,
+            other => panic!("{other:?}"),
+        };
+        let regex =
+            "at 1(8): invalid regex \"([\": unclosed\n    ([\n     ^\n   1 | start: /([/\n              ^";
+        assert_eq!(without(regex), "invalid regex \"([\": unclosed\n    ([\n     ^");
+        for kept in ["at most: 3 | 4", "a | b", "the schema `false` allows no value"] {
+            assert_eq!(without(kept), kept);
+        }
+    }
 }

@@ -40,11 +40,7 @@ pub(crate) fn prepare(text: &str, expand_one_of: bool) -> Result<Value, GrammarE
         serde_json::from_str(text).map_err(|error| GrammarError::NotJson(shorten(&error.to_string())))?;
     match &mut schema {
         Value::Object(object) => {
-            check(object, 0)?;
-            chains::check_schema(object)?;
-            rewrite(object, expand_one_of)?;
-            // References of copied conditions lead to each other, too.
-            chains::check_schema(object)?;
+            prepare_object(object, expand_one_of)?;
             set_options(object);
         }
         // Schema of any value: an object, so that it can carry the options.
@@ -59,6 +55,31 @@ pub(crate) fn prepare(text: &str, expand_one_of: bool) -> Result<Value, GrammarE
         _ => return Err(GrammarError::NotASchema),
     }
     Ok(schema)
+}
+
+/// Checks and rewrites a schema within a grammar, which may have options of its own.
+///
+/// # Errors
+/// [`GrammarError`] of the first violation.
+pub(crate) fn prepare_embedded(
+    mut schema: Map<String, Value>,
+    expand_one_of: bool,
+) -> Result<Value, GrammarError> {
+    let options = schema.remove(OPTIONS);
+    prepare_object(&mut schema, expand_one_of)?;
+    match options {
+        Some(options) => drop(schema.insert(OPTIONS.to_owned(), options)),
+        None => set_options(&mut schema),
+    }
+    Ok(Value::Object(schema))
+}
+
+fn prepare_object(object: &mut Map<String, Value>, expand_one_of: bool) -> Result<(), GrammarError> {
+    check(object, 0)?;
+    chains::check_schema(object)?;
+    rewrite(object, expand_one_of)?;
+    // References of copied conditions lead to each other, too.
+    chains::check_schema(object)
 }
 
 /// Returns the schema of any JSON object.

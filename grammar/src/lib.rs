@@ -10,6 +10,8 @@
 mod budget;
 mod chains;
 mod compiler;
+pub mod ebnf;
+mod embedded;
 mod error;
 #[doc(hidden)]
 pub mod fuzz;

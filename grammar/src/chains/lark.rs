@@ -8,7 +8,7 @@ use serde_json::{Deserializer, Value};
 use super::{Names, SchemaNames};
 
 /// Keywords that a JSON value follows.
-const JSON_KEYWORDS: [&str; 3] = ["%json", "%regex", "%llguidance"];
+pub(crate) const JSON_KEYWORDS: [&str; 3] = ["%json", "%regex", "%llguidance"];
 
 /// Adds the names of a grammar.
 pub(super) fn add(text: &str, names: &mut Names) {
@@ -102,7 +102,7 @@ fn name_length(text: &str) -> usize {
 }
 
 /// Length of a text in delimiters, which backslashes escape.
-fn delimited(text: &str, delimiter: char) -> usize {
+pub(crate) fn delimited(text: &str, delimiter: char) -> usize {
     let mut escaped = false;
     for (at, letter) in text.char_indices().skip(1) {
         match letter {
@@ -116,12 +116,12 @@ fn delimited(text: &str, delimiter: char) -> usize {
 }
 
 /// Length of a comment, without the end of its line.
-fn line(text: &str) -> usize {
+pub(crate) fn line(text: &str) -> usize {
     text.find('\n').unwrap_or(text.len())
 }
 
 /// Length of `<token>`.
-fn special_token(text: &str) -> usize {
+pub(crate) fn special_token(text: &str) -> usize {
     match text[1..].find(|letter: char| matches!(letter, '<' | '>') || letter.is_whitespace()) {
         Some(end) if text[1 + end..].starts_with('>') => end + 2,
         _ => 1,
