@@ -18,7 +18,7 @@ pub(crate) enum CallMachine {
 impl CallMachine {
     pub(crate) fn new(format: ToolCallFormat) -> Self {
         match format {
-            ToolCallFormat::Llama3 | ToolCallFormat::Hermes => Self::Object(CallObject::new(false)),
+            ToolCallFormat::Llama3 | ToolCallFormat::Hermes => Self::Object(CallObject::new()),
             ToolCallFormat::Mistral => Self::Mistral(MistralCalls::new()),
             ToolCallFormat::QwenXml => Self::Xml(XmlCall::new()),
         }

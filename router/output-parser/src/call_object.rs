@@ -52,6 +52,8 @@ pub(crate) struct CallObject {
     begun: bool,
     /// Whether only the keys of a call are taken.
     strict: bool,
+    /// Whether arguments may not be left out.
+    needs_arguments: bool,
 }
 
 impl CallObject {
@@ -59,8 +61,8 @@ impl CallObject {
     const KEY_BYTES_MAX: usize = 64;
     const HELD_BYTES_MAX: usize = 64 << 10;
 
-    /// Creates a parser; a strict one takes no other keys than those of calls.
-    pub(crate) fn new(strict: bool) -> Self {
+    /// Creates a parser of an object behind a marker.
+    pub(crate) fn new() -> Self {
         Self {
             state: State::Before,
             text: String::new(),
@@ -68,8 +70,14 @@ impl CallObject {
             early: None,
             has_arguments: false,
             begun: false,
-            strict,
+            strict: false,
+            needs_arguments: false,
         }
+    }
+
+    /// Creates a parser of an object that no marker announces: it has no other keys than those of calls.
+    pub(crate) fn bare(needs_arguments: bool) -> Self {
+        Self { strict: true, needs_arguments, ..Self::new() }
     }
 
     /// Whether a string is open, in which any text may come.
@@ -240,7 +248,7 @@ impl CallObject {
     }
 
     fn end(&mut self, out: &mut Vec<CallPart>) -> Progress {
-        if self.name.is_none() {
+        if self.name.is_none() || (self.needs_arguments && !self.has_arguments) {
             return Progress::Invalid;
         }
         if !self.has_arguments {

@@ -5,6 +5,7 @@ use std::fmt::{self, Write};
 
 use serde_json::{Map, Value, json};
 
+use crate::call_schema::call_schema;
 use crate::tool_types::{ParameterKind, listed_values};
 use crate::{Marker, ReasoningFormat, ToolCallFormat};
 
@@ -35,6 +36,8 @@ pub struct CallGrammar<'a> {
     pub tools: &'a [GrammarTool<'a>],
     /// Whether the output is a call, or several; else it is text with calls.
     pub required: bool,
+    /// JSON schema of the answer, if the output is either calls or an answer in JSON.
+    pub answer: Option<&'a Value>,
     /// Whether there may be several calls.
     pub several: bool,
     /// Format of the reasoning that may come first.
@@ -62,7 +65,7 @@ impl CallGrammar<'_> {
         let several =
             |separator: &str| if self.several { format!(" ({separator}call)*") } else { String::new() };
         let begin = self.marker(Marker::CallBegin).unwrap_or_default();
-        let start = match (self.format, self.required) {
+        let mut start = match (self.format, self.is_free()) {
             (ToolCallFormat::Mistral, _) if self.named_arguments() => self.free(&begin, &several("")),
             (ToolCallFormat::Mistral, _) => {
                 let more = if self.several { " (\", \" tool)*" } else { "" };
@@ -70,16 +73,21 @@ impl CallGrammar<'_> {
                 self.free(&begin, "")
             }
             // The object alone: any other text begins otherwise.
-            (ToolCallFormat::Llama3, true) => format!("call{}", several("\"; \" ")),
-            (ToolCallFormat::Llama3, false) => {
+            (ToolCallFormat::Llama3, false) => format!("call{}", several("\"; \" ")),
+            (ToolCallFormat::Llama3, true) => {
                 rules.write_str("PLAIN: /[^{](.|\\n)*/\n")?;
-                format!("PLAIN? | call{}", several("\"; \" "))
+                format!("(PLAIN? | call{})", several("\"; \" "))
             }
-            (ToolCallFormat::Hermes | ToolCallFormat::QwenXml, true) => {
+            (ToolCallFormat::Hermes | ToolCallFormat::QwenXml, false) => {
                 format!("call{}", several("\"\\n\" "))
             }
-            (ToolCallFormat::Hermes | ToolCallFormat::QwenXml, false) => self.free(&begin, &several("")),
+            (ToolCallFormat::Hermes | ToolCallFormat::QwenXml, true) => self.free(&begin, &several("")),
         };
+        if let Some(answer) = self.answer {
+            start = format!("({start} | answer)");
+            rules.write_str("answer: ")?;
+            rules.plain_json(answer)?;
+        }
         writeln!(rules, "call: {}", self.call(&begin))?;
         let names: Vec<String> = (0..self.tools.len()).map(|at| format!("tool_{at}")).collect();
         writeln!(rules, "tool: {}", names.join(" | "))?;
@@ -91,13 +99,18 @@ impl CallGrammar<'_> {
         }
         let first = self.reasoning_rules(rules)?;
         rules.write_str("GAP: /\\n{1,2}/\n")?;
-        if !self.required && self.format != ToolCallFormat::Llama3 {
+        if self.is_free() && self.format != ToolCallFormat::Llama3 {
             rules.write_str("TEXT: /(.|\\n)+/\n")?;
         }
-        if !self.required && begin.starts_with('"') && self.format != ToolCallFormat::Llama3 {
+        if self.is_free() && begin.starts_with('"') && self.format != ToolCallFormat::Llama3 {
             writeln!(rules, "head[lazy]: /(.|\\n)*{}/", escaped(self.marker_text(Marker::CallBegin)))?;
         }
         Ok(format!("{first}{start}"))
+    }
+
+    /// Whether the output may have any text.
+    fn is_free(&self) -> bool {
+        !self.required && self.answer.is_none()
     }
 
     /// Whether calls are a name and its arguments, each behind a marker.
@@ -120,7 +133,7 @@ impl CallGrammar<'_> {
 
     /// Returns the start of an output of calls, or of text with calls.
     fn free(&self, begin: &str, more: &str) -> String {
-        if self.required {
+        if !self.is_free() {
             return format!("call{more}");
         }
         let call = if begin.starts_with('<') { "TEXT? call" } else { "call" };
@@ -131,7 +144,7 @@ impl CallGrammar<'_> {
     /// Returns the body of a call's rule.
     fn call(&self, begin: &str) -> String {
         // In free text, a marker of text ends what comes before it.
-        let begin = if self.required || begin.starts_with('<') { begin } else { "head" };
+        let begin = if !self.is_free() || begin.starts_with('<') { begin } else { "head" };
         match self.format {
             ToolCallFormat::Llama3 => "tool".to_owned(),
             ToolCallFormat::Mistral if self.named_arguments() => format!("{begin} tool"),
@@ -144,6 +157,13 @@ impl CallGrammar<'_> {
     }
 
     fn json_tool(&self, rules: &mut Rules, at: usize, tool: &GrammarTool<'_>) -> fmt::Result {
+        let any = json!({"type": "object"});
+        let arguments = if tool.strict { tool.parameters } else { &any };
+        if self.format == ToolCallFormat::Llama3 && self.answer.is_some() {
+            // In the terminals of an answer, which begins with the same characters.
+            write!(rules, "tool_{at}: ")?;
+            return rules.plain_json(&call_schema(tool.name, "parameters", arguments));
+        }
         let name = Value::from(tool.name).to_string();
         if self.format == ToolCallFormat::Mistral && self.named_arguments() {
             let arguments = self.marker(Marker::Arguments).unwrap_or_default();
@@ -154,10 +174,7 @@ impl CallGrammar<'_> {
             writeln!(rules, "tool_{at}: {head} args_{at} \"}}\"")?;
         }
         write!(rules, "args_{at}: ")?;
-        if tool.strict {
-            return rules.json(tool.parameters, None);
-        }
-        rules.json(&json!({"type": "object"}), None)
+        rules.json(arguments, None)
     }
 
     /// Writes the rules of a tool whose parameters are tags.
@@ -228,6 +245,16 @@ impl Rules {
             write!(left, "{shared}")?;
         }
         writeln!(self, "%json {}", compact(schema.clone(), root))
+    }
+}
+
+impl Rules {
+    /// Writes the end of a rule: JSON of a schema, with the whitespace of answers in JSON.
+    fn plain_json(&mut self, schema: &Value) -> fmt::Result {
+        match schema {
+            Value::Bool(true) => self.write_str("%json {}\n"),
+            schema => writeln!(self, "%json {schema}"),
+        }
     }
 }
 

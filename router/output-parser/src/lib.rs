@@ -9,6 +9,7 @@ mod call_ids;
 mod call_machine;
 mod call_object;
 mod call_part;
+mod call_schema;
 mod event;
 mod format;
 #[doc(hidden)]
@@ -22,6 +23,7 @@ mod qwen_xml;
 mod tool_types;
 
 pub use call_ids::{CallIdStyle, CallIds};
+pub use call_schema::may_look_like_call;
 pub use event::OutputEvent;
 pub use format::{FormatError, ReasoningFormat, ToolCallFormat};
 pub use grammar::{CallGrammar, GrammarTooLarge, GrammarTool};

@@ -71,11 +71,11 @@ impl MistralCalls {
             State::Head | State::AfterObject if space => Progress::More,
             State::Head if c == '[' => {
                 self.in_array = true;
-                self.state = State::Object(CallObject::new(false));
+                self.state = State::Object(CallObject::new());
                 Progress::More
             }
             State::Head if c == '{' => {
-                self.state = State::Object(CallObject::new(false));
+                self.state = State::Object(CallObject::new());
                 self.push(c, out)
             }
             State::Head => {
@@ -90,7 +90,7 @@ impl MistralCalls {
                 progress => progress,
             },
             State::AfterObject if c == ',' => {
-                self.state = State::Object(CallObject::new(false));
+                self.state = State::Object(CallObject::new());
                 Progress::More
             }
             State::AfterObject if c == ']' => Progress::Done,

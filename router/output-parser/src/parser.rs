@@ -38,6 +38,9 @@ pub struct OutputFormat {
     pub single_call: bool,
     /// Whether a call is emitted at its end only, if it is whole; the text of any other is content.
     pub whole_calls: bool,
+    /// Whether a grammar makes the output either calls or an answer: once an answer has begun, all that follows is content, and a call
+    /// without a marker has all keys of one and no others.
+    pub constrained_answer: bool,
     /// Tools of the request.
     pub tools: Arc<ToolTypes>,
 }
@@ -213,6 +216,9 @@ impl OutputParser {
                 events.reasoning(c.encode_utf8(&mut [0; 4]));
             }
             (_, Symbol::Char(c)) => self.plain(c, events),
+            (State::Content, Symbol::Marker(_, text)) if self.format.constrained_answer => {
+                self.literal(text, events);
+            }
             (State::Reasoning { .. }, Symbol::Marker(_, text)) => self.literal(text, events),
             (State::Start, Symbol::Marker(Marker::ReasoningBegin, _)) => self.begin_reasoning(events),
             (_, Symbol::Marker(Marker::ReasoningBegin, _)) if exact => self.begin_reasoning(events),
@@ -240,7 +246,9 @@ impl OutputParser {
     fn call(&self, bare: bool) -> State {
         let format = self.format.calls.unwrap_or(ToolCallFormat::Hermes);
         let machine = match format {
-            ToolCallFormat::Llama3 if bare => CallMachine::Object(CallObject::new(true)),
+            ToolCallFormat::Llama3 if bare => {
+                CallMachine::Object(CallObject::bare(self.format.constrained_answer))
+            }
             _ => CallMachine::new(format),
         };
         State::Call { machine, bare }
@@ -323,10 +331,15 @@ impl OutputParser {
         let mut held = std::mem::take(&mut self.held);
         let state = std::mem::replace(&mut self.state, State::Content);
         let was_open = self.open;
-        if let State::Call { mut machine, .. } = state
+        if let State::Call { mut machine, bare } = state
             && was_open
         {
-            let is_whole = self.end_call(&mut machine, events);
+            // An answer may begin as a call does, and go on with other keys.
+            let is_answer = bare && self.format.constrained_answer && self.format.whole_calls;
+            if is_answer {
+                self.take_back();
+            }
+            let is_whole = !is_answer && self.end_call(&mut machine, events);
             let is_end = matches!(symbol, Symbol::Marker(Marker::CallEnd, _));
             if is_whole && is_end {
                 // Nothing but brackets is missing.
@@ -354,6 +367,13 @@ impl OutputParser {
             }
             _ => events.content(&held),
         }
+    }
+
+    /// Takes back the open call, of which nothing was emitted.
+    fn take_back(&mut self) {
+        self.pending = Events::default();
+        self.calls -= 1;
+        self.open = false;
     }
 
     /// Ends the open call. Returns whether it was made.

@@ -13,10 +13,10 @@ use inflight_output_parser::{
 use serde_json::{Value, json};
 
 /// Special tokens behind the bytes.
-const SPECIAL: [&str; 4] = ["<|end|>", "[TOOL_CALLS]", "[ARGS]", "<|python_tag|>"];
+pub(super) const SPECIAL: [&str; 4] = ["<|end|>", "[TOOL_CALLS]", "[ARGS]", "<|python_tag|>"];
 const END: u32 = 256;
 
-fn compiler() -> Compiler {
+pub(super) fn compiler() -> Compiler {
     let bytes: Vec<[u8; 1]> = (0..=255).map(|byte| [byte]).collect();
     let tokens = bytes.iter().map(|byte| (&byte[..], false));
     let special = SPECIAL.iter().map(|text| (text.as_bytes(), true));
@@ -25,7 +25,7 @@ fn compiler() -> Compiler {
 }
 
 /// SplitMix64.
-struct Random(u64);
+pub(super) struct Random(pub(super) u64);
 
 impl Random {
     fn below(&mut self, most: usize) -> usize {
@@ -47,7 +47,7 @@ fn allowed(matcher: &mut Matcher) -> Vec<u32> {
 }
 
 /// Chooses tokens at random, printable ones rather than others, until the output ends.
-fn generate(compiler: &Compiler, lark: &str, random: &mut Random) -> Option<Vec<u32>> {
+pub(super) fn generate(compiler: &Compiler, lark: &str, random: &mut Random) -> Option<Vec<u32>> {
     let grammar = compiler.compile(&Grammar::Lark(lark.to_owned()));
     let mut matcher = grammar.unwrap_or_else(|error| panic!("{error}\n{lark}")).matcher(None);
     let mut output = Vec::new();
@@ -70,7 +70,7 @@ fn generate(compiler: &Compiler, lark: &str, random: &mut Random) -> Option<Vec<
     None
 }
 
-fn schemas() -> [(&'static str, Value); 4] {
+pub(super) fn schemas() -> [(&'static str, Value); 4] {
     [
         (
             "weather",
@@ -100,8 +100,13 @@ fn schemas() -> [(&'static str, Value); 4] {
     ]
 }
 
-/// Calls of an output, and its content. `spelt`: no marker is a token.
-fn parsed(format: ToolCallFormat, output: &[u32], spelt: bool) -> (String, Vec<(String, Value)>) {
+/// Calls of an output, and its content. `spelt`: no marker is a token; `answer`: the output is calls or an answer.
+pub(super) fn parsed(
+    format: ToolCallFormat,
+    output: &[u32],
+    spelt: bool,
+    answer: bool,
+) -> (String, Vec<(String, Value)>) {
     let mut types = ToolTypes::default();
     schemas().iter().for_each(|(name, schema)| types.add(name, schema));
     let reasoning = ReasoningFormat::Think;
@@ -119,6 +124,8 @@ fn parsed(format: ToolCallFormat, output: &[u32], spelt: bool) -> (String, Vec<(
         tokens,
         texts,
         tools,
+        whole_calls: answer,
+        constrained_answer: answer,
         ..OutputFormat::default()
     };
     let format = Arc::new(format);
@@ -144,11 +151,19 @@ fn parsed(format: ToolCallFormat, output: &[u32], spelt: bool) -> (String, Vec<(
             OutputEvent::Reasoning(_) | OutputEvent::CallEnd { .. } => {}
         }
     }
-    let json = |text: &str| serde_json::from_str(text).unwrap_or_else(|error| panic!("{error}: {text}"));
-    (content, calls.into_iter().map(|(name, text)| (name, json(&text))).collect())
+    (content, calls.into_iter().map(|(name, text)| (name, value(&text))).collect())
 }
 
-fn text(output: &[u32]) -> String {
+/// Returns the value of a JSON text; null for one whose numbers no type of Rust has.
+pub(super) fn value(text: &str) -> Value {
+    serde_json::from_str(text).unwrap_or_else(|error| {
+        let is_json = serde_json::from_str::<serde::de::IgnoredAny>(text).is_ok();
+        assert!(is_json && error.to_string().contains("out of range"), "{error}: {text}");
+        Value::Null
+    })
+}
+
+pub(super) fn text(output: &[u32]) -> String {
     let piece = |id: &u32| match SPECIAL.get((*id as usize).wrapping_sub(256)) {
         Some(special) => special.as_bytes().to_vec(),
         None => vec![*id as u8],
@@ -172,6 +187,7 @@ fn required_outputs_are_calls_of_the_tools_with_arguments_of_their_schemas() {
                     format,
                     tools: &tools,
                     required: true,
+                    answer: None,
                     several,
                     reasoning,
                     begins_in_reasoning: false,
@@ -183,7 +199,7 @@ fn required_outputs_are_calls_of_the_tools_with_arguments_of_their_schemas() {
                     let Some(output) = generate(&compiler, &lark, &mut Random(seed)) else { continue };
                     whole += 1;
                     let written = text(&output);
-                    let (content, calls) = parsed(format, &output, spelt);
+                    let (content, calls) = parsed(format, &output, spelt, false);
                     assert_eq!(content, "", "seed {seed}: {written}\n{lark}");
                     assert!(!calls.is_empty() && (several || calls.len() == 1), "seed {seed}: {written}");
                     for (name, arguments) in calls {
@@ -241,6 +257,7 @@ fn grammars_of_free_text_with_strict_calls_and_of_reasoning_compile_and_allow_bo
                 format,
                 tools,
                 required,
+                answer: None,
                 several: true,
                 reasoning,
                 begins_in_reasoning: false,
@@ -282,6 +299,7 @@ fn a_grammar_of_many_properties_with_large_definitions_ends_at_the_limit() {
                 format,
                 tools: &tools,
                 required: true,
+                answer: None,
                 several: true,
                 reasoning,
                 begins_in_reasoning,
