@@ -92,7 +92,14 @@ async fn tritonclient_gets_the_same_text_unary_and_streamed() -> Result<()> {
         errors.len() == 1 && errors[0].as_str().is_some_and(|e| e.contains("InvalidArgument")),
         "{answer}"
     );
-    ensure!(answer["unknown_model"] == "StatusCode.NOT_FOUND", "{answer}");
+    for unknown in ["unknown_model", "unknown_version"] {
+        ensure!(answer[unknown] == "StatusCode.NOT_FOUND", "{unknown}: {answer}");
+    }
+    ensure!(answer["other_version_ready"] == false && answer["decoupled"] == true, "{answer}");
+    ensure!(answer["config_inputs"] == answer["inputs"], "{answer}");
+    ensure!(answer["index"] == serde_json::json!([["demo", "1", "READY"]]), "{answer}");
+    // The request over gRPC, one unary, and two streams.
+    ensure!(answer["completed"] == 4 && answer["unknown_fields"] == 0, "{answer}");
     Ok(())
 }
 

@@ -2,6 +2,7 @@
 
 mod execute;
 mod handoff;
+pub(crate) mod model_counters;
 mod notices;
 pub(crate) mod observer;
 mod phase_spans;
@@ -34,6 +35,7 @@ use crate::options::Options;
 use crate::outcome::Outcome;
 use crate::request::admitted_call::AdmittedCall;
 use crate::stats::RouterStats;
+use model_counters::CountersByModel;
 use observer::{Billing, RequestObserver};
 use recorder::Recorder;
 use request::ActiveRequest;
@@ -55,6 +57,8 @@ pub(crate) struct SharedDispatcher {
     epoch: Instant,
     /// Live view; `None` without `--admin`.
     live: Option<Arc<Hub>>,
+    /// Counters of ended requests.
+    counters: Arc<CountersByModel>,
 }
 
 /// What to do after an event, outside the lock.
@@ -118,6 +122,7 @@ impl SharedDispatcher {
             served: watch::Sender::default(),
             routers: AtomicU32::new(1),
             epoch,
+            counters: Arc::default(),
         })
     }
 
@@ -157,6 +162,11 @@ impl SharedDispatcher {
     /// Returns the hub of the live view, if there is one.
     pub(crate) fn live(&self) -> Option<&Arc<Hub>> {
         self.live.as_ref()
+    }
+
+    /// Returns the counters of ended requests.
+    pub(crate) fn counters(&self) -> &CountersByModel {
+        &self.counters
     }
 
     /// Adds a request to the live view, if there is one.
@@ -242,7 +252,7 @@ impl SharedDispatcher {
         let cacheable = if call.sampling.prompt_logprobs.is_some() { &[] } else { &call.prompt[..] };
         let chains = prompt_chains(&call.tenant, cacheable, &sizes);
         let spec = Box::new(call.spec(chains, |deadline| self.since_epoch(deadline)));
-        let observer = RequestObserver::new(&call, span, billing, self.track(&call));
+        let observer = RequestObserver::new(&call, span, billing, self.track(&call), self.counters.clone());
         let mut state = self.lock();
         let request =
             state.requests.insert_with_key(|id| Arc::new(ActiveRequest::new(id, call, guard, observer)));

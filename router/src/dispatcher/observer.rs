@@ -8,6 +8,7 @@ use inflight_router_core::{ChoiceOutput, RequestPlaced, ResubmissionReason, Retr
 use tokio::sync::oneshot;
 use tracing::Span;
 
+use super::model_counters::{CountersByModel, End, EndedRequest};
 use super::phase_spans::PhaseSpans;
 use super::transition::{RequestEnd, Transition};
 use crate::clock;
@@ -57,10 +58,17 @@ pub(crate) struct RequestObserver {
     billing: Billing,
     /// Reports to the live view; `None` without one.
     live: Option<Tracker>,
+    counters: Arc<CountersByModel>,
 }
 
 impl RequestObserver {
-    pub(super) fn new(call: &AdmittedCall, span: Span, billing: Billing, live: Option<Tracker>) -> Self {
+    pub(super) fn new(
+        call: &AdmittedCall,
+        span: Span,
+        billing: Billing,
+        live: Option<Tracker>,
+        counters: Arc<CountersByModel>,
+    ) -> Self {
         Self {
             times: RequestTimes::default(),
             last_tokens: vec![None; call.sampling.n as usize],
@@ -72,6 +80,7 @@ impl RequestObserver {
             span,
             billing,
             live,
+            counters,
         }
     }
 
@@ -239,6 +248,7 @@ impl RequestObserver {
         metrics::counter!(names::COMPLETION_TOKENS, "model" => model.clone())
             .increment(u64::from(completion_tokens).saturating_sub(received));
         let elapsed = now.saturating_duration_since(call.arrived);
+        self.count_ended(call, outcome, elapsed);
         metrics::histogram!(names::REQUEST_SECONDS, "gen_ai_request_model" => model.clone(),
             "gen_ai_operation_name" => operation, "error_type" => error)
         .record(elapsed);
@@ -261,6 +271,25 @@ impl RequestObserver {
             seconds = elapsed.as_secs_f64(),
             "request ended"
         );
+    }
+
+    /// Counts the request among those of its model.
+    fn count_ended(&self, call: &AdmittedCall, outcome: &Outcome, total: Duration) {
+        let RequestTimes { placed, last_token, .. } = self.times;
+        let end = match outcome {
+            Outcome::Completed => End::Completed,
+            Outcome::Cancelled => End::Cancelled,
+            _ => End::Failed,
+        };
+        let between = |from: Instant, to: Instant| to.saturating_duration_since(from);
+        let ended = EndedRequest {
+            end,
+            arrived: clock::since_unix_epoch().saturating_sub(total),
+            total,
+            queued: placed.map(|placed| between(call.arrived, placed)),
+            computed: placed.zip(last_token).map(|(placed, last)| between(placed, last)),
+        };
+        self.counters.count(&call.model, &ended);
     }
 
     /// Returns the prompt tokens that count: all, if a worker has received them.

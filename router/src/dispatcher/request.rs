@@ -350,7 +350,8 @@ mod tests {
             trace: TraceContext::default(),
         };
         let id = RequestId::default();
-        let observer = RequestObserver::new(&call, tracing::Span::none(), Billing::default(), None);
+        let observer =
+            RequestObserver::new(&call, tracing::Span::none(), Billing::default(), None, Arc::default());
         let active = ActiveRequest::new(id, call, CallGuard::default(), observer);
         let token = || ChoiceOutput {
             choice: 0,

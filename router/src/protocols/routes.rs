@@ -62,6 +62,7 @@ fn post(handler: Handler) -> MethodRouter<Arc<HttpApi>> {
         parts.extensions.remove::<Arc<ReservedBytes>>();
         let answer = async {
             let call = call?;
+            body::check_headers(&parts.headers)?;
             let body = body::receive(body, &api.options).await?;
             handler(api, call, body).await
         };
@@ -84,6 +85,7 @@ async fn wrong_method(request: Request<axum::body::Body>) -> AxumResponse {
 #[cfg(test)]
 mod tests {
     use super::super::http::fields::{Fate, FieldTable};
+    use super::super::http::structured;
     use super::*;
 
     /// Reads a body of an API and returns what it says.
@@ -174,6 +176,20 @@ mod tests {
                 assert!(refused, "{api}: {name} takes any value, so it is not read");
             }
         }
+    }
+
+    #[test]
+    fn the_documentation_has_every_constraint_of_other_servers() {
+        let path = concat!(env!("CARGO_MANIFEST_DIR"), "/../docs/http-api.md");
+        let documentation = std::fs::read_to_string(path).unwrap();
+        let section = documentation.split("### Refused constraints\n").nth(1).unwrap_or_default();
+        let section = section.split("\n#").next().unwrap_or_default();
+        let documented: Vec<&str> = section.lines().filter(|line| line.starts_with("| `")).collect();
+        let rows: Vec<String> = structured::ELSEWHERE
+            .iter()
+            .map(|field| format!("| `{}` | {} |", field.name, field.note))
+            .collect();
+        assert_eq!(documented, rows);
     }
 
     #[test]

@@ -96,8 +96,10 @@ impl Checked {
         let words = BadWords::new(served.clone(), std::mem::take(&mut draft.sampling.bad_words))?;
         let output = OutputPlan::new(&mut draft, (&served.name, &served.model), options)?;
         let constraint = draft.sampling.constraint.clone();
-        let grammar = constraint
-            .map(|constraint| GrammarCheck::new(served.clone(), constraint, draft.constraint_field));
+        let grammar = constraint.map(|constraint| {
+            let answer = output.as_ref().and_then(OutputPlan::answer);
+            GrammarCheck::new(served.clone(), (draft.constraint_field, constraint), answer)
+        });
         let grammar = grammar.transpose()?;
         let defaults = SamplingSpec { seed: rand::random(), ..served.model.defaults.clone() };
         let sampling = std::mem::take(&mut draft.sampling).apply(&draft.stop, &defaults).validate();

@@ -1,6 +1,8 @@
 //! A request as a protocol has read it: nothing is validated.
 
-use inflight_contract::{SamplingError, SamplingOverrides, StopConditions};
+use std::sync::Arc;
+
+use inflight_contract::{Constraint, SamplingError, SamplingOverrides, StopConditions};
 
 use crate::request::tool_use::ToolUse;
 use crate::text::{Conversation, MessageCall};
@@ -28,6 +30,12 @@ pub(crate) enum OutputParsing {
     /// Calls are delivered at their end, if they were made; the text of any other is content.
     WholeCalls,
 }
+
+/// Constraint with the client's field that gives it.
+pub(crate) type NamedConstraint = (&'static str, Arc<Constraint>);
+
+/// Field whose constraint is made of the tools.
+pub(crate) const TOOLS: &str = "tools";
 
 /// Request to generate text, not validated.
 #[derive(Debug, Clone, PartialEq)]

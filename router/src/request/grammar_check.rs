@@ -9,6 +9,7 @@ use crate::clock;
 use crate::dispatcher::ServedModel;
 use crate::metrics as names;
 use crate::outcome::{Outcome, Overload};
+use crate::request::draft::{NamedConstraint, TOOLS};
 use crate::request::tokenizing::{CHARGE_MAX, TokenizeTerms, Tokenizing};
 
 /// Text of the token that ends reasoning, and of the one that begins it.
@@ -21,6 +22,8 @@ pub(crate) struct GrammarCheck {
     constraint: Arc<Constraint>,
     /// Client's field that gives the grammar.
     field: &'static str,
+    /// Grammar of an answer that it contains, by which a refusal names the field.
+    answer: Option<NamedConstraint>,
 }
 
 impl GrammarCheck {
@@ -30,11 +33,11 @@ impl GrammarCheck {
     /// The grammar is too large.
     pub(crate) fn new(
         served: ServedModel,
-        constraint: Arc<Constraint>,
-        field: &'static str,
+        (field, constraint): NamedConstraint,
+        answer: Option<NamedConstraint>,
     ) -> Result<Self, Outcome> {
-        constraint.grammar.check().map_err(|error| Outcome::field(field, error))?;
-        Ok(Self { served, constraint, field })
+        constraint.grammar.check().map_err(|error| Outcome::field(field, format!("{field}: {error}")))?;
+        Ok(Self { served, constraint, field, answer })
     }
 
     /// Whether the outcome is known without compiling.
@@ -65,7 +68,17 @@ impl GrammarCheck {
             }
             Err(error) => {
                 metrics::counter!(names::GRAMMARS_REFUSED).increment(1);
-                (elapsed().min(CHARGE_MAX), Err(Outcome::field(self.field, error)))
+                let of_answer = match &self.answer {
+                    Some((field, answer)) => {
+                        let checked = grammars.check(&answer.grammar).await;
+                        checked.err().filter(|error| !error.is_transient()).map(|error| (*field, error))
+                    }
+                    None => None,
+                };
+                let (field, error) = of_answer.unwrap_or((self.field, error));
+                // The grammar of tools is not the client's text.
+                let error = if field == TOOLS { error.without_place() } else { error };
+                (elapsed().min(CHARGE_MAX), Err(Outcome::field(field, format!("{field}: {error}"))))
             }
         }
     }

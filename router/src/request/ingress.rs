@@ -9,6 +9,7 @@ use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 
 use crate::clock;
+use crate::dispatcher::model_counters::ModelCounters;
 use crate::dispatcher::{ServedModel, SharedDispatcher};
 use crate::layers::admission;
 use crate::metrics as names;
@@ -63,6 +64,11 @@ impl Ingress {
     /// Returns the models with serving workers, with the fingerprint of each worker.
     pub(crate) fn models(&self) -> Vec<(ServedModel, Vec<String>)> {
         self.resources.dispatch.models()
+    }
+
+    /// Returns the counters of a model's ended requests.
+    pub(crate) fn counters(&self, model: &str) -> ModelCounters {
+        self.resources.dispatch.counters().of(model)
     }
 
     /// Resolves a model name.

@@ -8,6 +8,7 @@ mod cold_start;
 pub(crate) mod context;
 pub(crate) mod cursor;
 pub(crate) mod draft;
+pub(crate) mod escapes;
 mod grammar_check;
 mod held;
 pub(crate) mod ingress;

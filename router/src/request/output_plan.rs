@@ -5,13 +5,14 @@ use std::sync::Arc;
 use inflight_contract::{Constraint, Grammar};
 use inflight_output_parser::{
     CallGrammar, CallIdStyle, CallIds, GrammarTool, Marker, MarkerToken, OutputFormat, OutputParser,
-    ReasoningFormat, ToolCallFormat,
+    ReasoningFormat, ToolCallFormat, may_look_like_call,
 };
+use serde_json::{Value, json};
 
 use crate::cluster::bundle::Model;
 use crate::options::Options;
 use crate::outcome::Outcome;
-use crate::request::draft::{Draft, Input, OutputParsing};
+use crate::request::draft::{Draft, Input, NamedConstraint, OutputParsing, TOOLS};
 use crate::request::tool_use::{ToolChoice, ToolUse};
 
 /// How the output of an admitted request is parsed.
@@ -21,6 +22,8 @@ pub(crate) struct OutputPlan {
     ids: CallIdStyle,
     /// Random id of the stream, kept when it is resumed.
     stream: u128,
+    /// Grammar of the answer, with its field, if that of the output is of calls or an answer.
+    answer: Option<NamedConstraint>,
 }
 
 impl OutputPlan {
@@ -53,14 +56,28 @@ impl OutputPlan {
         add_markers(&mut format, model);
         format.begins_in_reasoning =
             reasoning.is_some_and(|reasoning| opens_reasoning(model, &request.input, reasoning));
-        if let Some(tools) = tools {
-            constrain(request_constraint(tools, &format, model)?, request)?;
+        let constraint =
+            request.sampling.constraint.clone().map(|constraint| (request.constraint_field, constraint));
+        let tools_constraint =
+            tools.map(|tools| CallConstraint { tools, format: &mut format, model }.of(constraint.as_ref()));
+        let mut answer = None;
+        match tools_constraint.transpose()?.flatten() {
+            Some(CallsOrAnswer { calls, with_answer }) => {
+                (request.sampling.constraint, request.constraint_field) = (Some(Arc::new(calls)), TOOLS);
+                answer = constraint.filter(|_| with_answer);
+            }
+            None => format.constrained_answer |= constraint.is_some_and(|(_, of)| is_json(&of.grammar)),
         }
         let ids = match calls {
             Some(ToolCallFormat::Mistral) => CallIdStyle::Nine,
             _ => CallIdStyle::Prefixed,
         };
-        Ok(Some(Self { format: Arc::new(format), ids, stream: 0 }))
+        Ok(Some(Self { format: Arc::new(format), ids, stream: 0, answer }))
+    }
+
+    /// Returns the grammar of the answer, if that of the output is of calls or an answer.
+    pub(crate) fn answer(&self) -> Option<NamedConstraint> {
+        self.answer.clone()
     }
 
     /// Sets the id of the stream.
@@ -83,7 +100,8 @@ impl OutputPlan {
         let OutputFormat { calls, reasoning, begins_in_reasoning, single_call, whole_calls, .. } =
             &*self.format;
         let whole = if *whole_calls { " whole" } else { "" };
-        format!("{calls:?} {reasoning:?} {begins_in_reasoning} {single_call}{whole}")
+        let answer = if self.format.constrained_answer { " answer" } else { "" };
+        format!("{calls:?} {reasoning:?} {begins_in_reasoning} {single_call}{whole}{answer}")
     }
 }
 
@@ -120,58 +138,122 @@ fn opens_reasoning(model: &Model, input: &Input, reasoning: ReasoningFormat) -> 
     begin.zip(end).is_some_and(|(begin, end)| model.opens_reasoning(conversation, begin, end))
 }
 
-/// Returns the constraint that makes the output call the chosen tools.
-fn request_constraint(
-    tools: &ToolUse,
-    format: &OutputFormat,
-    model: &Model,
-) -> Result<Option<Constraint>, Outcome> {
-    let (required, named) = match &tools.choice {
-        ToolChoice::Required => (true, None),
-        ToolChoice::Named(name) => (true, Some(name)),
-        ToolChoice::Auto if tools.tools.iter().any(|tool| tool.strict) => (false, None),
-        ToolChoice::Auto | ToolChoice::None => return Ok(None),
-    };
-    let Some(calls) = format.calls else { return Ok(None) };
-    let shown = tools.tools.iter().filter(|tool| named.is_none_or(|name| tool.name == *name));
-    let shown = shown.map(|tool| GrammarTool {
-        name: &tool.name,
-        parameters: &tool.parameters,
-        // A required call has arguments that match the schema, too.
-        strict: tool.strict || required,
-    });
-    let shown: Vec<GrammarTool<'_>> = shown.collect();
-    let special = |text: &str| {
-        let id = model.tokenizer.token_id(text);
-        id.filter(|id| model.tokenizer.vocabulary().is_special(*id))
-    };
-    let end = format.reasoning.and_then(|reasoning| {
-        let end = reasoning.markers().iter().find(|(marker, _)| *marker == Marker::ReasoningEnd);
-        end.and_then(|(_, text)| model.tokenizer.token_id(text))
-    });
-    let begins_after = end.filter(|_| format.begins_in_reasoning);
-    let grammar = CallGrammar {
-        format: calls,
-        tools: &shown,
-        required,
-        several: tools.parallel && named.is_none(),
-        reasoning: format.reasoning.filter(|_| begins_after.is_none()),
-        begins_in_reasoning: format.begins_in_reasoning,
-        special: &special,
-    };
-    let lark = grammar.lark(Grammar::BYTES_MAX).map_err(|error| Outcome::field("tools", error))?;
-    Ok(Some(Constraint { grammar: Grammar::Lark(lark), begins_after }))
+/// Whether a grammar is of JSON, in which a marker is text.
+fn is_json(grammar: &Grammar) -> bool {
+    matches!(grammar, Grammar::JsonObject | Grammar::JsonSchema(_))
 }
 
-/// Sets the constraint of a request.
-fn constrain(constraint: Option<Constraint>, request: &mut Draft) -> Result<(), Outcome> {
-    let Some(constraint) = constraint else { return Ok(()) };
-    if request.sampling.constraint.is_some() {
-        let reason =
-            "a required or strict tool call cannot be combined with another constraint of the output";
-        return Err(Outcome::field("tool_choice", reason));
+/// Constraint of an output by its tools.
+struct CallsOrAnswer {
+    calls: Constraint,
+    /// Whether the output may be an answer instead, under the request's own constraint.
+    with_answer: bool,
+}
+
+/// Tools of a request, with what their constraint depends on.
+struct CallConstraint<'a> {
+    tools: &'a ToolUse,
+    format: &'a mut OutputFormat,
+    model: &'a Model,
+}
+
+impl CallConstraint<'_> {
+    /// Returns the constraint by the tools; `None` if they set none beside `own`, the request's own constraint. JSON is the format of
+    /// an answer: it does not apply to calls. Any other grammar is that of the whole output, which then has no calls.
+    fn of(self, own: Option<&NamedConstraint>) -> Result<Option<CallsOrAnswer>, Outcome> {
+        let Some(format) = self.format.calls else { return Ok(None) };
+        let tools = self.tools;
+        let named = match &tools.choice {
+            ToolChoice::Named(name) => Some(name),
+            ToolChoice::Auto | ToolChoice::Required | ToolChoice::None => None,
+        };
+        let required = named.is_some() || tools.choice == ToolChoice::Required;
+        let answer = own.map(|(field, own)| answer_schema(field, &own.grammar)).transpose()?.flatten();
+        let callable = || tools.callable().filter(|tool| named.is_none_or(|name| tool.name == *name));
+        let is_strict = callable().any(|tool| tool.strict);
+        let restricts = required || is_strict || tools.allowed.is_some();
+        if own.is_some() && answer.is_none() {
+            if !restricts {
+                return Ok(None);
+            }
+            let reason = "a required, strict or allowed tool cannot be combined with a grammar of the output that is not JSON";
+            return Err(Outcome::field("tool_choice", reason));
+        }
+        if !restricts && answer.is_none() {
+            return Ok(None);
+        }
+        let answer = answer.filter(|_| !required);
+        if let Some(((field, _), answer)) = own.zip(answer.as_ref())
+            && format == ToolCallFormat::Llama3
+        {
+            let names: Vec<&str> = tools.tools.iter().map(|tool| tool.name.as_str()).collect();
+            if is_strict && may_look_like_call(answer, &names) {
+                let reason = "in this model's format of calls, llama3, JSON of the schema can look like a call of a strict tool; require a \
+                    property other than name, parameters, arguments, type and id, or leave strict out";
+                return Err(Outcome::field(*field, reason));
+            }
+            self.format.whole_calls = true;
+        }
+        self.format.constrained_answer |= answer.is_some();
+        let shown: Vec<GrammarTool<'_>> = callable()
+            .map(|tool| GrammarTool {
+                name: &tool.name,
+                parameters: &tool.parameters,
+                // A required call has arguments that match the schema, too.
+                strict: tool.strict || required,
+            })
+            .collect();
+        let calls = self.constraint((format, &shown), required, answer.as_ref())?;
+        Ok(Some(CallsOrAnswer { calls, with_answer: answer.is_some() }))
     }
-    request.sampling.constraint = Some(Arc::new(constraint));
-    request.constraint_field = "tools";
-    Ok(())
+
+    /// Returns the constraint of an output of calls, of text with calls, or of calls or an answer.
+    fn constraint(
+        &self,
+        (calls, shown): (ToolCallFormat, &[GrammarTool<'_>]),
+        required: bool,
+        answer: Option<&Value>,
+    ) -> Result<Constraint, Outcome> {
+        let Self { tools, format, model } = self;
+        let special = |text: &str| {
+            let id = model.tokenizer.token_id(text);
+            id.filter(|id| model.tokenizer.vocabulary().is_special(*id))
+        };
+        let end = format.reasoning.and_then(|reasoning| {
+            let end = reasoning.markers().iter().find(|(marker, _)| *marker == Marker::ReasoningEnd);
+            end.and_then(|(_, text)| model.tokenizer.token_id(text))
+        });
+        let begins_after = end.filter(|_| format.begins_in_reasoning);
+        let grammar = CallGrammar {
+            format: calls,
+            tools: shown,
+            required,
+            answer,
+            several: tools.parallel && !matches!(tools.choice, ToolChoice::Named(_)),
+            reasoning: format.reasoning.filter(|_| begins_after.is_none()),
+            begins_in_reasoning: format.begins_in_reasoning,
+            special: &special,
+        };
+        let lark = grammar.lark(Grammar::BYTES_MAX).map_err(|error| Outcome::field("tools", error))?;
+        Ok(Constraint { grammar: Grammar::Lark(lark), begins_after })
+    }
+}
+
+/// Returns the schema of an answer in JSON; `None` for any other grammar.
+fn answer_schema(field: &'static str, grammar: &Grammar) -> Result<Option<Value>, Outcome> {
+    let schema = match grammar {
+        Grammar::JsonObject => return Ok(Some(json!({"type": "object"}))),
+        Grammar::JsonSchema(text) => text,
+        Grammar::Regex(_) | Grammar::Choice(_) | Grammar::Lark(_) => return Ok(None),
+    };
+    let refused = |reason: &dyn std::fmt::Display| Err(Outcome::field(field, format!("{field}: {reason}")));
+    if let Err(error) = grammar.check() {
+        return refused(&error);
+    }
+    match serde_json::from_str(schema) {
+        Ok(schema @ (Value::Object(_) | Value::Bool(true))) => Ok(Some(schema)),
+        Ok(Value::Bool(false)) => refused(&"the schema `false` allows no value"),
+        Ok(_) => refused(&"the JSON schema must be an object or a boolean"),
+        Err(error) => refused(&format_args!("the JSON schema is not valid JSON: {error}")),
+    }
 }

@@ -3,6 +3,7 @@
 use serde_json::value::RawValue;
 
 use crate::outcome::Outcome;
+use crate::request::escapes;
 use crate::request::tool_use::{JSON_VALUES_MAX, Tool, json_values};
 use crate::text::MessageCall;
 
@@ -38,21 +39,23 @@ pub(crate) fn message_call(
         let reason = format!("{place} calls a tool whose name has {bytes} bytes; at most {most} are allowed");
         return Err(Outcome::field(top, reason));
     }
-    let refused = || {
-        let reason = format!("{place} has arguments that are no JSON object, nor the text of one");
-        Outcome::field(top, reason)
+    let refused = |text: &str| {
+        let reason = || format!("{place} has arguments that are no JSON object, nor the text of one");
+        Outcome::field(top, escapes::refusal(&format!("{place}.arguments"), text).unwrap_or_else(reason))
     };
     let text: String = match arguments.map(RawValue::get) {
         None | Some("null") => "{}".to_owned(),
-        Some(quoted) if quoted.starts_with('"') => serde_json::from_str(quoted).map_err(|_| refused())?,
+        Some(quoted) if quoted.starts_with('"') => {
+            serde_json::from_str(quoted).map_err(|_| refused(quoted))?
+        }
         Some(object) => object.to_owned(),
     };
     // Clients send what an earlier output had, which may be nothing.
     let text = if text.trim().is_empty() { "{}" } else { text.trim() };
     if !text.starts_with('{') {
-        return Err(refused());
+        return Err(refused(text));
     }
     check_values(top, json_values(text))?;
-    let arguments = serde_json::from_str(text).map_err(|_| refused())?;
+    let arguments = serde_json::from_str(text).map_err(|_| refused(text))?;
     Ok(MessageCall { id, name, arguments })
 }

@@ -8,6 +8,7 @@ use serde_json::Value;
 use serde_json::value::RawValue;
 
 use crate::outcome::Outcome;
+use crate::request::escapes;
 
 /// Tool that the model may call: a function.
 #[derive(Debug, Clone, PartialEq)]
@@ -42,6 +43,8 @@ pub(crate) enum ToolChoice {
 pub(crate) struct ToolUse {
     pub(crate) tools: Vec<Tool>,
     pub(crate) choice: ToolChoice,
+    /// Names of the tools that the output may call; `None`: all.
+    pub(crate) allowed: Option<BTreeSet<String>>,
     /// Whether the output may have several calls.
     pub(crate) parallel: bool,
 }
@@ -103,6 +106,10 @@ impl Tool {
         let parsed =
             (serde_json::from_str(text.unwrap_or(empty)), serde_json::from_str(text.unwrap_or(empty)));
         let (Ok(parameters @ Value::Object(_)), Ok(template_parameters)) = parsed else {
+            if let Some(reason) = text.and_then(|text| escapes::refusal(&format!("{place}.parameters"), text))
+            {
+                return refused(reason);
+            }
             return refused(format!("{place} has parameters that are no JSON schema of type object"));
         };
         let kind = &parameters["type"];
@@ -156,7 +163,25 @@ impl ToolUse {
             }
             _ => {}
         }
-        Ok((!tools.is_empty()).then_some(Self { tools, choice, parallel }))
+        Ok((!tools.is_empty()).then_some(Self { tools, choice, allowed: None, parallel }))
+    }
+
+    /// Restricts the calls to tools of these names; the model sees the others, too.
+    pub(crate) fn allow(self, names: BTreeSet<String>) -> Result<Self, Outcome> {
+        let refused = |reason: String| Err(Outcome::field("tool_choice", reason));
+        if names.is_empty() {
+            return refused("tool_choice allows no tool; name at least one".to_owned());
+        }
+        let unknown = names.iter().find(|name| !self.tools.iter().any(|tool| tool.name == **name));
+        if let Some(name) = unknown {
+            return refused(format!("tool_choice allows {name:?}, which is no tool in tools"));
+        }
+        Ok(Self { allowed: Some(names), ..self })
+    }
+
+    /// Returns the tools that the output may call.
+    pub(crate) fn callable(&self) -> impl Iterator<Item = &Tool> {
+        self.tools.iter().filter(|tool| self.allowed.as_ref().is_none_or(|names| names.contains(&tool.name)))
     }
 
     /// Returns the number of JSON values of the tools' schemas, at most.

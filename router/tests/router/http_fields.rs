@@ -176,7 +176,7 @@ fn apis() -> Vec<Api> {
 
 /// Returns the fields of an API with their fates, as documented. A unit test compares the documentation with
 /// the code.
-fn documented(api: &str) -> BTreeMap<String, String> {
+pub fn documented(api: &str) -> BTreeMap<String, String> {
     let path = concat!(env!("CARGO_MANIFEST_DIR"), "/../docs/http-api.md");
     let text = std::fs::read_to_string(path).unwrap();
     let section = text.split(&format!("### Fields of {api}\n")).nth(1).unwrap_or_else(|| panic!("no {api}"));

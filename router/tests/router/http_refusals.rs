@@ -135,6 +135,49 @@ async fn a_stream_whose_deadline_passes_after_a_comment_ends_with_one_error() {
     .await;
 }
 
+#[tokio::test]
+async fn bodies_that_are_not_json_in_utf_8_are_refused_by_their_header_or_place() {
+    bounded(async {
+        let mut http = HttpCluster::start(with_http(HttpOptions::default())).await;
+        for (path, ask) in ENDPOINTS {
+            let body = format!("{ask}}}");
+            for (name, value, param) in [
+                ("content-encoding", "gzip", "Content-Encoding"),
+                ("content-type", "application/json; charset=utf-16", "Content-Type"),
+            ] {
+                let call = Call::send(http.address, "POST", path, &[(name, value)], body.as_bytes()).await;
+                let refused = call.response().await;
+                let error = &refused.json()["error"];
+                assert_eq!(refused.status, 415, "{path}: {refused:?}");
+                assert!(error["message"].as_str().unwrap().starts_with(param), "{path}: {error}");
+                assert!(path == "/v1/messages" || error["param"] == param, "{path}: {error}");
+            }
+            let marked = [b"\xef\xbb\xbf", body.as_bytes()].concat();
+            let call =
+                Call::send(http.address, "POST", path, &[("content-encoding", "identity")], &marked).await;
+            let submit = http.session.submit().await;
+            http.session.finish(&submit, 0, &tokens("a"), LENGTH);
+            assert_eq!(call.response().await.status, 200, "{path}");
+            for (body, words) in [
+                (body.replacen("\"a\"", "\"a\\ud83d\"", 1), "the escape \\ud83d at byte 2"),
+                (body.replacen("\"a\"", "\"a\\q\"", 1), "invalid escape at line 1"),
+            ] {
+                let (status, error) = http.refused(path, &body).await;
+                assert!(
+                    status == 400 && error["message"].as_str().unwrap().contains(words),
+                    "{path} {body}: {error}"
+                );
+            }
+            let invalid = body.replacen("\"a\"", "\"\u{1}\"", 1).into_bytes();
+            let invalid: Vec<u8> =
+                invalid.into_iter().map(|byte| if byte == 1 { 0xff } else { byte }).collect();
+            let call = Call::send(http.address, "POST", path, &[], &invalid).await;
+            assert!(call.response().await.body.contains("the body is not UTF-8: byte"), "{path}");
+        }
+    })
+    .await;
+}
+
 /// Checks a refusal that clients shall repeat later.
 fn check_retry(path: &str, refused: &Response, status: u16, code: &str, anthropic_type: &str) -> u64 {
     assert_eq!(refused.status, status, "{path}: {refused:?}");

@@ -248,3 +248,167 @@ async fn open_stream_calls_are_bounded_and_a_tenant_leaves_some_to_others() {
     })
     .await;
 }
+
+#[tokio::test]
+async fn versions_that_a_model_does_not_have_are_not_ready_and_not_found() {
+    bounded(async {
+        let mut worker = ScriptedWorker::start(WorkerProfile::default()).await;
+        let cluster = Cluster::start(&[&worker], Options::default()).await;
+        let mut session = worker.granted().await;
+        cluster.handle.ready().await;
+        let mut client = GrpcInferenceServiceClient::new(cluster.channel.clone());
+        for version in ["", "1", "9", "latest"] {
+            let known = matches!(version, "" | "1");
+            let (name, version) = ("tiny".to_owned(), version.to_owned());
+            let ready = kserve::ModelReadyRequest { name: name.clone(), version: version.clone() };
+            assert_eq!(client.model_ready(ready).await.unwrap().into_inner().ready, known, "{version:?}");
+            let metadata = kserve::ModelMetadataRequest { name: name.clone(), version: version.clone() };
+            let config = kserve::ModelConfigRequest { name: name.clone(), version: version.clone() };
+            let statistics = kserve::ModelStatisticsRequest { name, version: version.clone() };
+            let mut refusals = vec![
+                client.model_metadata(metadata).await.err(),
+                client.model_config(config).await.err(),
+                client.model_statistics(statistics).await.err(),
+            ];
+            if !known {
+                let infer =
+                    kserve::ModelInferRequest { model_version: version.clone(), ..ask("x", "a", false) };
+                refusals.push(client.model_infer(infer.clone()).await.err());
+                let mut answers =
+                    client.model_stream_infer(tokio_stream::once(infer)).await.unwrap().into_inner();
+                let answer = answers.message().await.unwrap().unwrap();
+                let expected = format!(
+                    "[NotFound] the model \"tiny\" has no version {version:?}; its only version is 1"
+                );
+                assert_eq!(
+                    (answer.error_message, answer.infer_response.unwrap().id),
+                    (expected, "x".to_owned())
+                );
+            }
+            for refusal in refusals {
+                assert_eq!(
+                    refusal.map(|status| status.code()),
+                    (!known).then_some(Code::NotFound),
+                    "{version:?}"
+                );
+            }
+        }
+        let infer = kserve::ModelInferRequest { model_version: "1".to_owned(), ..ask("x", "a", false) };
+        let call = tokio::spawn(async move { client.model_infer(infer).await });
+        let submit = session.submit().await;
+        session.finish(&submit, 0, &tokens("b"), LENGTH);
+        assert_eq!(call.await.unwrap().unwrap().into_inner().model_version, "1");
+    })
+    .await;
+}
+
+#[tokio::test]
+async fn configuration_and_index_describe_the_model_and_statistics_count_its_requests() {
+    bounded(async {
+        let mut worker = ScriptedWorker::start(WorkerProfile::default()).await;
+        let cluster = Cluster::start(&[&worker], Options::default()).await;
+        let mut session = worker.granted().await;
+        cluster.handle.ready().await;
+        let mut client = GrpcInferenceServiceClient::new(cluster.channel.clone());
+        let named = || "tiny".to_owned();
+        let config = kserve::ModelConfigRequest { name: named(), ..Default::default() };
+        let config = client.model_config(config).await.unwrap().into_inner().config.unwrap();
+        let metadata = kserve::ModelMetadataRequest { name: named(), ..Default::default() };
+        let metadata = client.model_metadata(metadata).await.unwrap().into_inner();
+        let inputs: Vec<&str> = metadata.inputs.iter().map(|input| &*input.name).collect();
+        assert_eq!(config.input.iter().map(|input| &*input.name).collect::<Vec<_>>(), inputs);
+        assert_eq!(config.input[0].data_type(), kserve::DataType::TypeString);
+        assert!(config.model_transaction_policy.unwrap().decoupled && config.max_batch_size == 0);
+        let index =
+            client.repository_index(kserve::RepositoryIndexRequest::default()).await.unwrap().into_inner();
+        let entry = &index.models[0];
+        assert_eq!(
+            (index.models.len(), &*entry.name, &*entry.version, &*entry.state),
+            (1, "tiny", "1", "READY")
+        );
+        let elsewhere = kserve::RepositoryIndexRequest { repository_name: "x".to_owned(), ready: false };
+        assert_eq!(client.repository_index(elsewhere).await.unwrap_err().code(), Code::InvalidArgument);
+
+        // One completes, one fails, and one is cancelled, over two protocols.
+        let mut calling = client.clone();
+        let call = tokio::spawn(async move { calling.model_infer(ask("a", "a", false)).await });
+        let submit = session.submit().await;
+        session.finish(&submit, 0, &tokens("b"), LENGTH);
+        call.await.unwrap().unwrap();
+        let mut calling = client.clone();
+        let call = tokio::spawn(async move { calling.model_infer(ask("b", "a", false)).await });
+        let submit = session.submit().await;
+        session.finish(&submit, 0, &[], v1::FinishReason::Error);
+        call.await.unwrap().unwrap_err();
+        let mut generating = cluster.client.clone();
+        let stream = generating.generate(crate::cluster::text("a")).await.unwrap();
+        let submit = session.submit().await;
+        drop(stream);
+        session.cancel().await;
+        session.finish(&submit, 0, &[], v1::FinishReason::Cancelled);
+        let of = |counted: Option<kserve::StatisticDuration>| counted.unwrap().count;
+        let statistics = loop {
+            let all = client
+                .model_statistics(kserve::ModelStatisticsRequest::default())
+                .await
+                .unwrap()
+                .into_inner();
+            let [model] = &all.model_stats[..] else { panic!("{all:?}") };
+            let stats = model.inference_stats.unwrap();
+            if of(stats.success) + of(stats.fail) == 2 && of(stats.queue) == 3 {
+                break model.clone();
+            }
+            tokio::task::yield_now().await;
+        };
+        let stats = statistics.inference_stats.unwrap();
+        assert_eq!((statistics.inference_count, of(stats.fail), of(stats.compute_infer)), (1, 1, 1));
+        let ns = |counted: Option<kserve::StatisticDuration>| counted.unwrap().ns;
+        assert!(
+            ns(stats.success) >= ns(stats.compute_infer) && statistics.last_inference > 1_700_000_000_000,
+            "{stats:?}"
+        );
+    })
+    .await;
+}
+
+#[tokio::test]
+async fn the_input_is_repeated_on_request_but_not_in_streams() {
+    bounded(async {
+        let mut worker = ScriptedWorker::start(WorkerProfile::default()).await;
+        let cluster = Cluster::start(&[&worker], Options::default()).await;
+        let mut session = worker.granted().await;
+        cluster.handle.ready().await;
+        let client = GrpcInferenceServiceClient::new(cluster.channel.clone());
+        let request = |exclude: bool, stream: bool| {
+            let choice = Some(ParameterChoice::BoolParam(exclude));
+            let parameter = kserve::InferParameter { parameter_choice: choice };
+            let parameters = [("exclude_input_in_output".to_owned(), parameter)].into();
+            kserve::ModelInferRequest { parameters, ..ask("x", "hello ", stream) }
+        };
+        for (exclude, text) in [(true, "world"), (false, "hello world")] {
+            let mut calling = client.clone();
+            let call = tokio::spawn(async move { calling.model_infer(request(exclude, false)).await });
+            let submit = session.submit().await;
+            session.finish(&submit, 0, &tokens("world"), LENGTH);
+            assert_eq!(text_of(&call.await.unwrap().unwrap().into_inner()), text);
+        }
+        let refused = client.clone().model_infer(request(false, true)).await.unwrap_err();
+        assert!(refused.message().contains("exclude_input_in_output"), "{refused}");
+    })
+    .await;
+}
+
+#[tokio::test]
+async fn statistics_are_for_administrators() {
+    bounded(async {
+        let file = tenant("a", "") + &tenant("b", "") + "admin = true\n";
+        let (cluster, _session, _folder, _worker) = started(&file, Options::default()).await;
+        let mut client = GrpcInferenceServiceClient::new(cluster.channel.clone());
+        let mut ask = async |key: &str| {
+            let request = with_key(kserve::ModelStatisticsRequest::default(), key);
+            client.model_statistics(request).await.map(|_| ()).map_err(|status| status.code())
+        };
+        assert_eq!((ask("a").await, ask("b").await), (Err(Code::PermissionDenied), Ok(())));
+    })
+    .await;
+}

@@ -6,6 +6,7 @@ import queue
 
 import numpy as np
 import tritonclient.grpc as triton
+from google.protobuf.unknown_fields import UnknownFieldSet
 from tritonclient.utils import InferenceServerException
 
 
@@ -49,6 +50,12 @@ def main() -> None:
         answer["server"] = client.get_server_metadata(headers=headers).name
         metadata = client.get_model_metadata(model, headers=headers)
         answer["inputs"] = [tensor.name for tensor in metadata.inputs]
+        answer["other_version_ready"] = client.is_model_ready(model, "9", headers=headers)
+        config = client.get_model_config(model, headers=headers).config
+        answer["config_inputs"] = [tensor.name for tensor in config.input]
+        answer["decoupled"] = config.model_transaction_policy.decoupled
+        index = client.get_model_repository_index(headers=headers)
+        answer["index"] = [[entry.name, entry.version, entry.state] for entry in index.models]
 
         whole = client.infer(model, inputs(arguments.prompt, arguments.seed, False), request_id="one", headers=headers)
         answer["text"] = text_of(whole)
@@ -81,6 +88,14 @@ def main() -> None:
             client.infer("no-such-model", inputs(arguments.prompt, 1, False), headers=headers)
         except InferenceServerException as error:
             answer["unknown_model"] = error.status()
+        try:
+            client.infer(model, inputs(arguments.prompt, 1, False), model_version="9", headers=headers)
+        except InferenceServerException as error:
+            answer["unknown_version"] = error.status()
+        statistics = client.get_inference_statistics(model, headers=headers).model_stats[0]
+        answer["completed"] = statistics.inference_stats.success.count
+        # The numbers and names of the messages are those of Triton's own descriptors.
+        answer["unknown_fields"] = len(UnknownFieldSet(statistics)) + len(UnknownFieldSet(config)) + len(UnknownFieldSet(index))
     print(json.dumps(answer))
 
 

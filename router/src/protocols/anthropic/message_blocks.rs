@@ -3,6 +3,7 @@
 use serde::{Deserialize, Serialize};
 use serde_json::value::RawValue;
 
+use super::documents;
 use crate::outcome::Outcome;
 use crate::output::collected::{CollectedChoice, CollectedPart};
 use crate::protocols::http::content;
@@ -68,7 +69,8 @@ pub(crate) fn read_message(
                 results += 1;
             }
             ("thinking", "assistant") => message.reasoning.push_str(&block.thinking.unwrap_or_default()),
-            _ => texts.extend(content::part(&place, raw)?),
+            (_, "assistant") => texts.extend(content::part(&place, raw)?),
+            _ => texts.extend(documents::part(&place, raw)?),
         }
     }
     // A message of calls alone has no text.
@@ -87,7 +89,7 @@ fn result(place: &str, block: BlockBody<'_>, earlier: &MessageList) -> Result<Me
         let reason = format!("{place} is the result of the call {id:?}, which no message before it has");
         Outcome::field("messages", reason)
     })?;
-    let text = content::text(&format!("{place}.content"), block.content)?;
+    let text = content::text_of_parts(&format!("{place}.content"), block.content, documents::part)?;
     Ok(Message { name, tool_call_id: id, ..Message::new("tool", text) })
 }
 

@@ -35,7 +35,7 @@ const PROMPT: &[Field] = &[
     honoured("model", "Name of a served model; absent: the only one."),
     honoured(
         "messages",
-        "Roles `user`, `assistant` and `system`; text, thinking, `tool_use` and `tool_result` blocks. The output continues a last message of the assistant.",
+        "Roles `user`, `assistant` and `system`; text, thinking, `tool_use` and `tool_result` blocks, documents of text and search results. The output continues a last message of the assistant.",
     ),
     honoured("system", "A string or text blocks."),
     honoured("tools", "Tools of the client, at most 512; those of Anthropic's servers are skipped."),
@@ -78,11 +78,14 @@ pub(crate) static FIELDS: FieldTable = FieldTable {
             ignored("diagnostics", "`--http-timings` adds timings."),
             ignored("inference_geo", "The cluster is where it is."),
         ],
+        structured::GUIDED,
     ],
+    elsewhere: structured::ELSEWHERE,
 };
 
 /// Fields of `/v1/messages/count_tokens`.
-pub(crate) static COUNT_FIELDS: FieldTable = FieldTable { api: "count_tokens", fields: &[PROMPT] };
+pub(crate) static COUNT_FIELDS: FieldTable =
+    FieldTable { api: "count_tokens", fields: &[PROMPT], elsewhere: &[] };
 
 /// Message of a conversation.
 #[derive(Deserialize)]
@@ -92,8 +95,8 @@ struct MessageBody<'a> {
     content: &'a RawValue,
 }
 
-/// Returns the grammar of the output's format; `None` for text.
-fn output_format(fields: &Fields<'_>) -> Result<Option<structured::NamedGrammar>, Outcome> {
+/// Returns the grammars of the output's format, under either of its names; none for text.
+fn output_formats(fields: &Fields<'_>) -> Result<[Option<structured::NamedGrammar>; 2], Outcome> {
     #[derive(Deserialize)]
     struct OutputConfig<'a> {
         #[serde(borrow, default)]
@@ -103,13 +106,13 @@ fn output_format(fields: &Fields<'_>) -> Result<Option<structured::NamedGrammar>
     let format = config.and_then(|config| config.format);
     let format = structured::format("output_config", "output_config.format", format)?;
     let older = structured::format("output_format", "output_format", fields.raw("output_format"))?;
-    Ok(format.or(older))
+    Ok([format, older])
 }
 
 /// Reads the conversation.
 pub(crate) fn conversation(fields: &Fields<'_>) -> Result<Input, Outcome> {
     // It does not change the prompt, whose tokens may be all that is asked for.
-    output_format(fields)?;
+    output_formats(fields)?;
     let bodies: Option<Vec<&RawValue>> = fields.get("messages", "an array of messages")?;
     let bodies = bodies.ok_or_else(|| Outcome::field("messages", "messages is missing"))?;
     if bodies.is_empty() {
@@ -196,9 +199,7 @@ pub(crate) fn read(body: &[u8]) -> Result<(Draft, bool), Outcome> {
     let stop = fields.texts("stop_sequences")?;
     limits::check_stops("stop_sequences", &stop)?;
     request.stop = StopConditions { max_tokens: Some(max_tokens), stop, ..StopConditions::default() };
-    if let Some(grammar) = output_format(&fields)? {
-        structured::constrain(&mut request, grammar);
-    }
+    structured::read_with(&fields, output_formats(&fields)?, &mut request)?;
     Ok((request, fields.flag("stream")?))
 }
 

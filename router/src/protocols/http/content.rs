@@ -23,6 +23,18 @@ struct Part {
 /// # Errors
 /// A part is not text; the message names it and its position under `name`.
 pub(crate) fn text(name: &str, content: Option<&RawValue>) -> Result<String, Outcome> {
+    text_of_parts(name, content, part)
+}
+
+/// Returns the text of a content whose parts that are objects are read by `part`.
+///
+/// # Errors
+/// A part is not text.
+pub(crate) fn text_of_parts(
+    name: &str,
+    content: Option<&RawValue>,
+    part: impl Fn(&str, &RawValue) -> Result<Option<String>, Outcome>,
+) -> Result<String, Outcome> {
     let Some(content) = content else { return Ok(String::new()) };
     let expected = "a string or an array of parts";
     match content.get().as_bytes().first() {
@@ -32,13 +44,13 @@ pub(crate) fn text(name: &str, content: Option<&RawValue>) -> Result<String, Out
     }
     let parts: Vec<&RawValue> = parse(name, content, expected)?;
     let mut texts = Vec::with_capacity(parts.len());
-    for (at, part) in parts.into_iter().enumerate() {
+    for (at, raw) in parts.into_iter().enumerate() {
         let name = format!("{name}[{at}]");
-        if part.get().starts_with('"') {
-            texts.push(parse::<String>(&name, part, "text")?);
+        if raw.get().starts_with('"') {
+            texts.push(parse::<String>(&name, raw, "text")?);
             continue;
         }
-        texts.extend(self::part(&name, part)?);
+        texts.extend(part(&name, raw)?);
     }
     Ok(texts.join("\n"))
 }

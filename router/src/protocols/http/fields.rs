@@ -8,6 +8,7 @@ use serde_json::value::RawValue;
 
 use crate::metrics as names;
 use crate::outcome::Outcome;
+use crate::request::escapes;
 
 /// Fate of a field.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -50,6 +51,8 @@ pub(crate) struct FieldTable {
     /// Name of the API in metrics and in the documentation.
     pub(crate) api: &'static str,
     pub(crate) fields: &'static [&'static [Field]],
+    /// Fields of other APIs that would constrain the output, and are refused where this one does not have them.
+    pub(crate) elsewhere: &'static [Field],
 }
 
 impl FieldTable {
@@ -66,10 +69,11 @@ impl FieldTable {
     /// # Errors
     /// The body is not a JSON object, has too many fields, or a refused one.
     pub(crate) fn read<'a>(&'static self, body: &'a [u8]) -> Result<Fields<'a>, Outcome> {
-        if body.is_empty() {
+        let text = text_of(body)?;
+        if text.is_empty() {
             return Err(Outcome::invalid("the request has no body; send a JSON object"));
         }
-        let Object(entries) = serde_json::from_slice(body).map_err(|error| {
+        let Object(entries) = serde_json::from_str(text).map_err(|error| {
             Outcome::Invalid(if error.is_data() {
                 format!("the body must be a JSON object: {error}")
             } else {
@@ -78,7 +82,8 @@ impl FieldTable {
         })?;
         let mut fields = Fields { values: Vec::new() };
         for (name, value) in entries {
-            let Some(field) = self.iter().find(|field| field.name == name) else {
+            let known = self.iter().chain(self.elsewhere).find(|field| field.name == name);
+            let Some(field) = known else {
                 self.count("unknown");
                 continue;
             };
@@ -100,6 +105,19 @@ impl FieldTable {
     }
 }
 
+/// Returns the text of a body, without a byte order mark.
+fn text_of(body: &[u8]) -> Result<&str, Outcome> {
+    let body = body.strip_prefix(b"\xef\xbb\xbf").unwrap_or(body);
+    // JSON begins with an ASCII character, of which UTF-16 and UTF-32 have bytes that are zero.
+    if matches!(body, [0xfe, 0xff, ..] | [0xff, 0xfe, ..] | [0, _, ..] | [_, 0, ..]) {
+        return Err(Outcome::invalid("the body is encoded in UTF-16 or UTF-32; send it in UTF-8"));
+    }
+    std::str::from_utf8(body).map_err(|error| {
+        let at = error.valid_up_to();
+        Outcome::Invalid(format!("the body is not UTF-8: byte {at} is {:#04x}; send it in UTF-8", body[at]))
+    })
+}
+
 /// Whether a value is the same as an absent one: null, false, or an empty string, array or object.
 pub(crate) fn is_empty(value: &RawValue) -> bool {
     let text = value.get();
@@ -111,7 +129,7 @@ pub(crate) fn is_empty(value: &RawValue) -> bool {
 }
 
 /// Object with the texts of its values.
-struct Object<'a>(Vec<(Cow<'a, str>, &'a RawValue)>);
+pub(crate) struct Object<'a>(pub(crate) Vec<(Cow<'a, str>, &'a RawValue)>);
 
 /// Maximum fields of a request body, the unknown ones included.
 const FIELDS_MAX: usize = 256;
@@ -150,6 +168,11 @@ pub(crate) struct Fields<'a> {
 }
 
 impl<'a> Fields<'a> {
+    /// Returns fields with their values.
+    pub(crate) fn new(values: Vec<(&'static str, &'a RawValue)>) -> Self {
+        Self { values }
+    }
+
     /// Returns the text of a field. Of several with one name, the last counts, even if it is null.
     pub(crate) fn raw(&self, name: &str) -> Option<&'a RawValue> {
         let last = self.values.iter().rev().find(|(known, _)| *known == name);
@@ -219,7 +242,17 @@ pub(crate) fn parse<'a, T: Deserialize<'a>>(
     value: &'a RawValue,
     expected: &str,
 ) -> Result<T, Outcome> {
-    serde_json::from_str(value.get()).map_err(|_| wrong_type(name, value, expected))
+    serde_json::from_str(value.get()).map_err(|error| {
+        let top = name.split(['.', '[']).next().unwrap_or(name);
+        if let Some(reason) = escapes::refusal(name, value.get()) {
+            return Outcome::field(top, reason);
+        }
+        // Of structs, the library says only so that a key is there twice.
+        match error.to_string().strip_prefix("duplicate field ").and_then(|rest| rest.split_once(" at ")) {
+            Some((key, _)) => Outcome::field(top, format!("{name} has the key {key} twice; give it once")),
+            None => wrong_type(name, value, expected),
+        }
+    })
 }
 
 /// Parses the object `name` into a struct.
@@ -262,6 +295,7 @@ mod tests {
             ignored("user", ""),
             refused("tools", "there are none"),
         ]],
+        elsewhere: &[refused("grammar", "there are none")],
     };
     static FIELDS: FieldTable = TABLE;
 
@@ -304,7 +338,47 @@ mod tests {
         };
         assert_eq!(many(FIELDS_MAX), "");
         assert!(many(FIELDS_MAX + 1).contains("at most 256 fields"), "{}", many(FIELDS_MAX + 1));
-        let invalid_text = b"{\"stop\": \"\xff\"}";
-        assert!(FIELDS.read(invalid_text).is_err());
+    }
+
+    #[test]
+    fn encodings_other_than_utf_8_and_halves_of_characters_are_named() {
+        let refused =
+            |body: &[u8]| FIELDS.read(body).err().map(|outcome| outcome.message()).unwrap_or_default();
+        assert_eq!(refused(b"\xef\xbb\xbf{}"), "", "a byte order mark has no meaning in UTF-8");
+        assert_eq!(refused(b"\xef\xbb\xbf"), "the request has no body; send a JSON object");
+        let utf_16 = |order: fn(u16) -> [u8; 2], text: &str| -> Vec<u8> {
+            text.encode_utf16().flat_map(order).collect()
+        };
+        for text in ["{}", "\u{feff}{}"] {
+            for body in [utf_16(u16::to_le_bytes, text), utf_16(u16::to_be_bytes, text)] {
+                assert!(refused(&body).contains("UTF-16"), "{body:?}");
+            }
+        }
+        assert_eq!(
+            refused(b"{\"stop\": \"\xff\"}"),
+            "the body is not UTF-8: byte 10 is 0xff; send it in UTF-8"
+        );
+        assert!(refused(b"{\"x\": \"\\q\"}").contains("invalid escape at line 1 column 9"));
+        let fields = FIELDS.read(br#"{"stop": ["ab", "c\ud83d"]}"#).unwrap();
+        let wrong = fields.texts("stop").unwrap_err();
+        assert!(
+            matches!(&wrong, Outcome::InvalidField { field, reason } if field == "stop"
+            && reason.starts_with("stop has the escape \\ud83d at byte 9 of its JSON")),
+            "{wrong:?}"
+        );
+        #[derive(Debug, serde::Deserialize)]
+        #[allow(dead_code, reason = "only read")]
+        struct Nested {
+            a: u32,
+        }
+        let fields = FIELDS.read(br#"{"stop": {"a": 1, "a": 2}}"#).unwrap();
+        let wrong = fields.object::<Nested>("stop", "an object").unwrap_err();
+        assert_eq!(wrong, Outcome::field("stop", "stop has the key `a` twice; give it once"));
+    }
+
+    #[test]
+    fn a_constraint_of_another_api_is_refused_and_not_ignored() {
+        assert_eq!(refusal(r#"{"grammar": "x"}"#), "grammar is refused: there are none");
+        assert_eq!(refusal(r#"{"grammar": null, "grammar": ""}"#), "");
     }
 }

@@ -1,5 +1,7 @@
 //! KServe v2 inference API: tensors to requests, text to tensors.
 
+mod constraints;
+mod models;
 mod stream_calls;
 mod tensors;
 
@@ -12,11 +14,12 @@ use inflight_contract::FinishReason;
 use inflight_proto::kserve::grpc_inference_service_server::GrpcInferenceService;
 use inflight_proto::kserve::infer_parameter::ParameterChoice;
 use inflight_proto::kserve::model_infer_response::InferOutputTensor;
-use inflight_proto::kserve::model_metadata_response::TensorMetadata;
 use inflight_proto::kserve::{
-    InferParameter, ModelInferRequest, ModelInferResponse, ModelMetadataRequest, ModelMetadataResponse,
-    ModelReadyRequest, ModelReadyResponse, ModelStreamInferResponse, ServerLiveRequest, ServerLiveResponse,
-    ServerMetadataRequest, ServerMetadataResponse, ServerReadyRequest, ServerReadyResponse,
+    InferParameter, ModelConfigRequest, ModelConfigResponse, ModelInferRequest, ModelInferResponse,
+    ModelMetadataRequest, ModelMetadataResponse, ModelReadyRequest, ModelReadyResponse,
+    ModelStatisticsRequest, ModelStatisticsResponse, ModelStreamInferResponse, RepositoryIndexRequest,
+    RepositoryIndexResponse, ServerLiveRequest, ServerLiveResponse, ServerMetadataRequest,
+    ServerMetadataResponse, ServerReadyRequest, ServerReadyResponse,
 };
 use tokio::sync::{Semaphore, mpsc};
 use tokio::task::JoinSet;
@@ -27,14 +30,18 @@ use tokio_util::task::AbortOnDropHandle;
 use tonic::{Request, Response, Status, Streaming};
 
 use crate::clock;
+use crate::dispatcher::ServedModel;
 use crate::layers::admission::Admission;
 use crate::outcome::{Outcome, Overload};
 use crate::output::event::{GenerationEvent, Usage};
-use crate::output::response_stream::{GenerationEvents, ResponseStream};
+use crate::output::response_stream::GenerationEvents;
+use crate::protocols::operations::Operations;
 use crate::request::context::RequestContext;
+use crate::request::draft::Input;
 use crate::request::ingress::Ingress;
 use crate::request::ingress::rejected;
-use crate::tenants::Tenants;
+use crate::tenants::{Caller, Tenants};
+use models::{VERSION, check_version};
 use stream_calls::StreamCalls;
 pub(crate) use tensors::fuzz;
 use tensors::{InferRequest, bytes_tensor};
@@ -45,8 +52,8 @@ const STREAM_REQUESTS_MAX: usize = 64;
 const STREAM_RESPONSES_MAX: usize = 16;
 /// Delay after which a caller with too many open calls may try again.
 const RETRY: Duration = Duration::from_secs(1);
-/// The only version of a model.
-const VERSION: &str = "1";
+/// Maximum bytes of the inputs that a response repeats, one in each of its texts.
+const ECHO_BYTES_MAX: usize = 16 << 20;
 
 /// KServe v2 service of the router.
 #[derive(Clone)]
@@ -72,6 +79,13 @@ impl Kserve {
     ) -> Self {
         Self { ingress, admission, tenants, drain, streams: StreamCalls::new(streams_max) }
     }
+
+    /// Resolves the version of a model.
+    fn resolve(&self, name: &str, version: &str) -> Result<ServedModel, Status> {
+        let served = self.ingress.resolve(name).map_err(Outcome::into_status)?;
+        check_version(&served.name, version).map_err(Outcome::into_status)?;
+        Ok(served)
+    }
 }
 
 /// Accumulated result of a request.
@@ -84,6 +98,8 @@ struct InferResult {
     texts: Vec<String>,
     finish: Vec<Option<FinishReason>>,
     usage: Usage,
+    /// Input, which each text of the final response has before it.
+    echoed: String,
 }
 
 impl InferResult {
@@ -124,7 +140,13 @@ impl InferResult {
 
     /// Returns the final response of a request.
     fn last(&self, id: &str) -> ModelInferResponse {
-        let mut response = response(&self.model, id, &self.texts);
+        let mut response = match &*self.echoed {
+            "" => response(&self.model, id, &self.texts),
+            input => {
+                let texts: Vec<String> = self.texts.iter().map(|text| format!("{input}{text}")).collect();
+                response(&self.model, id, &texts)
+            }
+        };
         let reasons: Vec<_> = self.finish.iter().map(|reason| reason_name(*reason)).collect();
         let set = [
             ("triton_final_response", ParameterChoice::BoolParam(true)),
@@ -177,17 +199,42 @@ fn response(model: &str, id: &str, texts: &[String]) -> ModelInferResponse {
     }
 }
 
+/// Starts a request. Returns its events, and the input that its response repeats.
 async fn begin(
     ingress: &Ingress,
     infer: InferRequest,
     mut incoming: RequestContext,
-) -> Result<GenerationEvents, Outcome> {
+) -> Result<(GenerationEvents, String), Outcome> {
     if let Some(timeout) = infer.timeout_us {
         let until = clock::now().checked_add(Duration::from_micros(timeout));
         let earlier = [until, incoming.arrival.deadline].into_iter().flatten().min();
         incoming.arrival.deadline = earlier;
     }
-    ingress.start(infer.request, incoming).await.map(ResponseStream::into_events)
+    let given = match &infer.request.input {
+        Input::Text(text) if infer.echo => Some(text.clone()),
+        _ => None,
+    };
+    let stream = ingress.start(infer.request, incoming).await?;
+    let call = stream.call();
+    let echoed = match given {
+        _ if !infer.echo => String::new(),
+        Some(text) => text,
+        None => stream.bundle().tokenizer.decode(&call.prompt).unwrap_or_default(),
+    };
+    let bytes = echoed.len() * call.sampling.n as usize;
+    if bytes > ECHO_BYTES_MAX {
+        let reason = format!(
+            "exclude_input_in_output = false would return {bytes} bytes of input, those of n texts n times; at most {ECHO_BYTES_MAX} are returned"
+        );
+        return Err(Outcome::field("exclude_input_in_output", reason));
+    }
+    Ok((stream.into_events(), echoed))
+}
+
+/// Reads a request for the model's only version.
+fn read(request: ModelInferRequest) -> Result<InferRequest, Outcome> {
+    check_version(&request.model_name, &request.model_version)?;
+    InferRequest::read(request)
 }
 
 /// Runs a request of a stream to its end and sends its responses.
@@ -200,13 +247,16 @@ async fn respond(
     let id = request.id.clone();
     let (mut sum, gone) = (InferResult::default(), ());
     let result: Result<Result<(), Status>, ()> = async {
-        let infer = match InferRequest::read(request) {
+        let infer = match read(request) {
             Ok(infer) => infer,
             Err(outcome) => return Ok(Err(rejected_status(outcome))),
         };
         let stream = infer.stream;
         let mut generation = match begin(&ingress, infer, incoming).await {
-            Ok(generation) => generation,
+            Ok((generation, echoed)) => {
+                sum.echoed = echoed;
+                generation
+            }
             Err(outcome) => return Ok(Err(rejected_status(outcome))),
         };
         while let Some(message) = generation.next().await {
@@ -276,7 +326,7 @@ impl GrpcInferenceService for Kserve {
         &self,
         request: Request<ModelReadyRequest>,
     ) -> Result<Response<ModelReadyResponse>, Status> {
-        let name = request.into_inner().name;
+        let ModelReadyRequest { name, version } = request.into_inner();
         let ready = self.ingress.models().iter().any(|(served, _)| served.name == name);
         if !ready {
             // A known model is not ready; any other is not found.
@@ -285,7 +335,8 @@ impl GrpcInferenceService for Kserve {
                 Err(outcome) => return Err(outcome.into_status()),
             }
         }
-        Ok(Response::new(ModelReadyResponse { ready }))
+        // As of Triton, a version that the model does not have is not ready.
+        Ok(Response::new(ModelReadyResponse { ready: ready && models::has_version(&version) }))
     }
 
     async fn server_metadata(
@@ -295,7 +346,7 @@ impl GrpcInferenceService for Kserve {
         Ok(Response::new(ServerMetadataResponse {
             name: "inflight".to_owned(),
             version: env!("CARGO_PKG_VERSION").to_owned(),
-            extensions: Vec::new(),
+            extensions: ["model_configuration", "statistics"].map(str::to_owned).to_vec(),
         }))
     }
 
@@ -303,19 +354,51 @@ impl GrpcInferenceService for Kserve {
         &self,
         request: Request<ModelMetadataRequest>,
     ) -> Result<Response<ModelMetadataResponse>, Status> {
-        let served = self.ingress.resolve(&request.into_inner().name).map_err(Outcome::into_status)?;
-        let tensor = |(name, datatype): (&str, &str)| TensorMetadata {
-            name: name.to_owned(),
-            datatype: datatype.to_owned(),
-            shape: vec![-1],
+        let ModelMetadataRequest { name, version } = request.into_inner();
+        let served = self.resolve(&name, &version)?;
+        Ok(Response::new(models::metadata(served)))
+    }
+
+    async fn model_config(
+        &self,
+        request: Request<ModelConfigRequest>,
+    ) -> Result<Response<ModelConfigResponse>, Status> {
+        let ModelConfigRequest { name, version } = request.into_inner();
+        let served = self.resolve(&name, &version)?;
+        Ok(Response::new(ModelConfigResponse { config: Some(models::config(served)) }))
+    }
+
+    async fn model_statistics(
+        &self,
+        request: Request<ModelStatisticsRequest>,
+    ) -> Result<Response<ModelStatisticsResponse>, Status> {
+        // They count the requests of all tenants.
+        Operations::authorize(request.extensions().get::<Caller>()).map_err(Outcome::into_status)?;
+        let ModelStatisticsRequest { name, version } = request.into_inner();
+        let names = if name.is_empty() {
+            check_version(&name, &version).map_err(Outcome::into_status)?;
+            self.ingress.models().into_iter().map(|(served, _)| served.name).collect()
+        } else {
+            vec![self.resolve(&name, &version)?.name]
         };
-        Ok(Response::new(ModelMetadataResponse {
-            name: served.name,
-            versions: vec![VERSION.to_owned()],
-            platform: served.architecture,
-            inputs: tensors::inputs().map(tensor).collect(),
-            outputs: [("text_output", "BYTES")].into_iter().map(tensor).collect(),
-        }))
+        let of = |name: String| {
+            let counters = self.ingress.counters(&name);
+            models::statistics(name, &counters)
+        };
+        Ok(Response::new(ModelStatisticsResponse { model_stats: names.into_iter().map(of).collect() }))
+    }
+
+    async fn repository_index(
+        &self,
+        request: Request<RepositoryIndexRequest>,
+    ) -> Result<Response<RepositoryIndexResponse>, Status> {
+        let repository = request.into_inner().repository_name;
+        if !repository.is_empty() {
+            let reason = format!("there is no repository {repository:?}; leave repository_name empty");
+            return Err(Outcome::field("repository_name", reason).into_status());
+        }
+        let models = self.ingress.models().into_iter().map(|(served, _)| models::index(served)).collect();
+        Ok(Response::new(RepositoryIndexResponse { models }))
     }
 
     async fn model_infer(
@@ -326,9 +409,10 @@ impl GrpcInferenceService for Kserve {
         let incoming = incoming.map_err(Outcome::into_status)?;
         let request = request.into_inner();
         let id = request.id.clone();
-        let infer = InferRequest::read(request).map_err(rejected_status)?;
-        let mut generation = begin(&self.ingress, infer, incoming).await.map_err(rejected_status)?;
-        let mut answer = InferResult::default();
+        let infer = read(request).map_err(rejected_status)?;
+        let (mut generation, echoed) =
+            begin(&self.ingress, infer, incoming).await.map_err(rejected_status)?;
+        let mut answer = InferResult { echoed, ..InferResult::default() };
         while let Some(message) = generation.next().await {
             if let Some((choice, text)) = answer.take(message.map_err(Outcome::into_status)?) {
                 answer.choice(choice as usize).push_str(&text);

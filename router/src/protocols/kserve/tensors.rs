@@ -6,8 +6,10 @@ use inflight_contract::{NumberKind, SAMPLING_NUMBERS, SamplingNumber, SamplingOv
 use inflight_proto::kserve::infer_parameter::ParameterChoice;
 use inflight_proto::kserve::model_infer_request::InferInputTensor;
 use inflight_proto::kserve::{InferParameter, InferTensorContents, ModelInferRequest};
+use serde_json::value::RawValue;
 
 use crate::outcome::Outcome;
+use crate::protocols::kserve::constraints;
 use crate::request::draft::{Draft, Input};
 
 /// Returns the input tensors of a model: name and datatype.
@@ -17,13 +19,19 @@ pub(crate) fn inputs() -> impl Iterator<Item = (&'static str, &'static str)> {
         NumberKind::Integer => "INT32",
     };
     let numbers = SAMPLING_NUMBERS.iter().map(move |number| (number.name, datatype(number)));
-    BEFORE_NUMBERS.into_iter().chain(numbers).chain(AFTER_NUMBERS)
+    let constraints = constraints::names().map(|name| (name, "BYTES"));
+    BEFORE_NUMBERS.into_iter().chain(numbers).chain(AFTER_NUMBERS).chain(constraints)
+}
+
+/// Whether there is an input of this name.
+fn is_input(name: &str) -> bool {
+    inputs().any(|(known, _)| known == name)
 }
 
 const BEFORE_NUMBERS: [(&str, &str); 4] =
     [("text_input", "BYTES"), ("input_ids", "INT64"), ("max_tokens", "INT32"), ("min_tokens", "INT32")];
 
-const AFTER_NUMBERS: [(&str, &str); 8] = [
+const AFTER_NUMBERS: [(&str, &str); 9] = [
     ("seed", "UINT64"),
     ("n", "INT32"),
     ("stop", "BYTES"),
@@ -31,6 +39,7 @@ const AFTER_NUMBERS: [(&str, &str); 8] = [
     ("parse_special", "BOOL"),
     ("stream", "BOOL"),
     ("require_fingerprint", "BYTES"),
+    ("exclude_input_in_output", "BOOL"),
     ("sampling_parameters", "BYTES"),
 ];
 
@@ -51,6 +60,8 @@ pub(crate) struct InferRequest {
     pub(crate) stream: bool,
     /// Timeout of the request in microseconds.
     pub(crate) timeout_us: Option<u64>,
+    /// Whether each text of the output has the input before it.
+    pub(crate) echo: bool,
 }
 
 impl InferRequest {
@@ -66,25 +77,24 @@ impl InferRequest {
             )));
         }
         for (name, value) in &request.parameters {
-            // Other parameters are ignored: clients send some for other servers.
-            if inputs().any(|(known, _)| known == name) || name == "timeout" {
-                said.0.insert(name.clone(), of_parameter(name, value)?);
+            // Other parameters are ignored: clients send some for other servers. No constraint is.
+            if is_input(name) || name == "timeout" {
+                said.values.insert(name.clone(), of_parameter(name, value)?);
+            } else if let Some(refusal) = constraints::refusal(name).filter(|_| !is_none(value)) {
+                return Err(refusal);
             }
         }
         for (at, input) in request.inputs.into_iter().enumerate() {
-            if !inputs().any(|(known, _)| known == input.name) {
+            if !is_input(&input.name) {
                 let known: Vec<_> = inputs().map(|(known, _)| known).collect();
-                return Err(Outcome::Invalid(format!(
-                    "there is no input {:?}; known are: {}",
-                    input.name,
-                    known.join(", ")
-                )));
+                let reason = format!("there is no input {:?}; known are: {}", input.name, known.join(", "));
+                return Err(constraints::refusal(&input.name).unwrap_or(Outcome::Invalid(reason)));
             }
             let value = match raw.get(at) {
                 Some(raw) => of_raw(&input, raw)?,
                 None => of_contents(&input)?,
             };
-            said.0.insert(input.name, value);
+            said.values.insert(input.name, value);
         }
         if let Some(json) = said.text("sampling_parameters")? {
             said.add_json(&json)?;
@@ -110,34 +120,53 @@ impl InferRequest {
             }
         };
         let timeout = said.number::<u64>("timeout")?;
-        Ok(Self {
-            stream: said.flag("stream")?.unwrap_or(false),
-            timeout_us: timeout.filter(|timeout| *timeout > 0),
-            request: Draft {
-                sampling: said.sampling()?,
-                stop: StopConditions {
-                    max_tokens: said.number("max_tokens")?,
-                    min_tokens: said.number("min_tokens")?.unwrap_or(0),
-                    stop: said.texts("stop")?.unwrap_or_default(),
-                    ignore_eos: said.flag("ignore_eos")?.unwrap_or(false),
-                    ..StopConditions::default()
-                },
-                parse_special: said.flag("parse_special")?,
-                request_id: request.id,
-                require_fingerprint: said.text("require_fingerprint")?.unwrap_or_default(),
-                resumable: false,
-                resume: None,
-                ..Draft::new(request.model_name, input)
+        let stream = said.flag("stream")?.unwrap_or(false);
+        let echo = said.flag("exclude_input_in_output")? == Some(false);
+        if stream && echo {
+            let reason = "exclude_input_in_output = false with stream is refused: streams have what is generated; leave it out";
+            return Err(Outcome::field("exclude_input_in_output", reason));
+        }
+        let mut draft = Draft {
+            sampling: said.sampling()?,
+            stop: StopConditions {
+                max_tokens: said.number("max_tokens")?,
+                min_tokens: said.number("min_tokens")?.unwrap_or(0),
+                stop: said.texts("stop")?.unwrap_or_default(),
+                ignore_eos: said.flag("ignore_eos")?.unwrap_or(false),
+                ..StopConditions::default()
             },
-        })
+            parse_special: said.flag("parse_special")?,
+            request_id: request.id,
+            require_fingerprint: said.text("require_fingerprint")?.unwrap_or_default(),
+            resumable: false,
+            resume: None,
+            ..Draft::new(request.model_name, input)
+        };
+        constraints::read(&said.constraints()?, &mut draft)?;
+        Ok(Self { request: draft, stream, timeout_us: timeout.filter(|timeout| *timeout > 0), echo })
     }
 }
 
 /// Values by input name.
 #[derive(Debug, Default)]
-struct Said(BTreeMap<String, Value>);
+struct Said {
+    values: BTreeMap<String, Value>,
+    /// Constraints that are given as JSON.
+    json: BTreeMap<&'static str, Box<RawValue>>,
+}
 
 impl Said {
+    /// Returns the constraints as JSON.
+    fn constraints(&mut self) -> Result<BTreeMap<&'static str, Box<RawValue>>, Outcome> {
+        let mut given = std::mem::take(&mut self.json);
+        for name in constraints::names() {
+            if let Some(texts) = self.texts(name)? {
+                given.insert(name, constraints::of_texts(name, &texts)?);
+            }
+        }
+        Ok(given)
+    }
+
     /// Returns the sampling parameters.
     fn sampling(&self) -> Result<SamplingOverrides, Outcome> {
         let (seed, n) = (self.number("seed")?, self.number("n")?);
@@ -166,7 +195,7 @@ impl Said {
     }
 
     fn texts(&self, name: &str) -> Result<Option<Vec<String>>, Outcome> {
-        match self.0.get(name) {
+        match self.values.get(name) {
             None => Ok(None),
             Some(Value::Texts(texts)) => Ok(Some(texts.clone())),
             Some(_) => Self::wrong(name, "BYTES"),
@@ -178,7 +207,7 @@ impl Said {
     }
 
     fn whole(&self, name: &str) -> Result<Option<&[i128]>, Outcome> {
-        match self.0.get(name) {
+        match self.values.get(name) {
             None => Ok(None),
             Some(Value::Whole(values)) => Ok(Some(values)),
             Some(_) => Self::wrong(name, "a whole number"),
@@ -195,7 +224,7 @@ impl Said {
     }
 
     fn float(&self, name: &str) -> Result<Option<f32>, Outcome> {
-        match self.0.get(name) {
+        match self.values.get(name) {
             None => Ok(None),
             Some(Value::Numbers(values)) => Self::one(name, values).map(|value| Some(value as f32)),
             Some(Value::Whole(values)) => Self::one(name, values).map(|value| Some(value as f32)),
@@ -204,7 +233,7 @@ impl Said {
     }
 
     fn flag(&self, name: &str) -> Result<Option<bool>, Outcome> {
-        match self.0.get(name) {
+        match self.values.get(name) {
             None => Ok(None),
             Some(Value::Bools(values)) => Self::one(name, values).map(Some),
             Some(_) => Self::wrong(name, "BOOL"),
@@ -214,15 +243,20 @@ impl Said {
     /// Adds the fields of a JSON object that no tensor has set.
     fn add_json(&mut self, json: &str) -> Result<(), Outcome> {
         let invalid = |reason: &str| Outcome::Invalid(format!("sampling_parameters: {reason}"));
-        let object: serde_json::Map<String, serde_json::Value> =
+        let object: BTreeMap<String, Box<RawValue>> =
             serde_json::from_str(json).map_err(|error| invalid(&error.to_string()))?;
         for (name, value) in object {
-            if !inputs().any(|(known, _)| known == name) || name == "sampling_parameters" {
-                return Err(invalid(&format!("{name:?} is not known")));
+            if let Some(known) = constraints::known(&name) {
+                self.json.insert(known, value);
+                continue;
             }
-            let value =
-                of_json(&name, &value).ok_or_else(|| invalid(&format!("{name} has a value of no use")))?;
-            self.0.entry(name).or_insert(value);
+            if !is_input(&name) || name == "sampling_parameters" {
+                let refusal = constraints::refusal(&name);
+                return Err(refusal.unwrap_or_else(|| invalid(&format!("{name:?} is not known"))));
+            }
+            let value = serde_json::from_str(value.get()).ok().and_then(|value| of_json(&name, &value));
+            let value = value.ok_or_else(|| invalid(&format!("{name} has a value of no use")))?;
+            self.values.entry(name).or_insert(value);
         }
         Ok(())
     }
@@ -253,6 +287,16 @@ fn of_json(name: &str, value: &serde_json::Value) -> Option<Value> {
         }
         Json::Null | Json::Object(_) => return None,
     })
+}
+
+/// Whether a parameter is the same as an absent one.
+fn is_none(parameter: &InferParameter) -> bool {
+    match &parameter.parameter_choice {
+        Some(ParameterChoice::BoolParam(value)) => !value,
+        Some(ParameterChoice::StringParam(text)) => text.is_empty(),
+        Some(_) => false,
+        None => true,
+    }
 }
 
 fn of_parameter(name: &str, parameter: &InferParameter) -> Result<Value, Outcome> {

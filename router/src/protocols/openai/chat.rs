@@ -56,7 +56,7 @@ pub(crate) static FIELDS: FieldTable = FieldTable {
             honoured("tools", "Functions, at most 512; `strict` ones constrain the arguments."),
             honoured(
                 "tool_choice",
-                "`auto`, `none` (the model does not see the tools), `required`, or a function by its name.",
+                "`auto`, `none` (the model does not see the tools), `required`, a function by its name, or `allowed_tools`, the only ones that are called.",
             ),
             honoured("parallel_tool_calls", "False: only the first call is returned."),
             refused("functions", tools::FUNCTIONS),
@@ -81,6 +81,7 @@ pub(crate) static FIELDS: FieldTable = FieldTable {
         &sampling::EXTENSIONS,
         structured::GUIDED,
     ],
+    elsewhere: structured::ELSEWHERE,
 };
 
 /// Message of a conversation.

@@ -59,6 +59,7 @@ pub(crate) static FIELDS: FieldTable = FieldTable {
         &sampling::EXTENSIONS,
         structured::GUIDED,
     ],
+    elsewhere: structured::ELSEWHERE,
 };
 
 /// Meaning of `parse_special`.

@@ -10,6 +10,7 @@ mod logprobs;
 pub(crate) mod models;
 pub(crate) mod rendering;
 mod response_events;
+mod response_items;
 mod response_object;
 pub(crate) mod responses;
 pub(crate) mod tokenize;

@@ -42,6 +42,7 @@ pub(crate) static FIELDS: FieldTable = FieldTable {
         ],
         rendering::RENDERING,
     ],
+    elsewhere: &[],
 };
 
 /// Fields of `/detokenize`.
@@ -51,6 +52,7 @@ pub(crate) static DETOKENIZE_FIELDS: FieldTable = FieldTable {
         honoured("model", "Name of a served model; absent: the only one."),
         honoured("tokens", "Array of token ids."),
     ]],
+    elsewhere: &[],
 };
 
 #[derive(Serialize)]

@@ -1,5 +1,7 @@
 //! Tools of OpenAI's APIs: definitions, the choice among them, and calls in messages.
 
+use std::collections::BTreeSet;
+
 use serde::Deserialize;
 use serde_json::value::RawValue;
 
@@ -87,12 +89,86 @@ pub(crate) fn read(
         let strict = strict.unwrap_or(false);
         tools.push(Tool::new(ToolDefinition { place: &place, name, description, parameters, strict })?);
     }
-    let choice = choice(fields, form)?;
+    let (choice, allowed) = match allowed(fields)? {
+        Some((choice, names)) => (choice, Some(names)),
+        None => (choice(fields, form)?, None),
+    };
     let parallel = fields.get("parallel_tool_calls", "true or false")?.unwrap_or(true);
-    ToolUse::new(tools, choice, parallel)
+    let tools = ToolUse::new(tools, choice, parallel)?;
+    match (tools, allowed) {
+        (Some(tools), Some(names)) => tools.allow(names).map(Some),
+        (None, Some(_)) => Err(Outcome::field("tool_choice", "tool_choice allows tools, but tools is empty")),
+        (tools, None) => Ok(tools),
+    }
 }
 
-/// Reads `tool_choice`.
+/// Reads a `tool_choice` that allows some of the tools, which chat completions have in an object of its own; `None` for any other.
+fn allowed(fields: &Fields<'_>) -> Result<Option<(ToolChoice, BTreeSet<String>)>, Outcome> {
+    #[derive(Deserialize)]
+    struct Kind<'a> {
+        #[serde(rename = "type", default)]
+        kind: Option<String>,
+        #[serde(borrow, default)]
+        allowed_tools: Option<&'a RawValue>,
+    }
+    #[derive(Deserialize)]
+    struct Allowed<'a> {
+        mode: String,
+        #[serde(borrow)]
+        tools: Vec<&'a RawValue>,
+    }
+    #[derive(Deserialize)]
+    struct Named<'a> {
+        #[serde(rename = "type", default)]
+        kind: Option<String>,
+        #[serde(default)]
+        name: Option<String>,
+        #[serde(borrow, default)]
+        function: Option<&'a RawValue>,
+    }
+    let Some(raw) = fields.raw("tool_choice").filter(|raw| raw.get().starts_with('{')) else {
+        return Ok(None);
+    };
+    let kind: Kind<'_> = parse_object("tool_choice", raw, CHOICES)?;
+    if kind.kind.as_deref() != Some("allowed_tools") {
+        return Ok(None);
+    }
+    let (place, body) = match kind.allowed_tools {
+        Some(body) => ("tool_choice.allowed_tools", body),
+        None => ("tool_choice", raw),
+    };
+    let body: Allowed<'_> = parse_object(place, body, "an object with mode and tools")?;
+    ToolUse::check_count(body.tools.len())?;
+    let choice = match body.mode.as_str() {
+        "auto" => ToolChoice::Auto,
+        "required" => ToolChoice::Required,
+        other => {
+            let reason = format!("{place}.mode is {other:.40?}; modes are auto and required");
+            return Err(Outcome::field("tool_choice", reason));
+        }
+    };
+    let mut names = BTreeSet::new();
+    for (at, tool) in body.tools.into_iter().enumerate() {
+        let place = format!("{place}.tools[{at}]");
+        let tool: Named<'_> = parse_object(&place, tool, "a tool")?;
+        // Those of the server's, which are skipped among the tools, too.
+        if tool.kind.is_some_and(|kind| kind != "function") {
+            continue;
+        }
+        let function = tool.function.map(|function| {
+            parse_object::<FunctionBody<'_>>(&format!("{place}.function"), function, "a function")
+        });
+        let name = function.transpose()?.and_then(|function| function.name).or(tool.name);
+        let name = name.ok_or_else(|| Outcome::field("tool_choice", format!("{place} has no name")))?;
+        names.insert(name);
+    }
+    Ok(Some((choice, names)))
+}
+
+/// Values of `tool_choice`, in errors.
+const CHOICES: &str = "none, auto, required, a function, or allowed_tools";
+
+/// Reads any other `tool_choice`.
 fn choice(fields: &Fields<'_>, form: ToolForm) -> Result<ToolChoice, Outcome> {
     #[derive(Deserialize)]
     struct Chosen<'a> {
@@ -103,7 +179,6 @@ fn choice(fields: &Fields<'_>, form: ToolForm) -> Result<ToolChoice, Outcome> {
         #[serde(borrow, default)]
         function: Option<&'a RawValue>,
     }
-    let expected = "none, auto, required, or a function";
     let Some(raw) = fields.raw("tool_choice") else { return Ok(ToolChoice::Auto) };
     if raw.get().starts_with('"') {
         return match raw.get() {
@@ -112,11 +187,11 @@ fn choice(fields: &Fields<'_>, form: ToolForm) -> Result<ToolChoice, Outcome> {
             "\"required\"" => Ok(ToolChoice::Required),
             other => Err(Outcome::field(
                 "tool_choice",
-                format!("tool_choice must be {expected}; it is {other:.40}"),
+                format!("tool_choice must be {CHOICES}; it is {other:.40}"),
             )),
         };
     }
-    let chosen: Chosen<'_> = parse_object("tool_choice", raw, expected)?;
+    let chosen: Chosen<'_> = parse_object("tool_choice", raw, CHOICES)?;
     let name = match (form, chosen.function) {
         (ToolForm::Nested, Some(function)) => {
             let function: FunctionBody<'_> = parse_object("tool_choice.function", function, "a function")?;
@@ -127,7 +202,7 @@ fn choice(fields: &Fields<'_>, form: ToolForm) -> Result<ToolChoice, Outcome> {
     };
     match (chosen.kind.as_deref(), name) {
         (Some("function"), Some(name)) => Ok(ToolChoice::Named(name)),
-        _ => Err(Outcome::field("tool_choice", format!("tool_choice must be {expected} with its name"))),
+        _ => Err(Outcome::field("tool_choice", format!("tool_choice must be {CHOICES} with its name"))),
     }
 }
 
