@@ -32,11 +32,11 @@
 {{/* Labels that select a component's pods; call with (list . "router") or (list . "worker" POOL). */}}
 {{- define "inflight.selector" -}}
 {{- $root := index . 0 -}}
-app.kubernetes.io/name: {{ default $root.Chart.Name $root.Values.nameOverride | trunc 63 | trimSuffix "-" }}
-app.kubernetes.io/instance: {{ $root.Release.Name }}
-app.kubernetes.io/component: {{ index . 1 }}
+app.kubernetes.io/name: {{ default $root.Chart.Name $root.Values.nameOverride | trunc 63 | trimSuffix "-" | quote }}
+app.kubernetes.io/instance: {{ $root.Release.Name | quote }}
+app.kubernetes.io/component: {{ index . 1 | quote }}
 {{- if gt (len .) 2 }}
-inflight/pool: {{ (index . 2).name }}
+inflight/pool: {{ (index . 2).name | quote }}
 {{- end }}
 {{- end -}}
 
@@ -44,8 +44,8 @@ inflight/pool: {{ (index . 2).name }}
 {{- $root := index . 0 -}}
 {{ include "inflight.selector" . }}
 app.kubernetes.io/version: {{ $root.Chart.AppVersion | quote }}
-app.kubernetes.io/managed-by: {{ $root.Release.Service }}
-helm.sh/chart: {{ printf "%s-%s" $root.Chart.Name $root.Chart.Version | replace "+" "_" }}
+app.kubernetes.io/managed-by: {{ $root.Release.Service | quote }}
+helm.sh/chart: {{ printf "%s-%s" $root.Chart.Name $root.Chart.Version | replace "+" "_" | quote }}
 {{- end -}}
 
 {{/* The image; call with (list . overrides), where the overrides of a pool may be empty. */}}
@@ -91,10 +91,10 @@ helm.sh/chart: {{ printf "%s-%s" $root.Chart.Name $root.Chart.Version | replace 
 
 {{/* Flags of both programs for telemetry, a list. */}}
 {{- define "inflight.telemetryArgs" -}}
-- --log={{ .Values.telemetry.log }}
+- {{ printf "--log=%s" .Values.telemetry.log | quote }}
 - --log-format=json
 {{- with .Values.telemetry.otlpEndpoint }}
-- --otlp-endpoint={{ . }}
+- {{ printf "--otlp-endpoint=%s" . | quote }}
 - --otlp-sample-ratio={{ $.Values.telemetry.sampleRatio }}
 - --otlp-signals={{ join "," $.Values.telemetry.otlpSignals }}
 {{- end }}
@@ -130,14 +130,14 @@ enableServiceLinks: false
 {{- with (index . 0).Values.image.pullSecrets }}
 imagePullSecrets:
   {{- range . }}
-  - name: {{ . }}
+  - name: {{ . | quote }}
   {{- end }}
 {{- end }}
 {{- with $values.priorityClassName }}
-priorityClassName: {{ . }}
+priorityClassName: {{ . | quote }}
 {{- end }}
 {{- with $values.runtimeClassName }}
-runtimeClassName: {{ . }}
+runtimeClassName: {{ . | quote }}
 {{- end }}
 {{- with $values.nodeSelector }}
 nodeSelector: {{- toYaml . | nindent 2 }}
@@ -151,9 +151,9 @@ affinity: {{- toYaml . | nindent 2 }}
 {{- with $values.topologySpread }}
 topologySpreadConstraints:
   {{- range . }}
-  - topologyKey: {{ .topologyKey }}
+  - topologyKey: {{ .topologyKey | quote }}
     maxSkew: {{ .maxSkew }}
-    whenUnsatisfiable: {{ .whenUnsatisfiable }}
+    whenUnsatisfiable: {{ .whenUnsatisfiable | quote }}
     # In a rolling update the pods that go would count, too, and all new ones could meet on one node. StatefulSets lack the label.
     matchLabelKeys: [pod-template-hash]
     labelSelector:

@@ -102,7 +102,7 @@ and most, between which its number of workers stays.
 {{- end }}
 {{- range $key := list "quantize" "kvCacheBytes" "kvCacheDtype" "gpuMemoryUtilization" "hostCacheBytes" "policy" "stepTarget" "sloTtft" "sloGap" "drafts" "kvWatermark" }}
 {{- if not (kindIs "invalid" (index $engine $key)) }}
-- --{{ kebabcase $key }}={{ index $engine $key }}
+- {{ printf "--%s=%v" (kebabcase $key) (index $engine $key) | quote }}
 {{- end }}
 {{- end }}
 {{- if $engine.deterministic }}
@@ -128,15 +128,15 @@ and most, between which its number of workers stays.
 - --listen=0.0.0.0:8652
 - --metrics-listen=0.0.0.0:8653
 - --worker-id=$(POD_NAME)
-- --secret-file=/etc/inflight/worker-secret/{{ $root.Values.workerSecret.key }}
-- --device={{ $pool.device }}
+- {{ printf "--secret-file=/etc/inflight/worker-secret/%s" $root.Values.workerSecret.key | quote }}
+- {{ printf "--device=%s" $pool.device | quote }}
 - --drain-timeout={{ int $pool.drainSeconds }}s
 {{- if ne $source "embedded" }}
 {{- $path := (get $pool.model.source $source).path | default "" | trimPrefix "/" }}
 {{- if eq $source "hostPath" }}
 {{- $path = ternary (base $path) "" (hasSuffix ".gguf" $path) }}
 {{- end }}
-- --model={{ printf "/models/%s" $path | trimSuffix "/" }}
+- {{ printf "--model=/models/%s" $path | trimSuffix "/" | quote }}
 {{- /* A folder of its own: others than the worker can write to the volume's root. */}}
 - --fingerprint-cache=/var/cache/inflight/fingerprints
 {{- end }}
@@ -144,7 +144,7 @@ and most, between which its number of workers stays.
 - --gemm-cache=/var/cache/inflight/gemm
 {{- end }}
 {{- with $pool.model.name }}
-- --model-name={{ . }}
+- {{ printf "--model-name=%s" . | quote }}
 {{- end }}
 {{- include "inflight.engineArgs" $pool }}
 {{- if $root.Values.workerTls.enabled }}

@@ -11,7 +11,7 @@
 {{- end }}
 - --metrics-listen=0.0.0.0:8651
 - --router-id=$(POD_NAME)
-- --workers={{ include "inflight.workers" . }}
+- {{ printf "--workers=%s" (include "inflight.workers" .) | quote }}
 - --drain-grace={{ int $router.moveAfterSeconds }}s
 - --drain-timeout={{ int $router.drainSeconds }}s
 {{- with include "inflight.noWorkerTimeout" . }}
@@ -19,12 +19,12 @@
 {{- end }}
 {{- with include "inflight.coldStart" . | fromYaml }}
 {{- if .models }}
-- --expect-models={{ join "," .models }}
+- {{ printf "--expect-models=%s" (join "," .models) | quote }}
 - --cold-start-timeout={{ int .seconds }}s
 {{- end }}
 {{- end }}
 {{- with $router.placement }}
-- --placement={{ . }}
+- {{ printf "--placement=%s" . | quote }}
 {{- end }}
 {{- range $key := list "queueRequestsMax" "queueTokensMax" "defaultMaxTokens" }}
 {{- if not (kindIs "invalid" (index $router $key)) }}
@@ -32,7 +32,7 @@
 {{- end }}
 {{- end }}
 {{- if $router.tenants.secretName }}
-- --tenants-file=/etc/inflight/tenants/{{ $router.tenants.key }}
+- {{ printf "--tenants-file=/etc/inflight/tenants/%s" $router.tenants.key | quote }}
 {{- end }}
 - --admin={{ $router.admin }}
 {{- if $router.usageLog.enabled }}
@@ -42,8 +42,8 @@
 - --usage-log-excess={{ $router.usageLog.excess }}
 - --usage-log-on-error={{ $router.usageLog.onError }}
 {{- end }}
-- --worker-secret-file=/etc/inflight/worker-secret/{{ .Values.workerSecret.key }}
-- --resume-key-file=/etc/inflight/resume-key/{{ $router.resumeKey.key }}
+- {{ printf "--worker-secret-file=/etc/inflight/worker-secret/%s" .Values.workerSecret.key | quote }}
+- {{ printf "--resume-key-file=/etc/inflight/resume-key/%s" $router.resumeKey.key | quote }}
 {{- if $router.tls.enabled }}
 - --tls-cert=/etc/inflight/tls/tls.crt
 - --tls-key=/etc/inflight/tls/tls.key
@@ -60,7 +60,7 @@
 - --worker-tls-cert=/etc/inflight/worker-tls/tls.crt
 - --worker-tls-key=/etc/inflight/worker-tls/tls.key
 {{- end }}
-- --worker-tls-name={{ include "inflight.workerServerName" . }}
+- {{ printf "--worker-tls-name=%s" (include "inflight.workerServerName" .) | quote }}
 {{- end }}
 {{ include "inflight.telemetryArgs" . }}
 {{- end -}}
@@ -100,7 +100,7 @@ replaced.
 {{- define "inflight.routerSecrets" -}}
 {{- range $name, $secret := dict "tenants" .Values.router.tenants.secretName "resume-key" (include "inflight.resumeKeySecret" .) "worker-secret" (include "inflight.workerSecret" .) "tls" (include "inflight.routerTlsSecret" .) "worker-tls" (include "inflight.routerClientTlsSecret" .) }}
 {{- if $secret }}
-- { name: {{ $name }}, secret: {{ $secret }} }
+- { name: {{ $name | quote }}, secret: {{ $secret | quote }} }
 {{- end }}
 {{- end }}
 {{- end -}}
