@@ -140,16 +140,14 @@ impl Compiler {
     /// # Errors
     /// As [`Compiler::compile`].
     pub fn compile_on_this_thread(&self, grammar: &Grammar) -> Result<CompiledGrammar, GrammarError> {
-        let compiled = match (self.compile_as(grammar, false), grammar) {
+        match (self.compile_as(grammar, false), grammar) {
             (Err(GrammarError::Refused(reason)), Grammar::JsonSchema(_) | Grammar::Lark(_))
                 if reason.contains(ONE_OF_REFUSED) =>
             {
                 self.compile_as(grammar, true)
             }
             (compiled, _) => compiled,
-        };
-        let is_lark = matches!(grammar, Grammar::Lark(_));
-        compiled.map_err(|error| if is_lark { error } else { error.without_place() })
+        }
     }
 
     /// Compiles a grammar, with or without the `oneOf` of its schemas expanded.

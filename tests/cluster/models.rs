@@ -70,7 +70,8 @@ async fn the_chat_template_is_that_of_the_models_files_or_of_a_flag() -> Result<
         let cluster = LocalCluster::start(program(), &flags).await?;
         let message =
             ChatMessage { role: "user".to_owned(), content: "Hi".to_owned(), ..ChatMessage::default() };
-        let input = Some(tokenize_request::Input::Chat(Chat { messages: vec![message], ..Default::default() }));
+        let input =
+            Some(tokenize_request::Input::Chat(Chat { messages: vec![message], ..Default::default() }));
         let request = TokenizeRequest { input, ..TokenizeRequest::default() };
         let tokenized = cluster.client().await?.tokenize(request).await?.into_inner();
         ensure!(tokenized.pieces.concat() == expected, "{tokenized:?}");

@@ -9,6 +9,9 @@ use crate::call_schema::call_schema;
 use crate::tool_types::{ParameterKind, listed_values};
 use crate::{Marker, ReasoningFormat, ToolCallFormat};
 
+/// Whitespace between the parts of an answer in JSON: a space, or a line break with its indentation.
+const WHITESPACE: &str = r" |\r?\n[ \t]{0,40}";
+
 /// Tool in a grammar.
 #[derive(Debug, Clone, Copy)]
 pub struct GrammarTool<'a> {
@@ -249,12 +252,13 @@ impl Rules {
 }
 
 impl Rules {
-    /// Writes the end of a rule: JSON of a schema, with the whitespace of answers in JSON.
+    /// Writes the end of a rule: JSON of a schema, with the whitespace of a format without tools.
     fn plain_json(&mut self, schema: &Value) -> fmt::Result {
-        match schema {
-            Value::Bool(true) => self.write_str("%json {}\n"),
-            schema => writeln!(self, "%json {schema}"),
+        write!(self, "%json {{\"x-guidance\":{}", json!({"whitespace_pattern": WHITESPACE}))?;
+        for (key, value) in schema.as_object().into_iter().flatten().filter(|(key, _)| *key != "x-guidance") {
+            write!(self, ",{}:{value}", Value::from(key.as_str()))?;
         }
+        self.write_str("}\n")
     }
 }
 

@@ -408,7 +408,8 @@ mod tests {
             [("tokenizer.json", tokenizer), ("chat_template.jinja", b"{{ bos_token }}|{{ eos_token }}"), map];
         all.iter().for_each(|(file, data)| bundle.append(file, data).unwrap());
         let model = bundle.load(&bundle_digest(all.iter().copied()), None).unwrap();
-        let rendered = model.template.unwrap().render(&Conversation::default(), time::OffsetDateTime::UNIX_EPOCH);
+        let rendered =
+            model.template.unwrap().render(&Conversation::default(), time::OffsetDateTime::UNIX_EPOCH);
         assert_eq!(rendered.unwrap(), "<b>|");
     }
 }

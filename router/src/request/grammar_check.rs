@@ -76,8 +76,9 @@ impl GrammarCheck {
                     None => None,
                 };
                 let (field, error) = of_answer.unwrap_or((self.field, error));
-                // The grammar of tools is not the client's text.
-                let error = if field == TOOLS { error.without_place() } else { error };
+                // The text of a grammar in Lark is the client's, but for that of tools.
+                let is_own = field != TOOLS && matches!(self.grammar(), Grammar::Lark(_));
+                let error = if is_own { error } else { error.without_place() };
                 (elapsed().min(CHARGE_MAX), Err(Outcome::field(field, format!("{field}: {error}"))))
             }
         }

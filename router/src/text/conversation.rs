@@ -184,8 +184,11 @@ impl Form {
 
     fn arguments(self, arguments: &Value) -> Value {
         match self.arguments_as_text {
-            true => super::template_json::text(arguments).map_or_else(|_| arguments.clone(), Value::from),
-            false => arguments.clone(),
+            // Text that is no JSON is given as it is.
+            true if arguments.as_str().is_none() => {
+                super::template_json::text(arguments).map_or_else(|_| arguments.clone(), Value::from)
+            }
+            _ => arguments.clone(),
         }
     }
 }

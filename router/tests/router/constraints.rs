@@ -190,7 +190,7 @@ async fn every_constraint_is_honoured_or_refused_by_name_over_http() {
                 check(&compiler, submit, good, bad, &place);
             }
             let own = [json!({"type": "regex", "pattern": "a"}), json!({"type": "text", "schema": {}})];
-            let own = own.iter().map(|value| nested(value)).map(|(field, value)| (field, value, ""));
+            let own = own.iter().map(nested).map(|(field, value)| (field, value, ""));
             for (field, value, words) in own.chain(refusals()) {
                 let refused = http.post(path, &with(field, &value)).await.response().await;
                 let error = refused.json()["error"].clone();

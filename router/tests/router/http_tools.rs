@@ -417,7 +417,7 @@ async fn malformed_tools_are_refused_by_their_field() {
                 "messages",
             ),
             (
-                r#""messages":[{"role":"assistant","tool_calls":[{"id":"c","function":{"name":"f","arguments":"[1]"}}]}]"#.to_owned(),
+                r#""messages":[{"role":"assistant","tool_calls":[{"id":"c","function":{"name":"f","arguments":[1]}}]}]"#.to_owned(),
                 "messages",
             ),
         ] {

@@ -168,9 +168,7 @@ const WITHOUT_EFFECT: &[&str] = &[
     "norm_topk_prob",
     "num_experts_per_tok",
     "moe_intermediate_size",
-    "decoder_sparse_step",
     "shared_expert_intermediate_size",
-    "mlp_only_layers",
     "original_max_position_embeddings",
     // Rotary embedding of images: the positions of text are plain.
     "use_mrope",

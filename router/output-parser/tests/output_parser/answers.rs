@@ -132,6 +132,7 @@ fn calls_and_answers_that_begin_alike_are_both_allowed_and_told_apart() {
         (call, 1),
         (&*format!("{call}; {call}"), 2),
         (r#"{"name":"now","parameters":{}}"#, 1),
+        ("{\n  \"name\" : \"a\",\n  \"n\": 1\n}", 0),
         (r#"{"name": "weather", "n": 1}"#, 0),
         (r#"{"name": "wea", "n": 1}"#, 0),
         (r#"{"name": "now", "n": 1, "parameters": {"a": 2}}"#, 0),
@@ -142,6 +143,7 @@ fn calls_and_answers_that_begin_alike_are_both_allowed_and_told_apart() {
         let (content, found) = parsed(format, &tokens, true, true);
         assert_eq!((found.len(), &*content), (calls, if calls == 0 { output } else { "" }), "{output}");
     }
+    assert!(!accepts(&compiler, &lark, r#"{"name":  "a", "n": 1}"#), "whitespace is bounded: {lark}");
     let mixed = format!("{call}; {}", r#"{"name": "a", "n": 1}"#);
     for output in
         ["text", "{", r#"{"name": "weather", "parameters": {"city": "Rome"}}"#, &mixed, r#"{"n": 1}"#]

@@ -3,7 +3,7 @@
 
 use inflight_output_parser::OutputEvent;
 use inflight_proto::v1;
-use serde_json::value::RawValue;
+use serde_json::value::{RawValue, to_raw_value};
 
 use crate::outcome::Outcome;
 use crate::request::draft::Input;
@@ -51,8 +51,11 @@ pub(crate) fn conversation(chat: v1::Chat, tools: Option<&ToolUse>) -> Result<In
         let content = (!content.is_empty() || tool_calls.is_empty()).then_some(content);
         let mut read = Message { role, content, reasoning, tool_call_id, name, ..Message::default() };
         for v1::ToolCall { id, name, arguments } in tool_calls {
-            let arguments = RawValue::from_string(arguments).map_err(|error| {
-                Outcome::field("chat", format!("{place} has arguments that are not JSON: {error}"))
+            // A text that is no JSON is one of a model, and its template's to read.
+            let is_object = arguments.trim_start().starts_with('{');
+            let json = is_object.then(|| RawValue::from_string(arguments.clone()).ok()).flatten();
+            let arguments = json.map_or_else(|| to_raw_value(&arguments), Ok).map_err(|error| {
+                Outcome::field("chat", format!("{place} has arguments that are no text: {error}"))
             })?;
             read.tool_calls.push(message_call(&place, id, name, Some(&arguments))?);
         }
