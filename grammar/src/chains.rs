@@ -8,7 +8,7 @@ use serde_json::{Map, Value};
 use crate::GrammarError;
 use crate::rewrite::References;
 
-mod lark;
+pub(crate) mod lark;
 
 pub(crate) use lark::{JSON_KEYWORDS, delimited, line, special_token};
 

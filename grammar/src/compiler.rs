@@ -11,13 +11,10 @@ use toktrie::{ApproximateTokEnv, InferenceCapabilities, TokEnv, TokRxInfo, TokTr
 use crate::budget::MemoryBudget;
 use crate::error::shorten;
 use crate::matcher::{MATCHER_BYTES_MAX, MaskOutcome, Matcher, STEP_FUEL, Start, lexer_states_max};
-use crate::{GrammarError, Vocabulary, chains, embedded, json_schema, nesting};
+use crate::{GrammarError, Vocabulary, chains, json_in_lark, json_schema, messages, nesting};
 
 /// Stack of the thread that compiles: grammars nest up to [`chains::LEVELS_MAX`] levels. What is not used takes no memory.
 const STACK_BYTES: usize = 256 << 20;
-
-/// Part of the library's error about alternatives that are not known to exclude each other.
-const ONE_OF_REFUSED: &str = "oneOf constraints are not supported";
 
 /// Maximum size of a compiled grammar with its initial parser state: half of the maximum of a matcher.
 const START_KIB_MAX: usize = MATCHER_BYTES_MAX >> 11;
@@ -142,7 +139,7 @@ impl Compiler {
     pub fn compile_on_this_thread(&self, grammar: &Grammar) -> Result<CompiledGrammar, GrammarError> {
         match (self.compile_as(grammar, false), grammar) {
             (Err(GrammarError::Refused(reason)), Grammar::JsonSchema(_) | Grammar::Lark(_))
-                if reason.contains(ONE_OF_REFUSED) =>
+                if reason == messages::ONE_OF =>
             {
                 self.compile_as(grammar, true)
             }
@@ -212,7 +209,7 @@ impl CompiledGrammar {
 
 /// Returns the error of a grammar that the library refuses.
 fn refused(error: impl std::fmt::Display) -> GrammarError {
-    GrammarError::Refused(shorten(&error.to_string()))
+    GrammarError::Refused(shorten(&messages::translated(&error.to_string())))
 }
 
 /// Returns a grammar in the library's terms.
@@ -230,7 +227,7 @@ fn top_level(grammar: &Grammar, expand_one_of: bool) -> Result<TopLevelGrammar, 
         Grammar::Lark(text) => {
             nesting::check(text)?;
             chains::check_lark(text)?;
-            TopLevelGrammar::from_lark(embedded::prepare(text, expand_one_of)?)
+            TopLevelGrammar::from_lark(json_in_lark::rewritten(text, expand_one_of)?)
         }
     })
 }

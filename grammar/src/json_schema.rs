@@ -6,15 +6,15 @@ use crate::GrammarError;
 use crate::chains;
 use crate::error::shorten;
 use crate::nesting::{self, NESTING_MAX};
-use crate::rewrite::rewrite;
+use crate::rewrite::{Names, rewrite};
 
-/// Dialects that the compiler knows, without scheme and trailing `#`.
+/// Dialects that the compiler knows, as it spells them.
 const DIALECTS: [&str; 5] = [
-    "json-schema.org/draft/2020-12/schema",
-    "json-schema.org/draft/2019-09/schema",
-    "json-schema.org/draft-07/schema",
-    "json-schema.org/draft-06/schema",
-    "json-schema.org/draft-04/schema",
+    "https://json-schema.org/draft/2020-12/schema",
+    "https://json-schema.org/draft/2019-09/schema",
+    "http://json-schema.org/draft-07/schema",
+    "http://json-schema.org/draft-06/schema",
+    "http://json-schema.org/draft-04/schema",
 ];
 
 /// Keywords whose values are data, not schemas.
@@ -25,6 +25,9 @@ const PATTERN: &str = "pattern";
 
 /// Options of the compiler, under the key that it reads them from.
 const OPTIONS: &str = "x-guidance";
+
+/// Option of the compiler: escapes that strings and names have. Without `u`, two names that differ in a text are different names.
+const ESCAPES: (&str, &str) = ("json_allowed_escapes", "nrbtf\\\"");
 
 /// Whitespace between the parts of a JSON text: a space, or a line break with its indentation. Unbounded whitespace would let
 /// a model write it to the end of its output.
@@ -40,13 +43,13 @@ pub(crate) fn prepare(text: &str, expand_one_of: bool) -> Result<Value, GrammarE
         serde_json::from_str(text).map_err(|error| GrammarError::NotJson(shorten(&error.to_string())))?;
     match &mut schema {
         Value::Object(object) => {
-            prepare_object(object, expand_one_of)?;
-            set_options(object);
+            let names = checked(object, expand_one_of)?;
+            set_options(object, names);
         }
         // Schema of any value: an object, so that it can carry the options.
         Value::Bool(true) => {
             let mut object = Map::new();
-            set_options(&mut object);
+            set_options(&mut object, Names::Apart);
             schema = Value::Object(object);
         }
         Value::Bool(false) => {
@@ -57,43 +60,58 @@ pub(crate) fn prepare(text: &str, expand_one_of: bool) -> Result<Value, GrammarE
     Ok(schema)
 }
 
-/// Checks and rewrites a schema within a grammar, which may have options of its own.
+/// Checks and rewrites a schema within a grammar, which keeps the options that it sets itself.
 ///
 /// # Errors
 /// [`GrammarError`] of the first violation.
-pub(crate) fn prepare_embedded(
-    mut schema: Map<String, Value>,
+pub(crate) fn prepare_within(
+    schema: &mut Map<String, Value>,
     expand_one_of: bool,
-) -> Result<Value, GrammarError> {
-    let options = schema.remove(OPTIONS);
-    prepare_object(&mut schema, expand_one_of)?;
-    match options {
-        Some(options) => drop(schema.insert(OPTIONS.to_owned(), options)),
-        None => set_options(&mut schema),
+) -> Result<(), GrammarError> {
+    if checked(schema, expand_one_of)? == Names::Plain
+        && let Value::Object(options) = schema.entry(OPTIONS).or_insert_with(|| Value::Object(Map::new()))
+    {
+        options.entry(ESCAPES.0).or_insert_with(|| ESCAPES.1.into());
     }
-    Ok(Value::Object(schema))
+    Ok(())
 }
 
-fn prepare_object(object: &mut Map<String, Value>, expand_one_of: bool) -> Result<(), GrammarError> {
+/// Checks and rewrites a schema.
+fn checked(object: &mut Map<String, Value>, expand_one_of: bool) -> Result<Names, GrammarError> {
     check(object, 0)?;
     chains::check_schema(object)?;
-    rewrite(object, expand_one_of)?;
+    let names = rewrite(object, expand_one_of)?;
     // References of copied conditions lead to each other, too.
-    chains::check_schema(object)
+    chains::check_schema(object)?;
+    if let Some(Value::String(name)) = object.get_mut("$schema")
+        && let Some(known) = dialect(name)
+    {
+        known.clone_into(name);
+    }
+    Ok(names)
+}
+
+/// Returns the dialect of a name, which may have another scheme and an empty fragment.
+fn dialect(name: &str) -> Option<&'static str> {
+    let place = |name: &str| name.trim_end_matches('#').split_once("://").map(|(_, place)| place.to_owned());
+    DIALECTS.into_iter().find(|known| place(known) == place(name))
 }
 
 /// Returns the schema of any JSON object.
 pub(crate) fn any_object() -> Value {
     let mut schema = Map::new();
     schema.insert("type".to_owned(), "object".into());
-    set_options(&mut schema);
+    set_options(&mut schema, Names::Apart);
     Value::Object(schema)
 }
 
-fn set_options(schema: &mut Map<String, Value>) {
+fn set_options(schema: &mut Map<String, Value>, names: Names) {
     // Only the dialect of JSON Schema is an input: options of the compiler are ours.
     let mut options = Map::new();
     options.insert("whitespace_pattern".to_owned(), WHITESPACE.into());
+    if names == Names::Plain {
+        options.insert(ESCAPES.0.to_owned(), ESCAPES.1.into());
+    }
     schema.insert(OPTIONS.to_owned(), Value::Object(options));
 }
 
@@ -102,12 +120,10 @@ fn check(object: &Map<String, Value>, depth: usize) -> Result<(), GrammarError> 
     if depth > NESTING_MAX {
         return Err(GrammarError::Nesting { depth, most: NESTING_MAX });
     }
-    if let Some(Value::String(dialect)) = object.get("$schema") {
-        let name = dialect.trim_start_matches("https://").trim_start_matches("http://");
-        let name = name.trim_end_matches('#');
-        if !DIALECTS.contains(&name) {
-            return Err(GrammarError::Dialect(shorten(dialect)));
-        }
+    if let Some(Value::String(name)) = object.get("$schema")
+        && dialect(name).is_none()
+    {
+        return Err(GrammarError::Dialect(shorten(name)));
     }
     for keyword in ["$ref", "$dynamicRef", "$recursiveRef"] {
         if let Some(Value::String(reference)) = object.get(keyword)

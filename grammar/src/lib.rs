@@ -11,12 +11,13 @@ mod budget;
 mod chains;
 mod compiler;
 pub mod ebnf;
-mod embedded;
 mod error;
 #[doc(hidden)]
 pub mod fuzz;
+mod json_in_lark;
 mod json_schema;
 mod matcher;
+mod messages;
 mod nesting;
 mod rewrite;
 mod usage;

@@ -9,11 +9,11 @@ use llguidance::earley::{BiasComputer, ParserRecognizer};
 use llguidance::panic_utils::catch_unwind;
 use toktrie::{SimpleVob, TokEnv, TokTrie};
 
-use crate::MatchError;
 use crate::budget::{Lease, MemoryBudget};
 use crate::compiler::MaskShape;
 use crate::error::shorten;
 use crate::usage::{Counts, capture_bytes, grammar_bytes};
+use crate::{MatchError, messages};
 
 /// Maximum lexer fuel of a token mask: 100,000 units, about 7 ms. Common masks take some hundreds.
 pub(crate) const STEP_FUEL: u64 = 100_000;
@@ -476,7 +476,7 @@ fn attempt<T>(
     // The library's own, which keeps the messages of panics, with parts of the output, out of the log.
     let outcome = catch_unwind(AssertUnwindSafe(|| Ok(operation(parser))));
     let outcome = outcome.unwrap_or_else(|_| Err("the grammar library failed".to_owned()));
-    outcome.map_err(|reason| shorten(&reason))
+    outcome.map_err(|reason| shorten(&messages::translated(&reason)))
 }
 
 /// Returns how many of the tokens may follow, in order.

@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 use anyhow::{Context, Result, ensure};
 
 /// Folders with production code, relative to the repository.
-const SOURCES: [&str; 28] = [
+const SOURCES: [&str; 29] = [
     "bench/src",
     "bench/traces/src",
     "cli/src",
@@ -28,6 +28,7 @@ const SOURCES: [&str; 28] = [
     "tests/support/gpu/src",
     "tests/support/harness/src",
     "tests/support/kernels/src",
+    "tests/support/schemas/src",
     "tests/support/scripted/src",
     "net/src",
     "worker/core/src",

@@ -22,7 +22,7 @@ impl Rewriter<'_> {
             {
                 continue;
             }
-            let Some(Value::Object(dependencies)) = object.remove(*keyword) else { continue };
+            let Some(Value::Object(dependencies)) = object.shift_remove(*keyword) else { continue };
             for (name, needed) in dependencies {
                 let needed = match needed {
                     Value::Array(names) if names.is_empty() => continue,
@@ -64,7 +64,7 @@ impl Rewriter<'_> {
             }
         };
         for keyword in ["if", "then", "else"] {
-            object.remove(keyword);
+            object.shift_remove(keyword);
         }
         replacement.into_iter().for_each(|schema| push(object, schema));
         Ok(())
@@ -75,7 +75,7 @@ impl Rewriter<'_> {
         let Some(negated) = object.get("not").and_then(|schema| negate(schema, self.dialect)) else {
             return Ok(());
         };
-        object.remove("not");
+        object.shift_remove("not");
         let negated = self.copy(&negated)?;
         if !is_true(&negated) {
             push(object, negated);
@@ -83,12 +83,17 @@ impl Rewriter<'_> {
         Ok(())
     }
 
-    /// `oneOf`: one alternative holds, and the negations of the others.
+    /// `oneOf`: of alternatives that exclude each other, any holds; of others one, and the negations of the rest, if it is to be expanded.
     pub(super) fn one_of(&mut self, object: &mut Map<String, Value>) -> Result<(), GrammarError> {
         let Some(Value::Array(alternatives)) = object.get("oneOf") else { return Ok(()) };
         let alternatives: Vec<Value> =
             alternatives.iter().filter(|schema| **schema != Value::Bool(false)).cloned().collect();
-        if !(2..=ALTERNATIVES_MAX).contains(&alternatives.len()) {
+        if alternatives.len() > 1 && self.exclude_each_other(&alternatives) {
+            object.shift_remove("oneOf");
+            push(object, json!({"anyOf": alternatives}));
+            return Ok(());
+        }
+        if !self.expand_one_of || !(2..=ALTERNATIVES_MAX).contains(&alternatives.len()) {
             return Ok(());
         }
         let mut options = Vec::new();
@@ -106,7 +111,7 @@ impl Rewriter<'_> {
             }
             options.push(json!({"allOf": all}));
         }
-        object.remove("oneOf");
+        object.shift_remove("oneOf");
         push(object, json!({"anyOf": options}));
         Ok(())
     }

@@ -1,14 +1,17 @@
 //! Rewriting of JSON schemas: keywords that the compiler does not know become others that say the same.
 //!
-//! Each rule is exact: the schema allows the same values before and after. Exceptions are bounds beyond 2^53 and U+0000 in classes of
-//! characters ([`numbers`], [`patterns`]). A keyword without a rule stays, and the compiler refuses it. Rules are applied from the outside
+//! Each rule is exact: the schema allows the same values before and after. Exceptions are bounds beyond 2^53, the smallest numbers above an
+//! exclusive bound, and U+0000 in classes of characters ([`numbers`], [`patterns`]). A keyword without a rule stays, and the compiler refuses it. Rules are applied from the outside
 //! in, since what a keyword such as `unevaluatedProperties` means depends on the original subschemas. New constraints are appended to
-//! `allOf`, so that references by position stay valid.
+//! `allOf`, so that references by position stay valid. Passes over the whole follow ([`multiples`], [`numbers::decimals`], [`open_objects`]).
 
 mod conditions;
+mod exclusion;
+mod multiples;
 mod negation;
 mod numbers;
-mod patterns;
+mod open_objects;
+pub(crate) mod patterns;
 mod references;
 mod unevaluated;
 
@@ -17,6 +20,7 @@ use std::cell::Cell;
 use serde_json::{Map, Number, Value, json};
 
 use crate::GrammarError;
+pub(crate) use open_objects::Names;
 pub(crate) use references::References;
 
 /// Maximum values in the schemas that rules copy.
@@ -85,8 +89,20 @@ impl Dialect {
 /// Rewrites a schema. With `expand_one_of`, `oneOf` is rewritten, too, as far as its alternatives can be negated.
 ///
 /// # Errors
-/// [`GrammarError::Refused`] if the schema becomes too large.
-pub(crate) fn rewrite(schema: &mut Map<String, Value>, expand_one_of: bool) -> Result<(), GrammarError> {
+/// [`GrammarError::Refused`] if the schema becomes too large, or has what no rule makes enforceable.
+pub(crate) fn rewrite(schema: &mut Map<String, Value>, expand_one_of: bool) -> Result<Names, GrammarError> {
+    apply_rules(schema, expand_one_of)?;
+    multiples::multiples(schema)?;
+    each_object(schema, &mut |object| {
+        numbers::decimals(object);
+        multiples::decimals(object);
+        Ok(())
+    })?;
+    open_objects::open_objects(schema)
+}
+
+/// Applies the rules that concern a schema and its surroundings.
+fn apply_rules(schema: &mut Map<String, Value>, expand_one_of: bool) -> Result<(), GrammarError> {
     let original = schema.clone();
     let mut rewriter = Rewriter {
         references: References::new(&original),
@@ -109,6 +125,29 @@ pub(crate) fn rewrite(schema: &mut Map<String, Value>, expand_one_of: bool) -> R
             }
         }
     }
+}
+
+/// Visits all schemas in a schema and itself, from the inside out.
+fn each_object(
+    object: &mut Map<String, Value>,
+    visit: &mut dyn FnMut(&mut Map<String, Value>) -> Result<(), GrammarError>,
+) -> Result<(), GrammarError> {
+    let mut within = |schema: &mut Value| match schema {
+        Value::Object(object) => each_object(object, visit),
+        _ => Ok(()),
+    };
+    for keyword in ONE {
+        object.get_mut(keyword).map_or(Ok(()), &mut within)?;
+    }
+    for keyword in LISTS {
+        let Some(Value::Array(schemas)) = object.get_mut(keyword) else { continue };
+        schemas.iter_mut().try_for_each(&mut within)?;
+    }
+    for keyword in MAPS {
+        let Some(Value::Object(schemas)) = object.get_mut(keyword) else { continue };
+        schemas.iter_mut().try_for_each(|(_, schema)| within(schema))?;
+    }
+    visit(object)
 }
 
 struct Rewriter<'a> {
@@ -139,14 +178,12 @@ impl Rewriter<'_> {
         self.contains(object);
         unique_items(object);
         formats(object);
-        patterns::patterns(object);
-        numbers::numbers(object, self.dialect)?;
+        patterns::patterns(object)?;
+        numbers::numbers(object)?;
         self.property_names(object);
         self.conditional(object)?;
         self.negated(object)?;
-        if self.expand_one_of {
-            self.one_of(object)?;
-        }
+        self.one_of(object)?;
         for keyword in ONE {
             object.get_mut(keyword).map_or(Ok(()), |schema| self.schema(schema))?;
         }
@@ -195,10 +232,10 @@ impl Rewriter<'_> {
             Some(Value::Bool(false)) => Some(json!({"type": except(&["array"])})),
             Some(_) => return,
         };
-        object.remove("contains");
+        object.shift_remove("contains");
         if known {
-            object.remove("minContains");
-            object.remove("maxContains");
+            object.shift_remove("minContains");
+            object.shift_remove("maxContains");
         }
         replacement.into_iter().for_each(|bounds| push(object, bounds));
     }
@@ -231,14 +268,14 @@ impl Rewriter<'_> {
             (_, Some([("enum", Value::Array(values))])) => Some(texts(values)),
             (_, Some([("pattern", Value::String(pattern))])) => Some(of_pattern(pattern.clone())),
             (_, Some([("maxLength", most)])) if most.as_u64().is_some_and(|most| most <= 1000) => {
-                Some(of_pattern(format!("^(.|\\n){{0,{most}}}$")))
+                Some(of_pattern(format!("^[^]{{0,{most}}}$")))
             }
             (_, Some([("minLength", least)])) if least.as_u64().is_some_and(|least| least <= 1000) => {
-                Some(of_pattern(format!("^(.|\\n){{{least},}}$")))
+                Some(of_pattern(format!("^[^]{{{least},}}$")))
             }
             _ => return,
         };
-        object.remove("propertyNames");
+        object.shift_remove("propertyNames");
         replacement.into_iter().for_each(|schema| push(object, schema));
     }
 }
@@ -296,7 +333,7 @@ fn counts(object: &mut Map<String, Value>) {
 fn unique_items(object: &mut Map<String, Value>) {
     let single = object.get("maxItems").and_then(Value::as_u64).is_some_and(|most| most <= 1);
     match object.get("uniqueItems") {
-        Some(Value::Bool(unique)) if !unique || single => _ = object.remove("uniqueItems"),
+        Some(Value::Bool(unique)) if !unique || single => _ = object.shift_remove("uniqueItems"),
         _ => {}
     }
 }
@@ -315,7 +352,7 @@ fn formats(object: &mut Map<String, Value>) {
         Some("relative-json-pointer") => Some("^(0|[1-9][0-9]*)(#|(/([^~/]|~[01])*)*)$"),
         Some(_) => None,
     };
-    object.remove("format");
+    object.shift_remove("format");
     pattern.into_iter().for_each(|pattern| push(object, json!({"pattern": pattern})));
 }
 

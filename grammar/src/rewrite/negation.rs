@@ -24,13 +24,18 @@ const EXACT_MAX: f64 = 9_007_199_254_740_991.0;
 
 /// Returns the types that a schema allows by its `type`; those of integers are numbers.
 pub(super) fn types(schema: &Value) -> Vec<&'static str> {
+    type_names(schema.get("type"))
+}
+
+/// Returns the types that the value of a `type` keyword names; all without one.
+pub(super) fn type_names(keyword: Option<&Value>) -> Vec<&'static str> {
     let known = |name: &str| {
         let name = if name == "integer" { "number" } else { name };
         TYPES.iter().copied().find(|known| *known == name)
     };
-    match &schema["type"] {
-        Value::String(name) => known(name).into_iter().collect(),
-        Value::Array(names) => names.iter().filter_map(Value::as_str).filter_map(known).collect(),
+    match keyword {
+        Some(Value::String(name)) => known(name).into_iter().collect(),
+        Some(Value::Array(names)) => names.iter().filter_map(Value::as_str).filter_map(known).collect(),
         _ => TYPES.to_vec(),
     }
 }

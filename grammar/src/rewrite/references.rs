@@ -4,7 +4,7 @@ use std::collections::HashMap;
 
 use serde_json::{Map, Value, json};
 
-use super::{LISTS, MAPS, ONE, copy, push};
+use super::{Dialect, LISTS, MAPS, ONE, copy, push};
 use crate::GrammarError;
 
 /// References of a schema that is one resource.
@@ -14,6 +14,8 @@ pub(crate) struct References<'a> {
     anchors: HashMap<&'a str, &'a Value>,
     /// Whether a subschema has an `$id` of its own, to which references within it are relative.
     nested: bool,
+    /// First reference within such a subschema.
+    relative: Option<&'a str>,
     /// Targets that no plain pointer names, by their names among `$defs`.
     pub(super) hoisted: Map<String, Value>,
     /// Names of the hoisted targets.
@@ -22,15 +24,25 @@ pub(crate) struct References<'a> {
 
 impl<'a> References<'a> {
     pub(crate) fn new(root: &'a Map<String, Value>) -> Self {
-        let mut references =
-            Self { root, anchors: HashMap::new(), nested: false, hoisted: Map::new(), names: HashMap::new() };
-        references.collect(root, true);
+        let mut references = Self {
+            root,
+            anchors: HashMap::new(),
+            nested: false,
+            relative: None,
+            hoisted: Map::new(),
+            names: HashMap::new(),
+        };
+        references.collect(root, true, false);
         references
     }
 
-    fn collect(&mut self, object: &'a Map<String, Value>, is_root: bool) {
+    fn collect(&mut self, object: &'a Map<String, Value>, is_root: bool, is_nested: bool) {
         let nested = |keyword: &str| object.get(keyword).is_some_and(|id| !is_root && id.is_string());
-        self.nested |= nested("$id") || nested("id") || (!is_root && object.contains_key("$schema"));
+        let is_draft4 = Dialect::of(self.root) == Dialect::Draft4;
+        let is_nested = is_nested || nested("$id") || (nested("id") && is_draft4);
+        self.nested |= is_nested || (!is_root && object.contains_key("$schema"));
+        let reference = object.get("$ref").and_then(Value::as_str);
+        self.relative = self.relative.or(reference.filter(|_| is_nested));
         let subschemas = ONE.iter().filter_map(|keyword| object.get(*keyword));
         let lists = LISTS.iter().filter_map(|keyword| object.get(*keyword)?.as_array()).flatten();
         let maps = MAPS.iter().filter_map(|keyword| object.get(*keyword)?.as_object());
@@ -41,7 +53,7 @@ impl<'a> References<'a> {
                     self.anchors.insert(name, schema);
                 }
             }
-            self.collect(inner, false);
+            self.collect(inner, false, is_nested);
         }
     }
 
@@ -63,6 +75,29 @@ impl<'a> References<'a> {
         })
     }
 
+    /// Whether a pointer leads over keywords that hold schemas, so that its target is rewritten in its place.
+    fn is_within(&self, pointer: &str) -> bool {
+        let mut segments = pointer.split('/');
+        let mut place = self.root.get(segments.next().unwrap_or_default());
+        let mut keyword = pointer.split('/').next().unwrap_or_default();
+        loop {
+            // A keyword, and what it holds.
+            let schema = match place {
+                Some(Value::Array(schemas)) if LISTS.contains(&keyword) => {
+                    segments.next().and_then(|at| schemas.get(at.parse::<usize>().ok()?))
+                }
+                Some(Value::Object(schemas)) if MAPS.contains(&keyword) => {
+                    segments.next().and_then(|name| schemas.get(name))
+                }
+                Some(schema) if ONE.contains(&keyword) => Some(schema),
+                _ => return false,
+            };
+            let Some(next) = segments.next() else { return schema.is_some() };
+            keyword = next;
+            place = schema.and_then(|schema| schema.get(next));
+        }
+    }
+
     /// Rewrites the references of an object to plain pointers; adds the size of copied targets to `copied`.
     ///
     /// # Errors
@@ -72,6 +107,11 @@ impl<'a> References<'a> {
         object: &mut Map<String, Value>,
         copied: &mut usize,
     ) -> Result<(), GrammarError> {
+        if let Some(reference) = self.relative {
+            return Err(GrammarError::Refused(format!(
+                "$ref {reference} stands in a part of the schema with an $id of its own, to which it is relative; leave out that $id"
+            )));
+        }
         if self.nested {
             return Ok(());
         }
@@ -80,18 +120,18 @@ impl<'a> References<'a> {
             let known = object.get(keyword).and_then(Value::as_str);
             let known = known.filter(|reference| *reference == "#" || self.resolve(reference).is_some());
             let Some(reference) = known.map(str::to_owned) else { continue };
-            object.remove(keyword);
+            object.shift_remove(keyword);
             if object.contains_key("$ref") {
                 push(object, json!({"$ref": reference}));
             } else {
                 object.insert("$ref".to_owned(), reference.into());
             }
         }
-        object.remove("$dynamicAnchor");
-        object.remove("$recursiveAnchor");
+        object.shift_remove("$dynamicAnchor");
+        object.shift_remove("$recursiveAnchor");
         let Some(reference) = object.get("$ref").and_then(Value::as_str) else { return Ok(()) };
-        let plain = reference == "#" || (reference.starts_with("#/") && !reference.contains(['%', '~']));
-        if plain {
+        let plain = |pointer: &str| !pointer.contains(['%', '~']) && self.is_within(pointer);
+        if reference == "#" || reference.strip_prefix("#/").is_some_and(plain) {
             return Ok(());
         }
         if let Some(known) = self.names.get(reference) {

@@ -4,10 +4,10 @@
 use serde_json::{Value, json};
 
 use super::negation::negate;
-use super::{Dialect, rewrite};
+use super::{Dialect, apply_rules, rewrite};
 
 fn rewritten(mut schema: Value) -> Value {
-    rewrite(schema.as_object_mut().unwrap(), true).unwrap();
+    apply_rules(schema.as_object_mut().unwrap(), true).unwrap();
     schema
 }
 
@@ -123,16 +123,22 @@ fn names_and_anchors_and_escaped_pointers_are_followed() {
     let schema = json!({"$defs": {"a/b": {"type": "null"}, "c": {"$anchor": "here", "$ref": "#/$defs/a~1b"}},
         "properties": {"x": {"$ref": "#here"}, "y": {"$recursiveRef": "#"}}});
     let found = rewritten(schema);
-    let target = |reference: &Value| {
+    let target_in = |found: &Value, reference: &Value| {
         let name = reference.as_str().unwrap().strip_prefix("#/$defs/").unwrap();
         found["$defs"][name].clone()
     };
+    let target = |reference: &Value| target_in(&found, reference);
     let anchored = target(&found["properties"]["x"]["$ref"]);
     assert_eq!(anchored["$anchor"], "here");
     assert_eq!(target(&anchored["$ref"]), json!({"type": "null"}));
     assert_eq!(found["properties"]["y"], json!({"$ref": "#"}));
-    let nested = json!({"properties": {"x": {"$id": "other", "$ref": "#here"}}});
-    assert_eq!(rewritten(nested.clone()), nested, "references of another resource are left");
+    let mut nested = json!({"properties": {"x": {"$id": "other", "$ref": "#/$defs/a"}}});
+    let refused = rewrite(nested.as_object_mut().unwrap(), true).unwrap_err();
+    assert!(refused.to_string().contains("an $id of its own"), "{refused}");
+    // What stands under keywords of others is rewritten, too.
+    let schema = json!({"components": {"schemas": {"a": {"format": "x", "minLength": 1.0}}}, "$ref": "#/components/schemas/a"});
+    let found = rewritten(schema);
+    assert_eq!(target_in(&found, &found["$ref"]), json!({"minLength": 1}));
 }
 
 #[test]

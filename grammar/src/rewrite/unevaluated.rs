@@ -52,13 +52,13 @@ struct Items {
 
 impl Rewriter<'_> {
     pub(super) fn unevaluated(&mut self, object: &mut Map<String, Value>) -> Result<(), GrammarError> {
-        if let Some(rest) = object.remove("unevaluatedProperties")
+        if let Some(rest) = object.shift_remove("unevaluatedProperties")
             && !is_true(&rest)
             && !self.close_properties(object, &rest)?
         {
             object.insert("unevaluatedProperties".to_owned(), rest);
         }
-        if let Some(rest) = object.remove("unevaluatedItems")
+        if let Some(rest) = object.shift_remove("unevaluatedItems")
             && !is_true(&rest)
             && !self.close_items(object, &rest)
         {
@@ -74,7 +74,7 @@ impl Rewriter<'_> {
         rest: &Value,
     ) -> Result<bool, GrammarError> {
         let mut fixed = object.clone();
-        let (any, one) = (fixed.remove("anyOf"), fixed.remove("oneOf"));
+        let (any, one) = (fixed.shift_remove("anyOf"), fixed.shift_remove("oneOf"));
         let Some(base) = self.properties(&fixed, 0) else { return Ok(false) };
         if base.all {
             return Ok(true);
@@ -114,7 +114,7 @@ impl Rewriter<'_> {
             options.push(json!({"allOf": all}));
         }
         if keyword == "anyOf" {
-            object.remove("anyOf");
+            object.shift_remove("anyOf");
         }
         push(object, json!({"anyOf": options}));
         Ok(true)

@@ -1,0 +1,67 @@
+//! JSON schemas within Lark grammars, `%json {...}`: they are checked and rewritten as those of requests are.
+
+use serde_json::{Deserializer, Value};
+
+use crate::GrammarError;
+use crate::chains::lark;
+use crate::json_schema;
+
+const KEYWORD: &str = "%json";
+
+/// Returns a grammar with its schemas rewritten. With `expand_one_of`, `oneOf` is rewritten, too. Lines keep their numbers.
+///
+/// # Errors
+/// [`GrammarError`] of the first violation of a schema.
+pub(crate) fn rewritten(text: &str, expand_one_of: bool) -> Result<String, GrammarError> {
+    let mut out = String::with_capacity(text.len());
+    let mut rest = text;
+    while let Some(first) = rest.chars().next() {
+        let length = match first {
+            '"' => lark::delimited(rest, '"'),
+            '#' => lark::line(rest),
+            '/' if rest[1..].starts_with('/') => lark::line(rest),
+            '/' => lark::delimited(rest, '/'),
+            '<' => lark::special_token(rest),
+            '%' if rest.starts_with(KEYWORD) => {
+                let mut values = Deserializer::from_str(&rest[KEYWORD.len()..]).into_iter::<Value>();
+                let value = values.next();
+                let length = KEYWORD.len() + values.byte_offset();
+                if let Some(Ok(Value::Object(mut schema))) = value {
+                    json_schema::prepare_within(&mut schema, expand_one_of)?;
+                    let mut schema = Value::Object(schema).to_string();
+                    // White space before its last bracket.
+                    let lines = rest[..length].matches('\n').count();
+                    schema.insert_str(schema.len() - 1, &"\n".repeat(lines));
+                    out.push_str(KEYWORD);
+                    out.push(' ');
+                    out.push_str(&schema);
+                    rest = &rest[length..];
+                    continue;
+                }
+                length
+            }
+            first => first.len_utf8(),
+        };
+        let (taken, after) = rest.split_at(length);
+        out.push_str(taken);
+        rest = after;
+    }
+    Ok(out)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn schemas_are_rewritten_where_they_are_no_text_and_lines_keep_their_numbers() {
+        let text = "start: \"%json {\" a /%json {}\\/ \"/ # %json {\"format\": \"x\"}\na: %json {\"format\": \"x\",\n \"type\": \"string\"\n} b\nb: <[7]> %json true";
+        let expected = "start: \"%json {\" a /%json {}\\/ \"/ # %json {\"format\": \"x\"}\na: %json {\"type\":\"string\"\n\n} b\nb: <[7]> %json true";
+        assert_eq!(rewritten(text, false).as_deref(), Ok(expected));
+        let options = r#"start: %json {"x-guidance": {"item_separator": ", "}, "properties": {"a": true}, "patternProperties": {"b": true}}"#;
+        let found = rewritten(options, false).unwrap();
+        assert!(found.contains(r#""x-guidance":{"item_separator":", ","json_allowed_escapes":"#), "{found}");
+        assert!(rewritten(r#"start: %json {"const": 9007199254740993}"#, false).is_err());
+        assert!(rewritten("start: %json {", false).is_ok(), "the compiler refuses it");
+    }
+}
