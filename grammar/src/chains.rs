@@ -10,8 +10,6 @@ use crate::rewrite::References;
 
 pub(crate) mod lark;
 
-pub(crate) use lark::{JSON_KEYWORDS, delimited, line, special_token};
-
 /// Maximum levels of nesting along any chain of names.
 pub(crate) const LEVELS_MAX: usize = 4_000;
 

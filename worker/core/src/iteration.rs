@@ -1,5 +1,6 @@
 //! Types exchanged between the scheduler and its driver: plans, transfers, verdicts and outcomes.
 
+use std::hash::{Hash, Hasher};
 use std::time::Duration;
 
 use inflight_contract::BlockHash;
@@ -57,8 +58,9 @@ pub struct Copy {
     pub to: Block,
 }
 
-/// Plan of the next forward pass. Its buffers are reused by every plan.
-#[derive(Debug, Clone, Default, PartialEq, Eq, Hash)]
+/// Plan of the next forward pass. Its buffers are reused by every plan. Its hash, which recordings keep, is that of the decisions,
+/// not of what explains them.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Iteration {
     /// Iteration number, counted from 1.
     pub number: u64,
@@ -84,6 +86,14 @@ pub struct Iteration {
     pub not_admitted: Vec<Blocked>,
     /// Number of decoding sequences stalled until a fence frees blocks.
     pub stalled: u32,
+}
+
+impl Hash for Iteration {
+    fn hash<H: Hasher>(&self, state: &mut H) {
+        (self.number, &self.admitted, &self.preempted, &self.marked, &self.transfers, &self.copies)
+            .hash(state);
+        (&self.chunks, self.decodes, self.drafts, self.blocked, self.stalled).hash(state);
+    }
 }
 
 impl Iteration {
@@ -116,8 +126,8 @@ pub enum Preemption {
     Swap,
 }
 
-/// Record of a preemption.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+/// Record of a preemption. Its hash is that of the decision.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Preempted {
     /// Preempted sequence.
     pub id: SequenceId,
@@ -133,8 +143,14 @@ pub struct Preempted {
     pub predicted: PredictedPreemption,
 }
 
+impl Hash for Preempted {
+    fn hash<H: Hasher>(&self, state: &mut H) {
+        (self.id, self.kind, self.beneficiary).hash(state);
+    }
+}
+
 /// Predicted costs of preempting a sequence, in microseconds.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct PredictedPreemption {
     /// By recompute.
     pub recompute_us: u64,
