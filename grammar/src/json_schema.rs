@@ -68,11 +68,15 @@ pub(crate) fn prepare_within(
     schema: &mut Map<String, Value>,
     expand_one_of: bool,
 ) -> Result<(), GrammarError> {
-    if checked(schema, expand_one_of)? == Names::Plain
-        && let Value::Object(options) = schema.entry(OPTIONS).or_insert_with(|| Value::Object(Map::new()))
+    let names = checked(schema, expand_one_of)?;
+    let mut options = schema.shift_remove(OPTIONS);
+    if names == Names::Plain
+        && let Value::Object(options) = options.get_or_insert_with(|| Value::Object(Map::new()))
     {
         options.entry(ESCAPES.0).or_insert_with(|| ESCAPES.1.into());
     }
+    // The compiler takes them out of the schema and puts its last keyword in their place.
+    schema.extend(options.map(|options| (OPTIONS.to_owned(), options)));
     Ok(())
 }
 
@@ -112,6 +116,7 @@ fn set_options(schema: &mut Map<String, Value>, names: Names) {
     if names == Names::Plain {
         options.insert(ESCAPES.0.to_owned(), ESCAPES.1.into());
     }
+    schema.shift_remove(OPTIONS);
     schema.insert(OPTIONS.to_owned(), Value::Object(options));
 }
 

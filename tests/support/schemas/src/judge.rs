@@ -214,6 +214,11 @@ impl Coverage {
         self.pairs
     }
 
+    /// Pairs of the kind that has fewest.
+    pub fn least(&self) -> usize {
+        KINDS.iter().map(|kind| self.judged.get(kind).map_or(0, |counts| counts.0)).min().unwrap_or(0)
+    }
+
     /// Prints the table, and checks that each kind was judged, and that not more schemas are refused than is known.
     ///
     /// # Panics

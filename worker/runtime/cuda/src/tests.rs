@@ -177,6 +177,9 @@ fn model_of(arch: Arch, dtype: Dtype, seed: u32, heads: usize, tied: bool) -> Te
                 .collect();
             (name, shape, bytes_of(&values).to_vec())
         })
+        // Those that the architecture has.
+        .filter(|(name, ..)| !name.ends_with(".bias") || arch.dims().qkv_bias)
+        .filter(|(name, ..)| !name.contains("_norm.weight") || arch.dims().qk_norm)
         .collect();
     let views = encoded.iter().map(|(name, shape, bytes)| {
         (name, safetensors::tensor::TensorView::new(kind, shape.clone(), bytes).unwrap())
