@@ -127,11 +127,11 @@ fn apply_rules(schema: &mut Map<String, Value>, expand_one_of: bool) -> Result<(
     }
 }
 
+/// Rule that is applied to one schema after another.
+type Visit<'a> = dyn FnMut(&mut Map<String, Value>) -> Result<(), GrammarError> + 'a;
+
 /// Visits all schemas in a schema and itself, from the inside out.
-fn each_object(
-    object: &mut Map<String, Value>,
-    visit: &mut dyn FnMut(&mut Map<String, Value>) -> Result<(), GrammarError>,
-) -> Result<(), GrammarError> {
+fn each_object(object: &mut Map<String, Value>, visit: &mut Visit<'_>) -> Result<(), GrammarError> {
     let mut within = |schema: &mut Value| match schema {
         Value::Object(object) => each_object(object, visit),
         _ => Ok(()),

@@ -225,6 +225,9 @@ fn file(arch: Arch, entries: &[(&str, GgufValue)], tensors: &[GgufTensor]) -> (T
     (folder, path)
 }
 
+/// Name, entries and tensors besides those of a Llama 2, and what the sentence must contain; an empty clue: it is served.
+type GgufCase = (&'static str, Vec<(&'static str, GgufValue)>, Vec<GgufTensor>, &'static str);
+
 #[test]
 fn gguf_files_of_published_families_are_served_or_refused_by_what_they_are() {
     use GgufValue::{Bool, F32, Floats, Ints, Text, U32};
@@ -236,7 +239,7 @@ fn gguf_files_of_published_families_are_served_or_refused_by_what_they_are() {
         kind,
         bytes: vec![0; 32 * 4],
     };
-    let cases: Vec<(&str, Vec<(&str, GgufValue)>, Vec<GgufTensor>, &str)> = vec![
+    let cases: Vec<GgufCase> = vec![
         ("plain", vec![], vec![], ""),
         (
             "entries without effect",
