@@ -130,7 +130,7 @@ mod tests {
         assert!(of("1.0").is_integer() && of("15e-1") == of("1.50") && !of("1.5").is_integer());
         assert!(
             of("-0.3").is_multiple_of(&of("0.1"))
-                && of("1e30").is_multiple_of(&of("7e2")) == false
+                && !of("1e30").is_multiple_of(&of("7e2"))
                 && of("0").is_multiple_of(&of("3"))
         );
         assert!(
