@@ -88,7 +88,8 @@ impl Rewriter<'_> {
         let Some(Value::Array(alternatives)) = object.get("oneOf") else { return Ok(()) };
         let alternatives: Vec<Value> =
             alternatives.iter().filter(|schema| **schema != Value::Bool(false)).cloned().collect();
-        if alternatives.len() > 1 && self.exclude_each_other(&alternatives) {
+        let may_compare = alternatives.len() > 1 && self.visit(self.compared(&alternatives)).is_some();
+        if may_compare && self.exclude_each_other(&alternatives) {
             object.shift_remove("oneOf");
             push(object, json!({"anyOf": alternatives}));
             return Ok(());

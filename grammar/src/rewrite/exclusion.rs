@@ -13,17 +13,17 @@ const COMPARED_MAX: usize = 32;
 const PARTS_MAX: usize = 16;
 
 impl Rewriter<'_> {
+    /// Returns the number of subschemas and names that a comparison of alternatives visits.
+    pub(super) fn compared(&self, alternatives: &[Value]) -> usize {
+        let required =
+            |part: &Map<String, Value>| part.get("required").and_then(Value::as_array).map_or(0, Vec::len);
+        alternatives.iter().flat_map(|schema| self.parts(schema)).map(|part| 1 + required(part)).sum()
+    }
+
     /// Whether no value can match two of these schemas.
     pub(super) fn exclude_each_other(&self, alternatives: &[Value]) -> bool {
         let parts: Vec<Vec<&Map<String, Value>>> =
             alternatives.iter().map(|schema| self.parts(schema)).collect();
-        let size = parts
-            .iter()
-            .flatten()
-            .map(|part| 1 + part.get("required").and_then(Value::as_array).map_or(0, Vec::len));
-        if self.visit(size.sum()).is_none() {
-            return false;
-        }
         if self.have_discriminator(&parts) {
             return true;
         }
