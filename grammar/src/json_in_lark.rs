@@ -1,12 +1,14 @@
-//! JSON schemas within Lark grammars, `%json {...}`: they are checked and rewritten as those of requests are.
+//! JSON schemas within Lark grammars: those of `%json {...}` are checked and rewritten as those of requests are, and `%text {...}`
+//! becomes the expression of its strings.
 
 use serde_json::{Deserializer, Value};
 
 use crate::GrammarError;
 use crate::chains::lark;
-use crate::json_schema;
+use crate::{json_schema, text};
 
 const KEYWORD: &str = "%json";
+const TEXT_KEYWORD: &str = "%text";
 
 /// Returns a grammar with its schemas rewritten. With `expand_one_of`, `oneOf` is rewritten, too. Lines keep their numbers.
 ///
@@ -22,6 +24,19 @@ pub(crate) fn rewritten(text: &str, expand_one_of: bool) -> Result<String, Gramm
             '/' if rest[1..].starts_with('/') => lark::line(rest),
             '/' => lark::delimited(rest, '/'),
             '<' => lark::special_token(rest),
+            '%' if rest.starts_with(TEXT_KEYWORD) => {
+                let mut values = Deserializer::from_str(&rest[TEXT_KEYWORD.len()..]).into_iter::<Value>();
+                let value = values.next();
+                let length = TEXT_KEYWORD.len() + values.byte_offset();
+                if let Some(Ok(Value::Object(schema))) = value {
+                    json_schema::check(&schema, 0)?;
+                    out.push_str(&text::expression(&schema)?);
+                    out.push_str(&"\n".repeat(rest[..length].matches('\n').count()));
+                    rest = &rest[length..];
+                    continue;
+                }
+                length
+            }
             '%' if rest.starts_with(KEYWORD) => {
                 let mut values = Deserializer::from_str(&rest[KEYWORD.len()..]).into_iter::<Value>();
                 let value = values.next();

@@ -121,7 +121,10 @@ fn set_options(schema: &mut Map<String, Value>, names: Names) {
 }
 
 /// Checks an object of a schema and all in it.
-fn check(object: &Map<String, Value>, depth: usize) -> Result<(), GrammarError> {
+///
+/// # Errors
+/// [`GrammarError`] of the first violation.
+pub(crate) fn check(object: &Map<String, Value>, depth: usize) -> Result<(), GrammarError> {
     if depth > NESTING_MAX {
         return Err(GrammarError::Nesting { depth, most: NESTING_MAX });
     }

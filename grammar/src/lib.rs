@@ -20,6 +20,7 @@ mod matcher;
 mod messages;
 mod nesting;
 mod rewrite;
+mod text;
 mod usage;
 mod vocabulary;
 

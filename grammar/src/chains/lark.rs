@@ -8,7 +8,7 @@ use serde_json::{Deserializer, Value};
 use super::{Names, SchemaNames};
 
 /// Keywords that a JSON value follows.
-pub(crate) const JSON_KEYWORDS: [&str; 3] = ["%json", "%regex", "%llguidance"];
+pub(crate) const JSON_KEYWORDS: [&str; 4] = ["%json", "%text", "%regex", "%llguidance"];
 
 /// Adds the names of a grammar.
 pub(super) fn add(text: &str, names: &mut Names) {

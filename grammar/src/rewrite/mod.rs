@@ -65,7 +65,7 @@ const TYPES: [&str; 6] = ["null", "boolean", "number", "string", "array", "objec
 
 /// Dialects, by the year or number in their names.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-enum Dialect {
+pub(crate) enum Dialect {
     Draft4,
     Draft6,
     Draft7,
@@ -74,7 +74,8 @@ enum Dialect {
 }
 
 impl Dialect {
-    fn of(schema: &Map<String, Value>) -> Self {
+    /// Returns the dialect that a schema names; the newest if it names none.
+    pub(crate) fn of(schema: &Map<String, Value>) -> Self {
         let name = schema.get("$schema").and_then(Value::as_str).unwrap_or_default();
         let known = [
             ("draft-04", Self::Draft4),

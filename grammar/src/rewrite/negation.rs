@@ -100,7 +100,9 @@ fn violations(
         "required" => {
             let names = value.as_array()?.iter().map(|name| name.as_str());
             names
-                .map(|name| Some(json!({"type": "object", "properties": {name?: false}})))
+                .map(|name| {
+                    Some(json!({"type": "object", "properties": in_order(object, name?, false.into())}))
+                })
                 .collect::<Option<_>>()?
         }
         "properties" => {
@@ -108,8 +110,8 @@ fn violations(
             for (name, schema) in value.as_object()? {
                 let negated = negate(schema, dialect)?;
                 if negated != Value::Bool(false) {
-                    options
-                        .push(json!({"type": "object", "required": [name], "properties": {name: negated}}));
+                    let properties = in_order(object, name, negated);
+                    options.push(json!({"type": "object", "required": [name], "properties": properties}));
                 }
             }
             options
@@ -124,6 +126,17 @@ fn violations(
         "then" | "else" if !object.contains_key("if") => Vec::new(),
         _ => return None,
     })
+}
+
+/// Returns the properties of a schema, of which one has a schema and the others have any value: a text has named properties in the
+/// order of the schema, and before all others. Of very many properties, only the one.
+fn in_order(object: &Map<String, Value>, name: &str, schema: Value) -> Map<String, Value> {
+    const PROPERTIES_MAX: usize = 64;
+    let all = object.get("properties").and_then(Value::as_object).filter(|all| all.len() <= PROPERTIES_MAX);
+    let mut properties: Map<String, Value> =
+        all.into_iter().flat_map(Map::keys).map(|name| (name.clone(), true.into())).collect();
+    properties.insert(name.to_owned(), schema);
+    properties
 }
 
 /// Returns schemas of the values whose type is none of those of a `type` keyword.

@@ -48,8 +48,20 @@ pub(super) fn patterns(object: &mut Map<String, Value>) -> Result<(), GrammarErr
 /// # Errors
 /// [`GrammarError::Refused`] if it cannot be parsed, such as one with lookaround or references to groups.
 pub(crate) fn translate(pattern: &str) -> Result<String, GrammarError> {
-    let mut translator =
-        Translator { rest: pattern, out: String::with_capacity(pattern.len()), flags: has_flags(pattern) };
+    translated(pattern, true)
+}
+
+/// Returns the pattern of a text that is written without escapes, in the dialect of the compiler: classes keep U+0000.
+///
+/// # Errors
+/// [`GrammarError::Refused`] if it cannot be parsed.
+pub(crate) fn translate_unescaped(pattern: &str) -> Result<String, GrammarError> {
+    translated(pattern, false)
+}
+
+fn translated(pattern: &str, escaped: bool) -> Result<String, GrammarError> {
+    let out = String::with_capacity(pattern.len());
+    let mut translator = Translator { rest: pattern, out, flags: has_flags(pattern), escaped };
     while let Some(c) = translator.rest.chars().next() {
         translator.piece(c);
     }
@@ -138,6 +150,8 @@ struct Translator<'a> {
     rest: &'a str,
     out: String,
     flags: bool,
+    /// Whether the text is written with escapes, as in JSON.
+    escaped: bool,
 }
 
 impl<'a> Translator<'a> {
@@ -153,13 +167,14 @@ impl<'a> Translator<'a> {
         match c {
             '[' => {
                 let class = self.class();
-                self.out.push_str(&guarded(class));
+                self.out.push_str(&if self.escaped { guarded(class) } else { class });
             }
             '\\' => {
                 let Atom { text, .. } = self.escape();
                 // A character, a class of Unicode, or an assertion.
-                let text = if single_char(&text) == Some('\0') { NONE.to_owned() } else { text };
-                self.out.push_str(&if text.starts_with("\\p") || text.starts_with("\\P") {
+                let is_nul = self.escaped && single_char(&text) == Some('\0');
+                let text = if is_nul { NONE.to_owned() } else { text };
+                self.out.push_str(&if self.escaped && (text.starts_with("\\p") || text.starts_with("\\P")) {
                     guarded(text)
                 } else {
                     text
@@ -169,7 +184,7 @@ impl<'a> Translator<'a> {
                 self.take(1);
                 self.out.push_str(DOT);
             }
-            '\0' => {
+            '\0' if self.escaped => {
                 self.take(1);
                 self.out.push_str(NONE);
             }

@@ -5,7 +5,7 @@ use crate::call_part::{CallPart, Progress};
 use crate::marker::{Marker, Symbol};
 use crate::mistral::MistralCalls;
 use crate::qwen_xml::XmlCall;
-use crate::{ToolCallFormat, ToolTypes};
+use crate::{OutputEnd, ToolCallFormat, ToolTypes};
 
 /// Parser of what follows a marker, or the first brace of an object without one.
 #[derive(Debug, Clone)]
@@ -69,11 +69,11 @@ impl CallMachine {
     }
 
     /// Ends an open call, at the end of the output or because it is malformed: releases arguments that are held back.
-    pub(crate) fn finish(&mut self, out: &mut Vec<CallPart>) {
+    pub(crate) fn finish(&mut self, end: OutputEnd, out: &mut Vec<CallPart>) {
         let is_whole = match self {
             Self::Object(object) => object.has_all_arguments(),
             Self::Mistral(calls) => calls.has_all_arguments(),
-            Self::Xml(call) => call.finish(out),
+            Self::Xml(call) => call.finish(end, out),
         };
         out.push(if is_whole { CallPart::End } else { CallPart::Cut });
     }

@@ -1,5 +1,14 @@
 //! Events of parsed output.
 
+/// Why an output ended.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum OutputEnd {
+    /// The model ended it, or a stop string.
+    Model,
+    /// It was cut off, at its maximum length say.
+    Cut,
+}
+
 /// Part of a choice's output.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum OutputEvent {

@@ -3,7 +3,8 @@
 use std::sync::Arc;
 
 use crate::{
-    CallIdStyle, CallIds, OutputEvent, OutputFormat, OutputParser, ReasoningFormat, ToolCallFormat, ToolTypes,
+    CallIdStyle, CallIds, OutputEnd, OutputEvent, OutputFormat, OutputParser, ReasoningFormat,
+    ToolCallFormat, ToolTypes,
 };
 
 /// Parses a text behind a byte that chooses the format and what the prompt has opened: calls are begun, continued and ended in
@@ -35,13 +36,13 @@ pub fn output_parser(data: &[u8]) -> bool {
     let parser = || OutputParser::new(format.clone(), CallIds::new(1, 0, CallIdStyle::Nine));
     let (mut whole, mut divided) = (parser(), parser());
     let mut events = whole.push_text(&text);
-    events.extend(whole.finish());
+    events.extend(whole.finish(OutputEnd::Cut));
     let mut pieces: Vec<OutputEvent> = Vec::new();
     let mut buffer = [0; 4];
     for c in text.chars() {
         pieces.extend(divided.push_text(c.encode_utf8(&mut buffer)));
     }
-    pieces.extend(divided.finish());
+    pieces.extend(divided.finish(OutputEnd::Cut));
     let (events, pieces) = (OutputEvent::merged(events), OutputEvent::merged(pieces));
     assert_eq!(events, pieces, "the events depend on the division");
     let mut open = None;

@@ -1,12 +1,11 @@
 //! Grammars of tool calls, in llguidance's dialect of Lark.
 
-use std::collections::BTreeSet;
 use std::fmt::{self, Write};
 
-use serde_json::{Map, Value, json};
+use serde_json::{Value, json};
 
 use crate::call_schema::call_schema;
-use crate::tool_types::{ParameterKind, listed_values};
+use crate::xml_grammar;
 use crate::{Marker, ReasoningFormat, ToolCallFormat};
 
 /// Whitespace between the parts of an answer in JSON: a space, or a line break with its indentation.
@@ -23,12 +22,33 @@ pub struct GrammarTool<'a> {
     pub strict: bool,
 }
 
-/// Error: the grammar exceeds the maximum size. Its generation stopped there, so its full size is unknown.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
-#[error("the grammar of the tool calls has more than {most} bytes; send fewer tools, or shorter schemas")]
-pub struct GrammarTooLarge {
-    /// Maximum number of bytes.
-    pub most: usize,
+/// Reason for which there is no grammar of the calls.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum CallGrammarError {
+    /// The grammar exceeds the maximum size. Its generation stopped there, so its full size is unknown.
+    #[error("the grammar of the tool calls has more than {most} bytes; send fewer tools, or shorter schemas")]
+    TooLarge {
+        /// Maximum number of bytes.
+        most: usize,
+    },
+    /// A schema has what calls with a tag for each parameter cannot keep.
+    #[error(
+        "the parameters of {tool} have {keyword}, which cannot be enforced in this model's format of calls, where each parameter stands \
+         between tags of its own; leave it out, or neither require the call nor make the tool strict"
+    )]
+    NotKept {
+        /// Name of the tool.
+        tool: String,
+        /// Keyword, or what of it.
+        keyword: String,
+    },
+}
+
+impl From<fmt::Error> for CallGrammarError {
+    /// Rules end where they become too large; [`CallGrammar::lark`] says the maximum.
+    fn from(_: fmt::Error) -> Self {
+        Self::TooLarge { most: 0 }
+    }
 }
 
 /// Grammar of an output that calls tools.
@@ -56,15 +76,18 @@ impl CallGrammar<'_> {
     /// repeats could make gigabytes of a short request.
     ///
     /// # Errors
-    /// The rules are longer.
-    pub fn lark(&self, most: usize) -> Result<String, GrammarTooLarge> {
+    /// The rules are longer, or a schema of a strict tool has what they cannot keep.
+    pub fn lark(&self, most: usize) -> Result<String, CallGrammarError> {
         let mut rules = Rules { text: String::new(), most, has_any_param: false };
-        let start = self.write_rules(&mut rules).map_err(|fmt::Error| GrammarTooLarge { most })?;
+        let start = self.write_rules(&mut rules).map_err(|error| match error {
+            CallGrammarError::TooLarge { .. } => CallGrammarError::TooLarge { most },
+            error => error,
+        })?;
         Ok(format!("start: {start}\n{}", rules.text))
     }
 
     /// Writes the rules; returns what the output is made of.
-    fn write_rules(&self, rules: &mut Rules) -> Result<String, fmt::Error> {
+    fn write_rules(&self, rules: &mut Rules) -> Result<String, CallGrammarError> {
         let several =
             |separator: &str| if self.several { format!(" ({separator}call)*") } else { String::new() };
         let begin = self.marker(Marker::CallBegin).unwrap_or_default();
@@ -96,7 +119,7 @@ impl CallGrammar<'_> {
         writeln!(rules, "tool: {}", names.join(" | "))?;
         for (at, tool) in self.tools.iter().enumerate() {
             match self.format {
-                ToolCallFormat::QwenXml => self.xml_tool(rules, at, tool)?,
+                ToolCallFormat::QwenXml => xml_grammar::write_tool(rules, at, tool)?,
                 _ => self.json_tool(rules, at, tool)?,
             }
         }
@@ -177,35 +200,7 @@ impl CallGrammar<'_> {
             writeln!(rules, "tool_{at}: {head} args_{at} \"}}\"")?;
         }
         write!(rules, "args_{at}: ")?;
-        rules.json(arguments, None)
-    }
-
-    /// Writes the rules of a tool whose parameters are tags.
-    fn xml_tool(&self, rules: &mut Rules, at: usize, tool: &GrammarTool<'_>) -> fmt::Result {
-        let mut body = literal(&format!("<function={}>\n", tool.name));
-        let none = Map::new();
-        let properties = tool.parameters["properties"].as_object().unwrap_or(&none);
-        let required = tool.parameters["required"].as_array();
-        let required: BTreeSet<&str> = required.into_iter().flatten().filter_map(Value::as_str).collect();
-        for (index, (key, schema)) in properties.iter().enumerate() {
-            let optional = if required.contains(key.as_str()) { "" } else { "?" };
-            write!(body, " param_{at}_{index}{optional}")?;
-            let open = literal(&format!("<parameter={key}>\n"));
-            let close = if is_any_text(schema, tool.parameters) { "" } else { " \"\\n</parameter>\\n\"" };
-            writeln!(rules, "param_{at}_{index}: {open} value_{at}_{index}{close}")?;
-            write!(rules, "value_{at}_{index}")?;
-            write_xml_value(rules, schema, tool.parameters)?;
-        }
-        if properties.is_empty() && !tool.strict {
-            body.push_str(" any_param*");
-            if !std::mem::replace(&mut rules.has_any_param, true) {
-                rules.write_str("any_param: \"<parameter=\" KEY \">\\n\" any_value\n")?;
-                rules.write_str(
-                    "any_value[lazy]: /(.|\\n)*\\n<\\/parameter>\\n/\nKEY: /[A-Za-z0-9_]{1,64}/\n",
-                )?;
-            }
-        }
-        writeln!(rules, "tool_{at}: {body} \"</function>\"")
+        rules.json(arguments, arguments)
     }
 
     /// Writes the rules of reasoning; returns what the start begins with.
@@ -231,23 +226,50 @@ impl CallGrammar<'_> {
 }
 
 /// Rules of a grammar, up to a number of bytes.
-struct Rules {
+pub(crate) struct Rules {
     text: String,
     most: usize,
     /// Whether the rules of parameters that no schema names are written.
-    has_any_param: bool,
+    pub(crate) has_any_param: bool,
 }
 
 impl Rules {
-    /// Writes the end of a rule: JSON of a schema. `root` has the definitions that a part of a schema refers to.
-    fn json(&mut self, schema: &Value, root: Option<&Value>) -> fmt::Result {
+    /// Writes the end of a rule: JSON of a schema without freedom of whitespace, with the separators that models are trained on. `root`
+    /// is the document that its references are of.
+    pub(crate) fn json(&mut self, schema: &Value, root: &Value) -> fmt::Result {
+        let options = json!({"whitespace_flexible": false, "item_separator": ", ", "key_separator": ": "});
+        self.write_str("%json ")?;
+        self.schema(schema, root, ("x-guidance", options))?;
+        self.write_str("\n")
+    }
+
+    /// Writes a schema with options under a key. `root` is the document that its references are of.
+    pub(crate) fn schema(
+        &mut self,
+        schema: &Value,
+        root: &Value,
+        (key, options): (&str, Value),
+    ) -> fmt::Result {
+        let is_whole = std::ptr::eq(schema, root);
         // Before anything is copied: what is counted here is written, or is the end of the grammar.
         let mut left = BytesLeft(self.most.saturating_sub(self.text.len()));
         write!(left, "{schema}")?;
-        for (_, shared) in definitions(schema, root) {
-            write!(left, "{shared}")?;
+        let refers = !is_whole && has_references(schema);
+        if refers {
+            write!(left, "{root}")?;
         }
-        writeln!(self, "%json {}", compact(schema.clone(), root))
+        let mut schema = if refers { within(schema, root) } else { schema.clone() };
+        if let (Value::Object(schema), Some(dialect)) = (&mut schema, root.get("$schema")) {
+            schema.entry("$schema").or_insert_with(|| dialect.clone());
+        }
+        // `true` has no place for options.
+        if schema == Value::Bool(true) {
+            schema = json!({});
+        }
+        if let Value::Object(schema) = &mut schema {
+            schema.insert(key.to_owned(), options);
+        }
+        write!(self, "{schema}")
     }
 }
 
@@ -282,40 +304,13 @@ impl Write for BytesLeft {
     }
 }
 
-/// Whether a value between tags is any text, up to the tag that closes it.
-fn is_any_text(schema: &Value, root: &Value) -> bool {
-    ParameterKind::of_schema(schema, root) != ParameterKind::Json && listed_values(schema, root).is_none()
-}
-
-/// Writes the rest of the rule of a value between tags.
-fn write_xml_value(rules: &mut Rules, schema: &Value, root: &Value) -> fmt::Result {
-    if is_any_text(schema, root) {
-        return rules.write_str("[lazy]: /(.|\\n)*\\n<\\/parameter>\\n/\n");
-    }
-    rules.write_str(": ")?;
-    let kind = ParameterKind::of_schema(schema, root);
-    let listed = listed_values(schema, root).filter(|values| {
-        // Text stands between tags without quotes.
-        kind != ParameterKind::Json || values.iter().any(Value::is_string)
-    });
-    let Some(listed) = listed else { return rules.json(schema, Some(root)) };
-    for (at, value) in listed.iter().enumerate() {
-        rules.write_str(if at == 0 { "" } else { " | " })?;
-        match value {
-            Value::String(text) => rules.write_str(&literal(text))?,
-            other => rules.write_str(&literal(&other.to_string()))?,
-        }
-    }
-    rules.write_str("\n")
-}
-
 /// Returns a text as a string of the grammar.
-fn literal(text: &str) -> String {
+pub(crate) fn literal(text: &str) -> String {
     Value::from(text).to_string()
 }
 
 /// Returns a text as a part of a regular expression.
-fn escaped(text: &str) -> String {
+pub(crate) fn escaped(text: &str) -> String {
     let mut escaped = String::new();
     for c in text.chars() {
         if !c.is_ascii_alphanumeric() && c != '_' && c != '<' && c != '>' {
@@ -326,24 +321,51 @@ fn escaped(text: &str) -> String {
     escaped
 }
 
-/// Returns the definitions of `root` that a part of it refers to and has not itself, with their keys.
-fn definitions<'a>(
-    schema: &'a Value,
-    root: Option<&'a Value>,
-) -> impl Iterator<Item = (&'static str, &'a Value)> {
-    let missing = ["$defs", "definitions"].into_iter().filter(|key| schema.get(key).is_none());
-    missing.filter_map(move |key| Some((key, root?.get(key)?)))
+/// Whether a schema has references.
+fn has_references(schema: &Value) -> bool {
+    match schema {
+        Value::Object(object) => object.iter().any(|(key, value)| {
+            ["$ref", "$dynamicRef", "$recursiveRef"].contains(&key.as_str()) || has_references(value)
+        }),
+        Value::Array(values) => values.iter().any(has_references),
+        _ => false,
+    }
 }
 
-/// Returns a schema without freedom of whitespace, with the separators that models are trained on. `root` has the
-/// definitions that a part of a schema refers to.
-fn compact(mut schema: Value, root: Option<&Value>) -> Value {
-    let definitions: Vec<_> =
-        definitions(&schema, root).map(|(key, value)| (key.to_owned(), value.clone())).collect();
-    if let Value::Object(fields) = &mut schema {
-        fields.extend(definitions);
-        let options = json!({"whitespace_flexible": false, "item_separator": ", ", "key_separator": ": "});
-        fields.insert("x-guidance".to_owned(), options);
+/// Returns a document of a part of another, whose references lead into that other. It stands among the definitions.
+fn within(schema: &Value, root: &Value) -> Value {
+    const NAME: &str = "parameters";
+    let (mut schema, mut root) = (schema.clone(), root.clone());
+    for document in [&mut schema, &mut root] {
+        lead_into(document, &format!("#/$defs/{NAME}"));
     }
-    schema
+    if let Value::Object(root) = &mut root {
+        root.shift_remove("$schema");
+    }
+    json!({"allOf": [schema], "$defs": {NAME: root}})
+}
+
+/// Lets the references to the root of a document, and to places by their path from there, lead to another place and on from there.
+fn lead_into(schema: &mut Value, place: &str) {
+    match schema {
+        Value::Object(object) => {
+            for (key, value) in object {
+                match value {
+                    Value::String(reference)
+                        if key == "$ref" || key == "$dynamicRef" || key == "$recursiveRef" =>
+                    {
+                        if let Some(path) = reference
+                            .strip_prefix('#')
+                            .filter(|path| path.is_empty() || path.starts_with('/'))
+                        {
+                            *reference = format!("{place}{path}");
+                        }
+                    }
+                    value => lead_into(value, place),
+                }
+            }
+        }
+        Value::Array(values) => values.iter_mut().for_each(|value| lead_into(value, place)),
+        _ => {}
+    }
 }

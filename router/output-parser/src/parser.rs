@@ -8,7 +8,7 @@ use crate::call_object::CallObject;
 use crate::call_part::{CallPart, Progress};
 use crate::event::Events;
 use crate::marker::{MarkerScanner, Symbol};
-use crate::{Marker, OutputEvent, ReasoningFormat, ToolCallFormat, ToolTypes};
+use crate::{Marker, OutputEnd, OutputEvent, ReasoningFormat, ToolCallFormat, ToolTypes};
 
 /// Token that is a marker.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -172,7 +172,7 @@ impl OutputParser {
     }
 
     /// Ends the output.
-    pub fn finish(&mut self) -> Vec<OutputEvent> {
+    pub fn finish(&mut self, end: OutputEnd) -> Vec<OutputEvent> {
         let mut events = Events::default();
         let mut symbols = Vec::new();
         self.scanner.finish(&mut symbols);
@@ -184,7 +184,7 @@ impl OutputParser {
             State::AfterCall => {}
             State::Call { mut machine, .. } => {
                 let was_open = self.open;
-                let is_whole = was_open && self.end_call(&mut machine, &mut events);
+                let is_whole = was_open && self.end_call(&mut machine, end, &mut events);
                 let is_content = !was_open || (self.format.whole_calls && !is_whole && !self.dropped);
                 let held = std::mem::take(&mut self.held);
                 if is_content {
@@ -339,7 +339,7 @@ impl OutputParser {
             if is_answer {
                 self.take_back();
             }
-            let is_whole = !is_answer && self.end_call(&mut machine, events);
+            let is_whole = !is_answer && self.end_call(&mut machine, OutputEnd::Model, events);
             let is_end = matches!(symbol, Symbol::Marker(Marker::CallEnd, _));
             if is_whole && is_end {
                 // Nothing but brackets is missing.
@@ -377,9 +377,9 @@ impl OutputParser {
     }
 
     /// Ends the open call. Returns whether it was made.
-    fn end_call(&mut self, machine: &mut CallMachine, events: &mut Events) -> bool {
+    fn end_call(&mut self, machine: &mut CallMachine, end: OutputEnd, events: &mut Events) -> bool {
         let mut parts = Vec::new();
-        machine.finish(&mut parts);
+        machine.finish(end, &mut parts);
         let is_whole = parts.last() == Some(&CallPart::End);
         self.emit(parts, events);
         is_whole

@@ -2,11 +2,11 @@
 //!
 //! A value that its tag does not close ends where the call or another parameter follows, as in the model's own parser. A closing tag of
 //! the call ends a value only if the call ends there, and the tag of a parameter only if the tool has it and it was not given: any other
-//! such text is part of the value.
+//! such text is part of the value. A value of JSON has no tags within its strings, up to a line break, which is in no string of JSON.
 
-use crate::ToolTypes;
 use crate::call_part::{CallPart, NAME_BYTES_MAX, Progress};
 use crate::tool_types::ParameterKind;
+use crate::{OutputEnd, ToolTypes};
 
 const FUNCTION: &str = "<function=";
 const FUNCTION_END: &str = "</function>";
@@ -34,6 +34,36 @@ enum State {
     MaybeKey { kind: ParameterKind },
 }
 
+/// Whether a value that begins as JSON is within a string.
+#[derive(Debug, Clone, Default)]
+struct JsonStrings {
+    /// Whether the value is an array, an object or a string, and no string of it has a line break.
+    is_json: Option<bool>,
+    inside: bool,
+    escaped: bool,
+}
+
+impl JsonStrings {
+    /// Takes a character; returns whether it is within a string, or its last quote.
+    fn push(&mut self, c: char) -> bool {
+        if self.is_json.is_none() && !c.is_whitespace() {
+            self.is_json = Some(matches!(c, '{' | '[' | '"'));
+        }
+        if self.is_json != Some(true) {
+            return false;
+        }
+        let was_inside = self.inside;
+        match c {
+            '\n' if was_inside => (self.is_json, self.inside) = (Some(false), false),
+            _ if std::mem::take(&mut self.escaped) => {}
+            '\\' => self.escaped = was_inside,
+            '"' => self.inside = !was_inside,
+            _ => {}
+        }
+        was_inside && self.is_json == Some(true)
+    }
+}
+
 /// Parser of one call.
 #[derive(Debug, Clone)]
 pub(crate) struct XmlCall {
@@ -44,6 +74,7 @@ pub(crate) struct XmlCall {
     tail: String,
     /// Value that is not text, up to its end.
     value: String,
+    strings: JsonStrings,
     name: String,
     /// Keys of the parameters so far.
     given: Vec<String>,
@@ -55,8 +86,8 @@ impl XmlCall {
     pub(crate) fn new() -> Self {
         let text = String::new;
         let (tail, value, name) = (text(), text(), text());
-        let (given, ambiguous) = (Vec::new(), text());
-        Self { state: State::Head, text: text(), tail, value, name, given, ambiguous }
+        let (given, ambiguous, strings) = (Vec::new(), text(), JsonStrings::default());
+        Self { state: State::Head, text: text(), tail, value, strings, name, given, ambiguous }
     }
 
     pub(crate) fn in_text(&self) -> bool {
@@ -159,10 +190,15 @@ impl XmlCall {
         out.push(CallPart::Arguments(format!("{comma}{}: {quote}", quoted(key))));
         self.state = State::Value { kind, first: true };
         self.value.clear();
+        self.strings = JsonStrings::default();
         self.tail.clear();
     }
 
     fn value_char(&mut self, c: char, kind: ParameterKind, out: &mut Vec<CallPart>) {
+        if self.kind() == Some(ParameterKind::Json) && self.strings.push(c) {
+            self.release(c, kind, out);
+            return;
+        }
         self.tail.push(c);
         loop {
             let unbroken = self.tail.strip_prefix('\n').unwrap_or(&self.tail);
@@ -252,12 +288,16 @@ impl XmlCall {
         self.state = State::Body;
     }
 
-    /// Ends the call at the end of the output: releases the rest of a value that was cut off. Returns whether the call was made.
-    pub(crate) fn finish(&mut self, out: &mut Vec<CallPart>) -> bool {
+    /// Ends the call at the end of the output: releases the rest of a value that was cut off. Returns whether the call was made: its
+    /// closing tag in a value is its end only if the model ended the output there.
+    pub(crate) fn finish(&mut self, end: OutputEnd, out: &mut Vec<CallPart>) -> bool {
         if let State::MaybeEnd { kind } = self.state {
-            self.close(kind, out);
-            out.push(CallPart::Arguments("}".to_owned()));
-            return true;
+            if end == OutputEnd::Model {
+                self.close(kind, out);
+                out.push(CallPart::Arguments("}".to_owned()));
+                return true;
+            }
+            self.continue_value(FUNCTION_END, kind, out);
         }
         if let State::MaybeKey { kind } = self.state {
             self.continue_value(PARAMETER, kind, out);

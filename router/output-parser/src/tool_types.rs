@@ -4,6 +4,8 @@ use std::collections::BTreeMap;
 
 use serde_json::Value;
 
+use crate::parameters::{Parameters, resolved};
+
 /// Type of a parameter.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ParameterKind {
@@ -15,20 +17,9 @@ pub enum ParameterKind {
     Json,
 }
 
-/// Returns the values that a schema lists, by `enum`, `const` or a reference to such a schema in `root`; `None` if it lists none.
-pub(crate) fn listed_values<'a>(schema: &'a Value, root: &'a Value) -> Option<&'a [Value]> {
-    const REFERENCES_MAX: usize = 16;
-    let mut schema = schema;
-    for _ in 0..REFERENCES_MAX {
-        if let Some(values) = schema["enum"].as_array().filter(|values| !values.is_empty()) {
-            return Some(values);
-        }
-        if let Some(value) = schema.get("const") {
-            return Some(std::slice::from_ref(value));
-        }
-        schema = root.pointer(schema["$ref"].as_str()?.strip_prefix('#')?)?;
-    }
-    None
+/// Whether a schema of [JSON](ParameterKind::Json) allows strings, too: an `enum` that lists some beside other values.
+pub(crate) fn has_texts(schema: &Value, root: &Value) -> bool {
+    Types::of_schema(schema, root, &mut { ParameterKind::SCHEMAS_MAX }).is_some_and(|types| types.some_texts)
 }
 
 /// Types that a schema allows, as far as they matter between tags.
@@ -37,10 +28,12 @@ struct Types {
     text: bool,
     null: bool,
     other: bool,
+    /// Strings that cannot be taken for other values, beside those.
+    some_texts: bool,
 }
 
 impl Types {
-    const NONE: Self = Self { text: false, null: false, other: false };
+    const NONE: Self = Self { text: false, null: false, other: false, some_texts: false };
 
     fn of_name(name: &str) -> Self {
         match name {
@@ -51,15 +44,22 @@ impl Types {
     }
 
     fn of_value(value: &Value) -> Self {
-        Self { text: value.is_string(), null: value.is_null(), other: !value.is_string() && !value.is_null() }
+        let (text, null) = (value.is_string(), value.is_null());
+        Self { text, null, other: !text && !null, some_texts: false }
     }
 
     /// Returns the types of the values of an `enum`. Of mixed ones, those that are JSON are written as such, and the rest as text.
     fn of_values(values: &[Value]) -> Option<Self> {
         let types = values.iter().map(Self::of_value).reduce(Self::or)?;
-        let is_json = |text: &str| serde_json::from_str::<serde::de::IgnoredAny>(text).is_ok();
+        let is_json = |text: &str| {
+            let text = text.trim();
+            // In the spelling of Python, too.
+            matches!(text, "True" | "False" | "None")
+                || serde_json::from_str::<serde::de::IgnoredAny>(text).is_ok()
+        };
         let ambiguous = || values.iter().filter_map(Value::as_str).any(is_json);
-        Some(if types.text && types.other && !ambiguous() { Self { text: false, ..types } } else { types })
+        let is_mixed = types.text && types.other && !ambiguous();
+        Some(if is_mixed { Self { text: false, some_texts: true, ..types } } else { types })
     }
 
     fn or(self, other: Self) -> Self {
@@ -67,6 +67,7 @@ impl Types {
             text: self.text || other.text,
             null: self.null || other.null,
             other: self.other || other.other,
+            some_texts: self.some_texts || other.some_texts,
         }
     }
 
@@ -75,7 +76,25 @@ impl Types {
             text: self.text && other.text,
             null: self.null && other.null,
             other: self.other && other.other,
+            some_texts: (self.some_texts && (other.some_texts || other.text))
+                || (self.text && other.some_texts),
         }
+    }
+
+    /// Returns the types that are left by a schema which is not allowed, if that is a type, or several.
+    fn but_types(excluded: &Value) -> Option<Self> {
+        let object = excluded.as_object().filter(|object| object.len() == 1)?;
+        let names: Vec<&str> = match object.get("type")? {
+            Value::Array(names) => names.iter().filter_map(Value::as_str).collect(),
+            name => vec![name.as_str()?],
+        };
+        let other = ["boolean", "number", "array", "object"].iter().any(|name| !names.contains(name));
+        Some(Self {
+            text: !names.contains(&"string"),
+            null: !names.contains(&"null"),
+            other,
+            some_texts: false,
+        })
     }
 
     /// Returns the types that a schema allows; `None` if it does not restrict them. `root` resolves its references. Keywords of a schema, and the parts
@@ -98,8 +117,7 @@ impl Types {
             schema.get("const").map(Self::of_value),
             schema["enum"].as_array().and_then(|values| Self::of_values(values)),
         ];
-        let reference = schema["$ref"].as_str().and_then(|reference| reference.strip_prefix('#'));
-        if let Some(target) = reference.and_then(|pointer| root.pointer(pointer)) {
+        if let Some(target) = schema["$ref"].as_str().and_then(|reference| resolved(root, reference)) {
             found.push(Self::of_schema(target, root, left));
         }
         for key in ["anyOf", "oneOf"] {
@@ -108,6 +126,7 @@ impl Types {
                 found.push(union(types));
             }
         }
+        found.push(schema.get("not").and_then(Self::but_types));
         for part in schema["allOf"].as_array().into_iter().flatten() {
             found.push(Self::of_schema(part, root, left));
         }
@@ -129,7 +148,7 @@ impl ParameterKind {
     pub(crate) fn of_schema(schema: &Value, root: &Value) -> Self {
         match Types::of_schema(schema, root, &mut { Self::SCHEMAS_MAX }) {
             Some(Types { text: true, null: true, .. }) => Self::NullableText,
-            Some(Types { text: false, other, null }) if other || null => Self::Json,
+            Some(Types { text: false, other, null, .. }) if other || null => Self::Json,
             Some(_) | None => Self::Text,
         }
     }
@@ -145,10 +164,8 @@ impl ToolTypes {
     /// Adds a tool with the JSON schema of its parameters.
     pub fn add(&mut self, name: &str, parameters: &Value) {
         let mut kinds = BTreeMap::new();
-        if let Some(properties) = parameters["properties"].as_object() {
-            for (key, schema) in properties {
-                kinds.insert(key.clone(), ParameterKind::of_schema(schema, parameters));
-            }
+        for (key, schema) in Parameters::of_schema(parameters).properties {
+            kinds.insert(key.to_owned(), ParameterKind::of_schema(&schema, parameters));
         }
         self.tools.insert(name.to_owned(), kinds);
     }

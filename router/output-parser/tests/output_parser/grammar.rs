@@ -7,8 +7,8 @@ use std::sync::Arc;
 use inflight_contract::Grammar;
 use inflight_grammar::{Compiler, MaskOutcome, Matcher, Vocabulary};
 use inflight_output_parser::{
-    CallGrammar, CallIdStyle, CallIds, GrammarTooLarge, GrammarTool, MarkerToken, OutputEvent, OutputFormat,
-    OutputParser, ReasoningFormat, ToolCallFormat, ToolTypes,
+    CallGrammar, CallGrammarError, CallIdStyle, CallIds, GrammarTool, MarkerToken, OutputEnd, OutputEvent,
+    OutputFormat, OutputParser, ReasoningFormat, ToolCallFormat, ToolTypes,
 };
 use serde_json::{Value, json};
 
@@ -141,7 +141,7 @@ pub(super) fn parsed(
         }
     }
     events.extend(parser.push_text(&String::from_utf8_lossy(&bytes)));
-    events.extend(parser.finish());
+    events.extend(parser.finish(OutputEnd::Model));
     let (mut content, mut calls) = (String::new(), Vec::<(String, String)>::new());
     for event in events {
         match event {
@@ -308,12 +308,90 @@ fn a_grammar_of_many_properties_with_large_definitions_ends_at_the_limit() {
             grammar.lark(most)
         };
         let most = Grammar::BYTES_MAX;
-        assert_eq!(lark(&large, 512, most), Err(GrammarTooLarge { most }), "{format}");
-        assert_eq!(lark(&small, 5000, most), Err(GrammarTooLarge { most }), "{format}");
+        assert_eq!(lark(&large, 512, most), Err(CallGrammarError::TooLarge { most }), "{format}");
+        assert_eq!(lark(&small, 5000, most), Err(CallGrammarError::TooLarge { most }), "{format}");
         let whole = lark(&small, 1, most).unwrap();
         let rules = whole.len() - whole.find('\n').unwrap() - 1;
         assert_eq!(lark(&small, 1, rules), Ok(whole), "{format}");
         let most = rules - 1;
-        assert_eq!(lark(&small, 1, most), Err(GrammarTooLarge { most }), "{format}");
+        assert_eq!(lark(&small, 1, most), Err(CallGrammarError::TooLarge { most }), "{format}");
     }
+}
+
+#[test]
+fn what_calls_with_tags_cannot_keep_is_refused_by_name_if_they_are_strict() {
+    let lark = |parameters: &Value, strict: bool| {
+        let special = |_: &str| None;
+        let tools = [GrammarTool { name: "look", parameters, strict }];
+        let (answer, reasoning) = (None, None);
+        let (format, required, several, begins_in_reasoning) = (ToolCallFormat::QwenXml, true, false, false);
+        let special = &special;
+        let grammar = CallGrammar {
+            format,
+            tools: &tools,
+            required,
+            answer,
+            several,
+            reasoning,
+            begins_in_reasoning,
+            special,
+        };
+        grammar.lark(Grammar::BYTES_MAX)
+    };
+    let compiler = compiler();
+    let compiles =
+        |lark: String| compiler.compile(&Grammar::Lark(lark)).map(drop).map_err(|error| error.to_string());
+    let a = json!({"a": {"type": "string"}});
+    for (parameters, keyword) in [
+        (json!({"properties": a, "anyOf": [{"required": ["a"]}]}), "anyOf"),
+        (json!({"allOf": [{"properties": a}, {"oneOf": [true]}]}), "oneOf"),
+        (json!({"properties": a, "minProperties": 1}), "minProperties"),
+        (json!({"properties": a, "dependentRequired": {"a": ["b"]}}), "dependentRequired"),
+        (json!({"properties": a, "patternProperties": {"^a": {"maxLength": 3}}}), "patternProperties"),
+        (json!({"type": "string"}), "type"),
+        (json!({"$ref": "#/$defs/none"}), "$ref"),
+        (json!({"properties": {"a>b": true}, "required": ["a>b"]}), "the required property \"a>b\""),
+        (
+            json!({"properties": a, "required": ["b"], "additionalProperties": false}),
+            "the required property \"b\"",
+        ),
+    ] {
+        let error = lark(&parameters, true).unwrap_err().to_string();
+        assert!(
+            error.starts_with(&format!("the parameters of look have {keyword}, which cannot")),
+            "{error}"
+        );
+        compiles(lark(&parameters, false).unwrap()).unwrap();
+    }
+    for (schema, words) in [
+        (json!({"type": "string", "pattern": "a(?=b)"}), "look-around"),
+        (
+            json!({"type": "string", "pattern": "a\\b"}),
+            "the pattern a\\b cannot be used for a text between tags",
+        ),
+        (json!({"type": "string", "const": 3}), "allows no string"),
+        (json!({"type": "string", "not": {"format": "date"}}), "within not"),
+    ] {
+        let parameters = json!({"properties": {"a": schema}, "required": ["a"]});
+        let error = compiles(lark(&parameters, true).unwrap()).unwrap_err();
+        assert!(error.contains(words), "{schema}: {error}");
+        compiles(lark(&parameters, false).unwrap()).unwrap();
+    }
+    // References to the root, and properties behind a reference.
+    let tree = json!({"$ref": "#/$defs/node", "$defs": {"node": {"type": "object", "properties": {"name": {"$ref": "#/$defs/name"},
+        "child": {"type": "object", "properties": {"next": {"$ref": "#"}}, "additionalProperties": false}},
+        "required": ["name"], "additionalProperties": false}, "name": {"type": "string", "pattern": "^[a-z]+$"}}});
+    let grammar = compiler.compile(&Grammar::Lark(lark(&tree, true).unwrap())).unwrap();
+    let accepts = |name: &str, child: &str| {
+        let call = format!(
+            "<tool_call>\n<function=look>\n<parameter=name>\n{name}\n</parameter>\n<parameter=child>\n{child}\n</parameter>\n</function>\n</tool_call>"
+        );
+        let mut matcher = grammar.matcher(None);
+        call.bytes().all(|byte| matcher.consume(byte.into()).is_ok()) && matcher.is_accepting().unwrap()
+    };
+    assert!(accepts("ab", "{}"));
+    assert!(accepts("ab", r#"{"next": {"name": "c", "child": {"next": {"name": "d"}}}}"#));
+    assert!(!accepts("AB", "{}"));
+    assert!(!accepts("ab", r#"{"next": {"name": "C"}}"#));
+    assert!(!accepts("ab", r#"{"next": {"child": {}}}"#));
 }

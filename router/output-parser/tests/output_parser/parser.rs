@@ -5,8 +5,8 @@
 use std::sync::Arc;
 
 use inflight_output_parser::{
-    CallIdStyle, CallIds, Marker, MarkerToken, OutputEvent, OutputFormat, OutputParser, ReasoningFormat,
-    ToolCallFormat, ToolTypes,
+    CallIdStyle, CallIds, Marker, MarkerToken, OutputEnd, OutputEvent, OutputFormat, OutputParser,
+    ReasoningFormat, ToolCallFormat, ToolTypes,
 };
 use proptest::prelude::*;
 use serde_json::{Value, json};
@@ -72,10 +72,10 @@ fn push(parser: &mut OutputParser, format: &OutputFormat, piece: &Piece) -> Vec<
     }
 }
 
-fn parse(format: &OutputFormat, pieces: &[Piece]) -> Vec<OutputEvent> {
+fn parse(format: &OutputFormat, pieces: &[Piece], end: OutputEnd) -> Vec<OutputEvent> {
     let mut parser = parser(format);
     let mut events: Vec<_> = pieces.iter().flat_map(|piece| push(&mut parser, format, piece)).collect();
-    events.extend(parser.finish());
+    events.extend(parser.finish(end));
     OutputEvent::merged(events)
 }
 
@@ -91,9 +91,13 @@ struct Parsed {
 }
 
 fn parsed(format: &OutputFormat, pieces: &[Piece]) -> Parsed {
+    parsed_until(format, pieces, OutputEnd::Model)
+}
+
+fn parsed_until(format: &OutputFormat, pieces: &[Piece], end: OutputEnd) -> Parsed {
     let mut parsed = Parsed::default();
     let mut open: Option<(u32, String, String)> = None;
-    for event in parse(format, pieces) {
+    for event in parse(format, pieces, end) {
         match event {
             OutputEvent::Content(text) => parsed.content.push_str(&text),
             OutputEvent::Reasoning(text) => parsed.reasoning.push_str(&text),
@@ -299,6 +303,12 @@ fn qwen_parameters_become_json_of_their_types() {
         r#""<parameter=x>\n<parameter=city>\n<parameter=""#,
     );
     one("tags", "[\"</function>\"]", r#"["</function>"]"#);
+    // Within the strings of JSON, any tag is; a line break ends such a string.
+    let tags = r#"["</parameter>\n", "</function>\n</tool_call>", "\\\"<parameter=city>"]"#;
+    one("tags", tags, tags);
+    let broken = parameter("tags", "[\"a, 2]") + &parameter("days", "3");
+    let expected = r#"{"tags": "[\"a, 2]", "days": 3}"#;
+    expect(ToolCallFormat::QwenXml, &call(&broken), "", &[("get_weather", expected)]);
     // Without its marker, a call is one that names a tool.
     let body = parameter("city", "x") + &parameter("days", "3");
     let bare = format!("Yes.\n<function=get_weather>\n{body}</function>\n</tool_call>");
@@ -472,9 +482,9 @@ proptest! {
         let calls = ToolCallFormat::ALL[pick];
         let format = if as_tokens { token_format(calls) } else { format(calls) };
         let format = OutputFormat { begins_in_reasoning, single_call, whole_calls, ..format };
-        let whole = parse(&format, &joined(&pieces, &[false]));
-        prop_assert_eq!(&parse(&format, &characters(&pieces)), &whole);
-        prop_assert_eq!(&parse(&format, &joined(&pieces, &cuts)), &whole);
+        let whole = parse(&format, &joined(&pieces, &[false]), OutputEnd::Cut);
+        prop_assert_eq!(&parse(&format, &characters(&pieces), OutputEnd::Cut), &whole);
+        prop_assert_eq!(&parse(&format, &joined(&pieces, &cuts), OutputEnd::Cut), &whole);
         parsed(&format, &pieces);
         // What was emitted so far is the same, too, at every cut.
         let divided = joined(&pieces, &cuts);
@@ -563,6 +573,9 @@ fn scripted(calls: ToolCallFormat) -> Vec<String> {
                 format!("Yes.\n{call}\n{call}"),
                 bare,
                 format!("<tool_call>\n<function=get_weather>\n{open}</function>\n</tool_call>"),
+                // About this very format.
+                "<tool_call>\n<function=get_weather>\n<parameter=city>\na</function>\n\nb</function>\n</parameter>\n</function>\n</tool_call>"
+                    .to_owned(),
             ]
         }
     }
@@ -577,16 +590,16 @@ fn of_every_prefix_of_a_call_only_the_calls_that_were_made_are_said_to_be() {
             assert!(!all.is_empty(), "{output}");
             for (at, _) in output.char_indices().chain([(output.len(), ' ')]) {
                 let prefix = &output[..at];
-                let streamed = parsed(&format(calls), &[text(prefix)]);
+                let streamed = parsed_until(&format(calls), &[text(prefix)], OutputEnd::Cut);
                 assert_eq!(streamed.calls[..], all[..streamed.calls.len()], "{prefix}");
                 cut += streamed.cut.len();
                 // At once: the same calls, and the text of the other one is content.
                 let format = OutputFormat { whole_calls: true, ..format(calls) };
-                let whole = parsed(&format, &[text(prefix)]);
+                let whole = parsed_until(&format, &[text(prefix)], OutputEnd::Cut);
                 assert_eq!((&whole.calls, whole.cut.len()), (&streamed.calls, 0), "{prefix}");
                 let mut parser = parser(&format);
                 parser.push_text(prefix);
-                parser.finish();
+                parser.finish(OutputEnd::Cut);
                 let expected = (!whole.calls.is_empty(), !streamed.cut.is_empty());
                 assert_eq!((parser.has_made_calls(), parser.has_cut_call()), expected, "{prefix}");
                 if streamed.cut.is_empty() {

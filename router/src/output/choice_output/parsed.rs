@@ -4,7 +4,7 @@
 //! same events, whatever arrives together.
 
 use inflight_contract::{FinishReason, PositionLogprobs};
-use inflight_output_parser::{OutputEvent, OutputParser};
+use inflight_output_parser::{OutputEnd, OutputEvent, OutputParser};
 
 use crate::dispatcher::request::UnreadOutput;
 use crate::outcome::Outcome;
@@ -60,7 +60,8 @@ impl ChoiceOutput {
         if short || (received.finished && self.position != received.unfinished()) {
             return Err(Outcome::ResumeDiverged { choice: self.index });
         }
-        last_parts.extend(self.parser.iter_mut().flat_map(OutputParser::finish));
+        let end = if ending.reason == FinishReason::Length { OutputEnd::Cut } else { OutputEnd::Model };
+        last_parts.extend(self.parser.iter_mut().flat_map(|parser| parser.finish(end)));
         let finished = Some(self.finished(ending, last_parts));
         Ok(TakenOutput { deltas, finished })
     }
