@@ -4,7 +4,7 @@
 //! same events, whatever arrives together.
 
 use inflight_contract::{FinishReason, PositionLogprobs};
-use inflight_output_parser::{OutputEnd, OutputEvent, OutputParser};
+use inflight_output_parser::{OutputEnd, OutputEvent};
 
 use crate::dispatcher::request::UnreadOutput;
 use crate::outcome::Outcome;
