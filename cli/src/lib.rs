@@ -21,6 +21,7 @@ pub mod fuzz;
 mod generate;
 mod gpus;
 mod grammar_helper;
+mod hub;
 mod key;
 mod man;
 mod memory_share;
@@ -80,8 +81,14 @@ enum Subcommand {
     Key(key::Args),
     /// Writes manual pages
     Man(man::Args),
+    /// Lists the models of the Hugging Face Hub that are on this machine
+    Models(hub::models::Args),
+    /// Fetches a model from the Hugging Face Hub
+    Pull(hub::pull::Args),
     /// Replays the scheduler of a worker that ran with --record
     Replay(replay::Args),
+    /// Removes models of the Hugging Face Hub from this machine
+    Rm(hub::rm::Args),
     /// Runs a router: admits, queues and dispatches requests, streams tokens to clients
     Router(Box<router::Args>),
     /// Shows what a cluster does now: workers, tenants and requests, in the terminal
@@ -108,6 +115,9 @@ pub fn main() -> ExitCode {
             Subcommand::Diagnose(args) => role::block_on(Some(1), diagnose::run(args)),
             Subcommand::Key(args) => key::run(&args),
             Subcommand::Man(args) => man::run(&args),
+            Subcommand::Models(args) => hub::models::run(&args),
+            Subcommand::Pull(args) => hub::pull::run(&args),
+            Subcommand::Rm(args) => hub::rm::run(&args),
             Subcommand::Replay(args) => replay::run(&args),
             Subcommand::Router(args) => {
                 // Before the runtime's threads.

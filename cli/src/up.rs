@@ -24,6 +24,7 @@ use crate::control_socket::{self, ControlSocket};
 use crate::event::{self, ClusterEvent, ClusterMember};
 use crate::exit::{self, CommandError, Exit};
 use crate::gpus;
+use crate::hub;
 use crate::memory_share;
 use crate::recording_dir::RecordingDir;
 use crate::signals::{self, Stop};
@@ -106,6 +107,9 @@ pub struct Args {
 pub async fn run(args: Args, matches: &ArgMatches) -> Result<(), CommandError> {
     // The children inherit it.
     inflight_net::raise_open_file_limit();
+    // Once, and not by each worker; before signals are watched, so that Ctrl-C ends a download at once.
+    let mut args = args;
+    hub::resolve(&mut args.compute, &hub::Display::of_command())?;
     let plan = ClusterPlan::new(&args, matches)?;
     let stop =
         signals::watch(false).map_err(|error| CommandError::chain("cannot watch for signals", &error))?;
@@ -158,12 +162,6 @@ struct ClusterPlan {
 
 impl ClusterPlan {
     fn new(args: &Args, matches: &ArgMatches) -> Result<Self, CommandError> {
-        if let Some(model) = &args.compute.model
-            && !model.exists()
-        {
-            let message = format!("--model {}: there is no such directory or file", model.display());
-            return Err(CommandError::new(Exit::Failure, message));
-        }
         chat_template::check(args.compute.chat_template.as_deref())?;
         // The driver is queried only where the assignment depends on it.
         let device = args.compute.device;
@@ -204,6 +202,13 @@ impl ClusterPlan {
         let record = args.record.as_deref().map(RecordingDir::open).transpose()?;
         let group = |augment: fn(Command) -> Command| given_flags(&augment(Command::new("group")), matches);
         let mut worker_flags = group(<ComputeOptions as clap::Args>::augment_args);
+        // As it was found, and not as it was named.
+        worker_flags.retain(|flag| !flag.to_string_lossy().starts_with("--model="));
+        worker_flags.extend(args.compute.model.as_deref().map(|model| path_flag("--model=", model)));
+        if !worker_flags.iter().any(|flag| flag.to_string_lossy().starts_with("--model-name=")) {
+            worker_flags
+                .extend(args.compute.model_name.iter().map(|name| format!("--model-name={name}").into()));
+        }
         if args.compute.threads.is_none() {
             let cores = std::thread::available_parallelism().map_or(1, usize::from);
             let threads = (cores / workers).max(args.compute.tensor_parallel).max(1);

@@ -15,6 +15,7 @@ use crate::chat_template;
 use crate::event::{self, RoleEvent};
 use crate::exit::{CommandError, Exit};
 use crate::grammar_helper;
+use crate::hub;
 use crate::metrics_endpoint;
 use crate::quick_build;
 use crate::role;
@@ -100,11 +101,14 @@ pub async fn run(args: Args) -> Result<(), CommandError> {
     let outcome = Box::pin(async {
         let progress = LoadProgressDisplay::new(args.role.supervised);
         let loading = tokio::task::spawn_blocking(move || {
-            Worker::load(&options, &|done, total| progress.show(done, total))
+            let mut options = options;
+            hub::resolve(&mut options.compute, &hub::Display::of_service())?;
+            let loaded = Worker::load(&options, &|done, total| progress.show(done, total));
+            loaded.map_err(|error| CommandError::chain("", &error))
         });
         let worker = tokio::select! {
             loaded = loading => match loaded {
-                Ok(loaded) => loaded.map_err(|error| CommandError::chain("", &error))?,
+                Ok(loaded) => loaded?,
                 Err(panic) => return Err(CommandError::chain("loading the model", &panic)),
             },
             () = stop.drain.cancelled() => return Ok(()),

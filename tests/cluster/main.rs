@@ -11,6 +11,7 @@ mod foreign_clients;
 mod gpu;
 mod host_limits;
 mod http_clients;
+mod hub;
 mod invalid_requests;
 mod lifecycle;
 mod live;

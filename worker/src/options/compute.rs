@@ -14,11 +14,11 @@ use crate::self_test_interval::SelfTestInterval;
 #[derive(Debug, Clone, clap::Args)]
 #[command(next_help_heading = "Worker")]
 pub struct ComputeOptions {
-    /// Hugging Face model directory (config.json, *.safetensors, tokenizer.json) or a .gguf file [default:
-    /// the embedded demo model]
-    #[arg(long, value_name = "PATH", env = "INFLIGHT_WORKER_MODEL")]
+    /// Model of the Hugging Face Hub (org/name, org/name@revision, org/name:Q4_K_M), a directory in its layout (config.json,
+    /// *.safetensors, tokenizer.json) or a .gguf file [default: the embedded demo model]
+    #[arg(long, value_name = "MODEL", env = "INFLIGHT_WORKER_MODEL")]
     pub model: Option<PathBuf>,
-    /// Served model name [default: the directory's name]
+    /// Served model name [default: org/name, or the directory's name]
     #[arg(long, value_name = "NAME", env = "INFLIGHT_WORKER_MODEL_NAME")]
     pub model_name: Option<String>,
     /// File with a chat template (Jinja) in place of the model's own ones, for conversations with and without

@@ -1,0 +1,30 @@
+//! Models by their names on the Hugging Face Hub.
+
+pub mod models;
+mod progress;
+pub mod pull;
+pub mod rm;
+
+use inflight_hub::{Located, Settings, locate};
+use inflight_worker::ComputeOptions;
+
+use crate::exit::CommandError;
+pub use progress::Display;
+
+/// Lets the options have the path of their model: one that is named on the Hub is fetched if the cache lacks it, and served by that name if
+/// none is given.
+///
+/// # Errors
+/// There is no such path and no such model, or it cannot be fetched.
+pub fn resolve(compute: &mut ComputeOptions, display: &Display) -> Result<(), CommandError> {
+    let Some(model) = compute.model.as_ref() else { return Ok(()) };
+    // A path need not be text, a name is.
+    let Some(argument) = model.to_str() else { return Ok(()) };
+    let Located { path, name, .. } = locate(argument, &Settings::of_environment(), display)
+        .map_err(|error| CommandError::chain("--model", &error))?;
+    compute.model = Some(path);
+    if let (Some(name), None) = (name, &compute.model_name) {
+        compute.model_name = Some(name.repo().to_owned());
+    }
+    Ok(())
+}

@@ -1,0 +1,5 @@
+//! Downloads from a stand-in of the Hub: what arrives is whole or the error is a sentence, and nothing is fetched twice.
+
+mod cache;
+mod faults;
+mod names;
