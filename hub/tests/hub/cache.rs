@@ -4,7 +4,7 @@ use inflight_fixtures::TempDir;
 use inflight_hub::{Cache, HubError, Quiet, fetch, locate};
 use inflight_hub_stand_in::StandIn;
 
-use super::names::{bytes, model, name};
+use super::names::{bytes, check, model, name};
 
 #[test]
 fn models_are_listed_found_by_their_directory_and_removed() {
@@ -40,4 +40,55 @@ fn models_are_listed_found_by_their_directory_and_removed() {
     assert_eq!(cache.remove("org/model").unwrap(), Some(models[1].bytes));
     assert_eq!(cache.remove("org/model").unwrap(), None);
     assert_eq!(cache.models().len(), 1);
+}
+
+/// What `huggingface_hub` does with a cache: finds what is there without a network, or fetches.
+const PYTHON: &str = r#"
+import os, sys
+from huggingface_hub import snapshot_download, hf_hub_download
+mode, repo, cache = sys.argv[1:]
+patterns = ["*.json", "*.jinja", "model-0000[12]-of-00002.safetensors"]
+path = snapshot_download(repo, cache_dir=cache, local_files_only=mode == "find", allow_patterns=patterns)
+print(os.path.realpath(path))
+if mode == "find":
+    print(os.path.getsize(hf_hub_download(repo, "tokenizer.json", cache_dir=cache, local_files_only=True)))
+"#;
+
+#[test]
+fn huggingface_hub_finds_what_was_fetched_and_what_it_fetched_is_found() {
+    #[expect(clippy::disallowed_methods, reason = "the interpreter comes from the environment")]
+    let Ok(python) = std::env::var("INFLIGHT_TEST_HUB_PYTHON") else {
+        inflight_fixtures::skipped(
+            "the cache of the Hub",
+            "INFLIGHT_TEST_HUB_PYTHON names no Python with huggingface_hub",
+        );
+        return;
+    };
+    let run = |mode: &str, hub: &StandIn, cache: &std::path::Path| {
+        let output = std::process::Command::new(&python)
+            .args(["-c", PYTHON, mode, "org/model"])
+            .arg(cache)
+            .env("HF_ENDPOINT", hub.endpoint())
+            .env("HF_HUB_DISABLE_XET", "1")
+            .output()
+            .unwrap();
+        assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+        String::from_utf8(output.stdout).unwrap()
+    };
+    let hub = StandIn::start();
+    let files = model(3);
+    hub.add("org/model", "main", &files);
+    let ours = TempDir::new("hub").unwrap();
+    let found = fetch(&name("org/model"), &hub.settings(ours.path()), &Quiet).unwrap();
+    let text = run("find", &hub, ours.path());
+    let real = found.path.canonicalize().unwrap();
+    assert_eq!(text.lines().collect::<Vec<_>>(), [real.to_str().unwrap(), "5000"]);
+    // And the other way: nothing is fetched again.
+    let theirs = TempDir::new("hub").unwrap();
+    run("fetch", &hub, theirs.path());
+    hub.seen();
+    let found = fetch(&name("org/model"), &hub.settings(theirs.path()), &Quiet).unwrap();
+    check(&found.path, &files);
+    let fetched: Vec<_> = hub.seen().into_iter().filter(|seen| seen.elsewhere).collect();
+    assert_eq!(fetched, []);
 }

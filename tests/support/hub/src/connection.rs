@@ -127,10 +127,15 @@ fn listed(model: &Model, verb: &str, rest: &str) -> Answer {
             .collect();
         return Answer::json(&json!({"branches": names, "tags": [], "converts": []}));
     }
+    let rest = rest.split('?').next().unwrap_or_default();
     let commit = model.refs.get(rest).map_or(rest, String::as_str);
     let Some(files) = model.commits.get(commit) else {
         return Answer::error(404, "RevisionNotFound", "Invalid rev id");
     };
+    if verb == "tree" {
+        let file = |(path, bytes): (&String, &Arc<Vec<u8>>)| json!({"type": "file", "path": path, "size": bytes.len(), "oid": etag(bytes)});
+        return Answer::json(&files.iter().map(file).collect());
+    }
     let siblings: Vec<_> = files.keys().map(|path| json!({"rfilename": path})).collect();
     Answer::json(&json!({"id": "x", "sha": commit, "siblings": siblings, "gated": false}))
 }
