@@ -8,12 +8,13 @@ use std::path::{Path, PathBuf};
 use anyhow::{Context, Result, ensure};
 
 /// Folders with production code, relative to the repository.
-const SOURCES: [&str; 29] = [
+const SOURCES: [&str; 31] = [
     "bench/src",
     "bench/traces/src",
     "cli/src",
     "client/src",
     "grammar/src",
+    "hub/src",
     "kernels/src",
     "proto/contract/src",
     "proto/src",
@@ -27,6 +28,7 @@ const SOURCES: [&str; 29] = [
     "tests/support/fuzz/src",
     "tests/support/gpu/src",
     "tests/support/harness/src",
+    "tests/support/hub/src",
     "tests/support/kernels/src",
     "tests/support/schemas/src",
     "tests/support/scripted/src",
