@@ -13,24 +13,31 @@ const MARKUP: &str = include_str!("page/index.html");
 const STYLE: &str = include_str!("page/style.css");
 
 /// Parts of the script, in order. They share one scope: what a part declares, later parts use.
-const SCRIPT: [&str; 18] = [
+const SCRIPT: [&str; 25] = [
     include_str!("page/format.js"),
     include_str!("page/palette.js"),
     include_str!("page/elements.js"),
     include_str!("page/settings.js"),
     include_str!("page/announcer.js"),
     include_str!("page/roster.js"),
+    include_str!("page/menu.js"),
     include_str!("page/column.js"),
+    include_str!("page/rows.js"),
     include_str!("page/raster.js"),
     include_str!("page/kv_map.js"),
+    include_str!("page/chart.js"),
     include_str!("page/lane.js"),
     include_str!("page/lanes.js"),
+    include_str!("page/history.js"),
     include_str!("page/overview.js"),
     include_str!("page/tenants.js"),
     include_str!("page/table.js"),
+    include_str!("page/phases.js"),
     include_str!("page/life.js"),
     include_str!("page/connection.js"),
     include_str!("page/playground.js"),
+    include_str!("page/load.js"),
+    include_str!("page/start.js"),
     include_str!("page/main.js"),
 ];
 
@@ -64,13 +71,15 @@ mod tests {
     #[test]
     fn the_page_is_one_small_document_without_anything_from_elsewhere() {
         let page = Page::get();
-        assert!(page.html.len() < 300_000, "{} bytes", page.html.len());
+        assert!(page.html.len() < 200_000, "{} bytes", page.html.len());
         assert_eq!(page.html.matches("<script").count(), 1);
         assert_eq!(page.html.matches("</script").count(), 1);
         let (_, script) = page.html.split_once("<script>").expect("a script");
         let (script, _) = script.split_once("</script>").expect("the script's end");
         assert_eq!(BASE64_STANDARD.encode(Sha256::digest(script.as_bytes())), page.script_sha256);
-        for elsewhere in ["http://", "https://", "<link", "@import", "url(", " src=", "<iframe"] {
+        let icon = page.html.matches("<link rel=\"icon\" href=\"data:").count();
+        assert_eq!((icon, page.html.matches("<link").count()), (1, 1));
+        for elsewhere in ["http://", "https://", "@import", "url(", " src=", "<iframe"] {
             assert!(!page.html.contains(elsewhere), "the page has {elsewhere}");
         }
     }

@@ -20,7 +20,10 @@ function packColumn(type, size) {
     target: 0,
     preempted: 0,
     swapped: 0,
+    // Rows that its cells need.
+    rowsUsed: 0,
     slots: new Uint16Array(size),
+    rows: new Uint16Array(size),
     requests: new Float64Array(size),
     kinds: new Uint8Array(size),
     tenantTones: new Uint8Array(size),
@@ -74,11 +77,6 @@ function iterationColumn(iteration, held, parked, slotRows, parkedRows, fresh) {
     setCell(column, at++, slotRows + i, cell.request ?? 0, kind, cell.tenant ?? "", cell.tokens ?? 0);
   }
   return column;
-}
-
-function cellAt(column, row) {
-  for (let at = 0; at < column.slots.length; at++) if (column.slots[at] === row) return at;
-  return -1;
 }
 
 function describeCell(column, at, slotRows) {

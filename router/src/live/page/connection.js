@@ -31,6 +31,7 @@ function setConnection(state, text) {
 }
 
 function writeConnection(text) {
+  writeTitle();
   const paused = view.paused && link.state === "open";
   setAttribute(byId("connection"), "data-state", paused ? "paused" : link.state);
   setText(byId("connection-text"), paused ? "Paused" : text);
@@ -116,6 +117,7 @@ async function takeUpdate(update, first) {
   link.skipped += update.skippedUpdates ?? 0;
   setClock(unixMs);
   takeCluster(update.cluster ?? {});
+  takeStart(update.cluster ?? {});
   takeTenants(update.tenants ?? []);
   let moved = [];
   for (const views of [...(update.parts ?? []), update.requests ?? []]) {

@@ -37,6 +37,12 @@ function age(value) {
   return `${Math.floor(minutes / 60)} h ${String(minutes % 60).padStart(2, "0")} min`;
 }
 
+// A time with three significant digits, of whole milliseconds: 7 ms, 174 ms, 5.01 s, 73.2 s.
+function threeDigits(ms) {
+  if (ms < 1000) return `${Math.round(ms)} ms`;
+  return ms < 999500 ? `${(ms / 1000).toFixed(ms < 9995 ? 2 : ms < 99950 ? 1 : 0)} s` : age(ms);
+}
+
 function percent(share) {
   const value = (share ?? 0) * 100;
   return value > 0 && value < 0.5 ? "<1 %" : `${Math.round(value)} %`;

@@ -1,17 +1,18 @@
-// One worker's lane: columns of iterations, the chart of its steps, its KV map and a summary in words.
+// One worker's lane: columns of iterations, its KV map and a summary in words.
 
 const COLUMNS_MAX = 1024;
 const COLUMNS_MAX_CROWDED = 384;
 const PARKED_ROWS_MAX = 8;
-const CHART_HEIGHT = 46;
-const CHART_GAP = 7;
-const GUTTER = 38;
+const KV_HEIGHT_MAX = 160;
+const KV_HEIGHT_MIN = 112;
+// Lines of text below the map.
+const KV_TEXT_HEIGHT = 56;
 
 function createLane(name) {
   const lane = {
     name, worker: { name }, node: element("article", "lane"), columns: [], base: 0, end: 0, shown: 0, dropped: 0,
-    slotRows: 0, parkedRows: 0, raster: createRaster(), width: 0, stale: true, dirty: true, cursor: null, hover: null,
-    before: new Map(), fresh: new Set(), here: new Set(), visible: true, goneAt: 0, chartMax: 1000, last: 0,
+    slotRows: 0, parkedRows: 0, rows: createRows(), raster: createRaster(), width: 0, stale: true, dirty: true, cursor: null, hover: null,
+    before: new Map(), fresh: new Set(), here: new Set(), visible: true, goneAt: 0, chartMax: 0, gap: CHART_GAP, last: 0,
   };
   buildLane(lane);
   return lane;
@@ -24,13 +25,30 @@ function buildLane(lane) {
   lane.title.id = `lane-${++laneNumbers}`;
   lane.pill = element("span", "pill");
   lane.model = element("span", "model");
-  lane.kill = element("button", "", "Kill");
-  lane.kill.type = "button";
-  lane.kill.hidden = true;
-  lane.kill.addEventListener("click", () => askToKill(lane));
-  head.append(lane.title, lane.pill, lane.model, lane.kill);
+  lane.facts = element("span", "facts-line");
+  lane.menu = element("button", "more", "⋯");
+  lane.menu.type = "button";
+  setAttribute(lane.menu, "aria-label", `Actions for ${printable(lane.name)}`);
+  const actions = element("div", "menu-place");
+  actions.append(lane.menu);
+  bindMenu(lane.menu, () => laneActions(lane));
+  head.append(lane.title, lane.pill, lane.model, lane.facts, actions);
   lane.summary = element("p", "lane-summary");
   lane.summary.id = `${lane.title.id}-summary`;
+  const kv = element("figure", "kv");
+  lane.kvCanvas = element("canvas");
+  setAttribute(lane.kvCanvas, "role", "img");
+  fitCanvas(lane.kvCanvas, MAP_COLUMNS * 8, KV_HEIGHT_MIN);
+  lane.kvText = element("figcaption");
+  kv.append(lane.kvCanvas, lane.kvText);
+  const body = element("div", "lane-body");
+  body.append(buildPlot(lane), kv);
+  setAttribute(node, "aria-labelledby", lane.title.id);
+  node.append(head, lane.summary, body);
+}
+
+// The slots and the chart, with their axes at the left.
+function buildPlot(lane) {
   lane.view = element("div", "lane-view");
   lane.view.tabIndex = 0;
   setAttribute(lane.view, "role", "application");
@@ -40,15 +58,34 @@ function buildLane(lane) {
   lane.canvas = element("canvas");
   setAttribute(lane.canvas, "aria-hidden", "true");
   lane.view.append(lane.canvas);
-  const kv = element("figure", "kv");
-  lane.kvCanvas = element("canvas");
-  setAttribute(lane.kvCanvas, "role", "img");
-  lane.kvText = element("figcaption");
-  kv.append(lane.kvCanvas, lane.kvText);
-  const body = element("div", "lane-body");
-  body.append(lane.view, kv);
-  setAttribute(node, "aria-labelledby", lane.title.id);
-  node.append(head, lane.summary, body);
+  lane.fold = element("button", "fold");
+  lane.fold.type = "button";
+  lane.fold.hidden = true;
+  lane.foldText = element("span");
+  lane.fold.append(lane.foldText);
+  lane.fold.addEventListener("click", () => unfold(lane));
+  const main = element("div", "lane-main");
+  main.append(lane.view, lane.fold);
+  const plot = element("div", "lane-plot");
+  plot.append(buildAxes(lane), main);
+  return plot;
+}
+
+function unfold(lane) {
+  lane.rows.opened = !lane.rows.opened;
+  lane.cursor = null;
+  lane.stale = true;
+  writeSoon();
+}
+
+function laneActions(lane) {
+  const { worker } = lane;
+  const actions = [{ text: "Show its requests", act: () => showRequestsOf(lane.name) }];
+  if (lane.slotRows > ROWS_WHOLE) actions.push({ text: lane.rows.opened ? "Fold free slots" : `Show all ${count(lane.slotRows)} slots`, act: () => unfold(lane) });
+  if (view.canKill && worker.upNumber && !lane.goneAt) {
+    actions.push({ text: `Kill process ${worker.upNumber}…`, act: () => askToKill(lane), disabled: worker.state === "disconnected" });
+  }
+  return actions;
 }
 
 let laneNumbers = 0;
@@ -80,7 +117,7 @@ function takeWorker(lane, worker, failedOver) {
   worker.state ??= "disconnected";
   lane.worker = worker;
   lane.goneAt = 0;
-  const slotRows = Math.max(1, Math.min(4096, worker.limits?.maxSequences ?? 1));
+  const slotRows = Math.max(1, Math.min(SLOTS_MAX, worker.limits?.maxSequences ?? 1));
   const slots = worker.slots ?? [];
   const parked = slots.filter((cell) => cell.state === "preempted" || cell.state === "swapped" || cell.slot === undefined && cell.state !== "prefill" && cell.state !== "decode");
   const parkedRows = Math.max(lane.parkedRows, Math.min(PARKED_ROWS_MAX, parked.length));
@@ -122,7 +159,9 @@ function takeIterations(lane, worker, slots, parked) {
     for (const [slot, cell] of lane.before) {
       if (!computed.has(slot) && now.get(slot)?.request === cell.request && slot < lane.slotRows) held.push(cell);
     }
-    pushColumn(lane, iterationColumn(iteration, held, parked, lane.slotRows, lane.parkedRows, lane.fresh));
+    const column = iterationColumn(iteration, held, parked, lane.slotRows, lane.parkedRows, lane.fresh);
+    assignRows(lane.rows, column, lane.slotRows, now);
+    pushColumn(lane, column);
     lane.last = iteration.number ?? 0;
   }
   const latest = lane.columns[lane.columns.length - 1];
@@ -148,6 +187,15 @@ function summarise(lane) {
   return parts.join(" · ");
 }
 
+// What is known of a worker besides its load. Its device, memory and version are not in what a router sends.
+function factsOf(worker) {
+  const { contextTokens, kvBlocks, blockTokens } = worker.limits ?? {};
+  const parts = [];
+  if (contextTokens) parts.push(`context ${count(contextTokens)}`);
+  if (kvBlocks && blockTokens) parts.push(`KV for ${count(kvBlocks * blockTokens)} tokens`);
+  return parts.join(" · ");
+}
+
 // Writes what is text; the pixels follow in `drawLane`.
 function writeLane(lane) {
   const { worker } = lane;
@@ -155,10 +203,9 @@ function writeLane(lane) {
   setPill(lane.pill, printable(state));
   setAttribute(lane.node, "data-state", lane.goneAt ? "gone" : null);
   setText(lane.model, [worker.model, worker.upNumber ? `process ${worker.upNumber}` : worker.address].filter(Boolean).map(printable).join(" · "));
-  lane.kill.hidden = !(view.canKill && worker.upNumber && !lane.goneAt);
-  lane.kill.disabled = worker.state === "disconnected";
-  setAttribute(lane.kill, "aria-label", `Kill ${printable(lane.name)}`);
+  setText(lane.facts, factsOf(worker));
   setText(lane.summary, lane.goneAt ? "It left the cluster." : summarise(lane));
+  writeFold(lane);
   const parts = kvParts(worker);
   lane.kv = parts;
   setAttribute(lane.kvCanvas, "aria-label", describeKv(parts));
@@ -166,19 +213,36 @@ function writeLane(lane) {
   setText(lane.kvText, `KV ${used}\n${count(parts.total)} blocks`);
 }
 
+function writeFold(lane) {
+  lane.fold.hidden = lane.slotRows <= ROWS_WHOLE || (showsAllSlots(lane) && !lane.rows.opened);
+  setText(lane.foldText, foldedText(lane));
+  setAttribute(lane.fold, "aria-expanded", lane.rows.opened);
+  setAttribute(lane.fold, "aria-label", `${printable(lane.name)}: ${foldedText(lane)}`);
+}
+
 function layLane(lane) {
   const width = lane.view.clientWidth;
   const scale = Math.min(3, Math.max(1, window.devicePixelRatio || 1));
-  const gutter = Math.round(GUTTER * scale);
-  const geometry = laneGeometry(Math.max(20, width * scale - gutter), scale, settings.zoom, lane.slotRows, lane.parkedRows);
-  const height = geometry.height / scale + CHART_GAP + CHART_HEIGHT;
+  const geometry = laneGeometry(Math.max(20, width * scale), scale, settings.zoom, {
+    rows: shownRows(lane), slots: lane.slotRows, opened: lane.rows.opened, parkedRows: lane.parkedRows,
+  });
+  writeFold(lane);
+  lane.gap = lane.fold.hidden ? CHART_GAP : FOLD_HEIGHT;
+  const height = geometry.height / scale + lane.gap + CHART_HEIGHT;
   fitCanvas(lane.canvas, width, height);
+  setStyle(lane.view, "height", `${height}px`);
+  setStyle(lane.fold, "top", `${geometry.height / scale}px`);
   resetRaster(lane.raster, geometry);
   lane.width = width;
   lane.left = lane.canvas.width - geometry.columns * geometry.column;
   lane.height = height;
   lane.stale = false;
   lane.dirty = true;
+  layAxes(lane);
+}
+
+function kvHeight(lane) {
+  return Math.max(KV_HEIGHT_MIN, Math.min(KV_HEIGHT_MAX, (lane.height ?? 0) - KV_TEXT_HEIGHT));
 }
 
 function viewEnd(lane) {
@@ -186,18 +250,17 @@ function viewEnd(lane) {
 }
 
 function drawLane(lane) {
-  if (lane.stale) layLane(lane);
+  const end = viewEnd(lane);
+  if (fitRows(lane, end - (lane.raster.geometry?.columns ?? 0), end, performance.now()) || lane.stale) layLane(lane);
   const { raster, canvas } = lane;
   const { geometry } = raster;
   const context = canvas.getContext("2d");
-  const to = viewEnd(lane);
-  updateRaster(raster, lane.columns, lane.base, to - geometry.columns, to);
+  updateRaster(raster, lane.columns, lane.base, end - geometry.columns, end);
   context.setTransform(1, 0, 0, 1, 0, 0);
   context.clearRect(0, 0, canvas.width, canvas.height);
   blitRaster(raster, context, lane.left);
   drawHighlights(lane, context);
   drawChart(lane, context);
-  drawGutter(lane, context);
   drawCursor(lane, context);
   lane.dirty = false;
 }
@@ -210,106 +273,46 @@ function drawHighlights(lane, context) {
   const colours = inks();
   const found = [];
   for (let index = Math.max(drawnFrom, lane.base); index < drawnTo; index++) {
-    const { requests, slots } = lane.columns[index - lane.base];
+    const column = lane.columns[index - lane.base];
+    const { requests } = column;
     for (let at = 0; at < requests.length; at++) {
-      if (requests[at] && wanted.includes(requests[at])) found.push([index - drawnFrom, slots[at], requests[at], lane.columns[index - lane.base], at]);
+      if (!requests[at] || !wanted.includes(requests[at])) continue;
+      const row = rowOf(geometry, column, at);
+      if (row >= 0) found.push([index - drawnFrom, row, requests[at], column, at]);
     }
   }
-  const rowTop = (slot) => slot < geometry.slotRows ? slot * geometry.row : geometry.parkedTop + (slot - geometry.slotRows) * geometry.parkedRow;
-  const rowHeight = (slot) => slot < geometry.slotRows ? geometry.row : geometry.parkedRow;
   if (view.selected) {
     context.globalAlpha = 0.62;
     context.fillStyle = colours.surface;
     context.fillRect(lane.left, 0, geometry.columns * geometry.column, geometry.height);
     context.globalAlpha = 1;
-    for (const [column, slot, number, packed, at] of found) {
+    for (const [column, row, number, packed, at] of found) {
       context.fillStyle = (packed.kinds[at] & 15) >= PREEMPTED ? colours.parked : toneColour(settings.tone === "tenant" ? packed.tenantTones[at] : requestTone(number));
       context.globalAlpha = (packed.kinds[at] & 15) === PREFILL || (packed.kinds[at] & 15) === HELD ? 0.55 : 1;
-      context.fillRect(lane.left + column * geometry.column, rowTop(slot), geometry.column, Math.max(rowHeight(slot) - 1, 1));
+      context.fillRect(lane.left + column * geometry.column, rowTop(geometry, row), geometry.column, Math.max(rowHeight(geometry, row) - 1, 1));
     }
     context.globalAlpha = 1;
   }
   context.fillStyle = colours.ink;
   const edge = Math.max(1, Math.round(geometry.scale * 1.5));
-  for (const [column, slot] of found) {
+  for (const [column, row] of found) {
     const x = lane.left + column * geometry.column;
-    context.fillRect(x, Math.max(0, rowTop(slot) - edge), geometry.column, edge);
-    context.fillRect(x, rowTop(slot) + rowHeight(slot) - (rowHeight(slot) > 2 ? edge : 0), geometry.column, edge);
+    const [top, high] = [rowTop(geometry, row), rowHeight(geometry, row)];
+    context.fillRect(x, Math.max(0, top - edge), geometry.column, edge);
+    context.fillRect(x, top + high - (high > 2 ? edge : 0), geometry.column, edge);
   }
-}
-
-// Durations as bars, in another colour where they pass the target; the target as a line.
-function drawChart(lane, context) {
-  const { geometry, drawnFrom, drawnTo } = lane.raster;
-  const { scale } = geometry;
-  const colours = inks();
-  const top = geometry.height + Math.round(CHART_GAP * scale);
-  const height = Math.round(CHART_HEIGHT * scale);
-  const first = Math.max(drawnFrom, lane.base);
-  let most = 1;
-  for (let index = first; index < drawnTo; index++) {
-    const column = lane.columns[index - lane.base];
-    most = Math.max(most, column.duration, column.target);
-  }
-  // The scale follows at once upwards and in steps downwards, so that bars do not dance.
-  if (most > lane.chartMax || most < lane.chartMax * 0.45) lane.chartMax = most * 1.15;
-  const y = (value) => top + height - Math.round((Math.min(value, lane.chartMax) / lane.chartMax) * height);
-  const width = geometry.column >= 4 ? geometry.column - 1 : geometry.column;
-  context.fillStyle = colours.empty;
-  context.fillRect(lane.left, top, geometry.columns * geometry.column, height);
-  const bars = (colour, chosen) => {
-    context.fillStyle = colour;
-    for (let index = first; index < drawnTo; index++) {
-      const column = lane.columns[index - lane.base];
-      if (!column.duration || (column.target > 0 && column.duration > column.target) !== chosen) continue;
-      const bar = y(column.duration);
-      context.fillRect(lane.left + (index - drawnFrom) * geometry.column, bar, width, top + height - bar);
-    }
-  };
-  bars(colours.bar, false);
-  bars(colours.over, true);
-  context.fillStyle = colours.accent;
-  for (let index = first; index < drawnTo; index++) {
-    const { target } = lane.columns[index - lane.base];
-    if (target) context.fillRect(lane.left + (index - drawnFrom) * geometry.column, y(target), geometry.column, Math.max(1, Math.round(scale * 1.5)));
-  }
-}
-
-function drawGutter(lane, context) {
-  const { geometry } = lane.raster;
-  const { scale } = geometry;
-  const colours = inks();
-  context.fillStyle = colours.muted;
-  context.font = `${Math.round(10 * scale)}px system-ui, sans-serif`;
-  context.textAlign = "right";
-  context.textBaseline = "top";
-  const right = lane.left - Math.round(6 * scale);
-  context.fillText("0", right, 0);
-  context.textBaseline = "bottom";
-  if (lane.slotRows > 2) context.fillText(String(lane.slotRows - 1), right, geometry.slotRows * geometry.row);
-  const top = geometry.height + Math.round(CHART_GAP * scale);
-  context.textBaseline = "top";
-  context.fillText(shortTime(lane.chartMax), right, top);
-  context.textBaseline = "bottom";
-  context.fillText("step", right, top + Math.round(CHART_HEIGHT * scale));
-}
-
-function shortTime(us) {
-  if (us < 1000) return `${Math.round(us)} µs`;
-  return us < 10000 ? `${(us / 1000).toFixed(1)} ms` : us < 1e6 ? `${Math.round(us / 1000)} ms` : `${(us / 1e6).toFixed(1)} s`;
 }
 
 function drawCursor(lane, context) {
   if (!lane.cursor || document.activeElement !== lane.view) return;
   const { geometry, drawnFrom } = lane.raster;
   const { index, row } = lane.cursor;
-  const parked = row >= geometry.slotRows;
-  const y = parked ? geometry.parkedTop + (row - geometry.slotRows) * geometry.parkedRow : row * geometry.row;
+  const y = rowTop(geometry, row);
   const x = lane.left + (index - drawnFrom) * geometry.column;
   const edge = Math.max(1, Math.round(geometry.scale));
   context.strokeStyle = inks().ink;
   context.lineWidth = edge * 2;
-  context.strokeRect(x - edge, y - edge, geometry.column + 2 * edge, (parked ? geometry.parkedRow : geometry.row) + 2 * edge);
+  context.strokeRect(x - edge, y - edge, geometry.column + 2 * edge, rowHeight(geometry, row) + 2 * edge);
   context.globalAlpha = 0.35;
   context.fillStyle = inks().ink;
   context.fillRect(x + (geometry.column >> 1), 0, edge, lane.canvas.height);

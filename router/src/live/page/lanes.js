@@ -157,7 +157,7 @@ function writeSome(now) {
 function writeLanes() {
   for (const lane of lanes.all.values()) {
     writeLane(lane);
-    if (lane.visible) drawKvMap(lane.kvCanvas, lane.kv, lane.height || 160);
+    drawKvMap(lane.kvCanvas, lane.kv, kvHeight(lane));
   }
 }
 
@@ -210,8 +210,8 @@ function hitLane(lane, clientX, clientY) {
   if (!column || index < drawnFrom) return null;
   const y = (clientY - box.top) * geometry.scale;
   const parked = y >= geometry.parkedTop && geometry.parkedRows > 0 && y < geometry.height;
-  const row = parked ? geometry.slotRows + Math.floor((y - geometry.parkedTop) / geometry.parkedRow) : Math.floor(y / geometry.row);
-  return { index, row, column, at: y < geometry.height ? cellAt(column, row) : -1 };
+  const row = parked ? geometry.rows + Math.floor((y - geometry.parkedTop) / geometry.parkedRow) : Math.floor(y / geometry.row);
+  return { index, row, column, at: y < geometry.height ? cellAt(geometry, column, row) : -1 };
 }
 
 function pointAt() {
@@ -260,7 +260,7 @@ function onLaneKey(lane, event) {
   const cursor = lane.cursor ?? { index: viewEnd(lane) - 1, row: -1 };
   if (event.key === "Enter" || event.key === " " && lane.cursor) {
     const column = lane.columns[cursor.index - lane.base];
-    const at = column ? cellAt(column, cursor.row) : -1;
+    const at = column ? cellAt(lane.raster.geometry, column, cursor.row) : -1;
     if (at >= 0 && column.requests[at]) openLife(column.requests[at], lane.view);
   } else if (event.key in moves) {
     moveCursor(lane, cursor, moves[event.key] * (event.shiftKey ? 10 : 1));
@@ -282,7 +282,7 @@ function moveCursor(lane, cursor, by) {
   const newest = view.paused ? lane.end - 1 : viewEnd(lane) - 1;
   const index = Math.max(oldest, Math.min(newest, cursor.index + by));
   let row = cursor.row;
-  if (row < 0) row = Math.min(...lane.columns[index - lane.base].slots, lane.slotRows - 1);
+  if (row < 0) row = usedRows(lane, lane.columns[index - lane.base])[0] ?? 0;
   lane.cursor = { index, row };
   const columns = lane.raster.geometry.columns;
   if (index < viewEnd(lane) - columns) scrollLane(lane, index + columns);
@@ -290,23 +290,30 @@ function moveCursor(lane, cursor, by) {
   sayCursor(lane);
 }
 
+// Rows with a cell, from the top.
+function usedRows(lane, column) {
+  const rows = Array.from(column.slots, (_, at) => rowOf(lane.raster.geometry, column, at));
+  return rows.filter((row) => row >= 0).sort((one, other) => one - other);
+}
+
 // Up and down go to the next slot in use.
 function moveRow(lane, cursor, by) {
   const column = lane.columns[Math.max(lane.base, Math.min(lane.end - 1, cursor.index)) - lane.base];
-  const used = [...column.slots].sort((one, other) => one - other);
+  const used = usedRows(lane, column);
   const next = by > 0 ? used.find((row) => row > cursor.row) : used.reverse().find((row) => row < cursor.row);
-  lane.cursor = { index: cursor.index, row: next ?? Math.max(0, Math.min(lane.slotRows - 1, cursor.row)) };
+  lane.cursor = { index: cursor.index, row: next ?? Math.max(0, Math.min(lane.raster.geometry.rows - 1, cursor.row)) };
   moveCursor(lane, lane.cursor, 0);
 }
 
 function sayCursor(lane) {
   const { index, row } = lane.cursor;
   const column = lane.columns[index - lane.base];
-  const text = describeCell(column, cellAt(column, row), lane.slotRows);
-  sayCell(cellAt(column, row) < 0 ? `Slot ${row} is free. ${text}` : text);
-  const box = lane.canvas.getBoundingClientRect();
   const { geometry, drawnFrom } = lane.raster;
-  showTip(text, box.left + (lane.left + (index - drawnFrom) * geometry.column) / geometry.scale, box.top + (Math.min(row, lane.slotRows) * geometry.row) / geometry.scale);
+  const at = cellAt(geometry, column, row);
+  const text = describeCell(column, at, lane.slotRows);
+  sayCell(at < 0 ? `Row ${row} is free. ${text}` : text);
+  const box = lane.canvas.getBoundingClientRect();
+  showTip(text, box.left + (lane.left + (index - drawnFrom) * geometry.column) / geometry.scale, box.top + rowTop(geometry, row) / geometry.scale);
 }
 
 let toKill = null;

@@ -1,4 +1,4 @@
-// The side panel: one request and each change of its state.
+// The side panel: one request, its phases and each change of its state.
 
 const LIFE_EVERY_MS = 1000;
 const life = { number: 0, opener: null, timer: 0, shown: "", controller: null };
@@ -80,16 +80,23 @@ function showLife({ request = {}, events = [], omittedEvents = 0 }) {
   let facts = body.querySelector(".facts");
   if (!facts) {
     facts = element("dl", "facts");
-    body.replaceChildren(facts, element("ol", "timeline"));
+    const phases = element("ol", "phases");
+    setAttribute(phases, "aria-label", "Phases");
+    const timeline = element("ol", "timeline");
+    setAttribute(timeline, "aria-label", "Events");
+    body.replaceChildren(element("h3", "", "Phases"), phases, element("p", "phases-sum"), element("h3", "", "Request"), facts, element("h3", "", "Events"), timeline);
   }
   writeFacts(facts, request);
+  const endMs = request.ageMs ?? 0;
+  writePhases(body.querySelector(".phases"), phasesOf(events, endMs, request.choices), endMs);
+  setText(body.querySelector(".phases-sum"), sumOf(request, endMs));
   const shown = JSON.stringify([events.length, omittedEvents, events[events.length - 1]]);
   if (shown === life.shown) return;
   life.shown = shown;
   const items = events.map((event) => {
     const item = element("li");
     const kind = printable(event.kind).replaceAll("_", " ");
-    item.append(element("time", "", age(event.atMs).startsWith("0.0") ? milliseconds(event.atMs ?? 0) : age(event.atMs)), element("b", "", kind));
+    item.append(element("time", "", threeDigits(event.atMs ?? 0)), element("b", "", kind));
     if (event.worker) item.append(` ${printable(event.worker)}`);
     if (event.detail) item.append(element("p", "", printable(event.detail)));
     setAttribute(item, "data-tone", EVENT_TONES[event.kind] ?? null);
@@ -100,6 +107,12 @@ function showLife({ request = {}, events = [], omittedEvents = 0 }) {
     items.splice(Math.floor(items.length / 2), 0, left);
   }
   body.querySelector(".timeline").replaceChildren(...items);
+}
+
+function sumOf(request, endMs) {
+  const parts = [`${request.state === "ended" ? "in all" : "so far"} ${threeDigits(endMs)}`];
+  if (request.outputTokens) parts.push(plural(request.outputTokens, "token"));
+  return parts.join(" · ");
 }
 
 function writeFacts(facts, request) {

@@ -131,6 +131,7 @@ function bindControls() {
   byId("playground").addEventListener("submit", sendPrompt);
   byId("stop").addEventListener("click", () => play.controller?.abort());
   byId("follow").addEventListener("click", () => openLife(play.number, byId("follow")));
+  bindStart();
   byId("kill").addEventListener("close", () => { if (byId("kill").returnValue === "kill") killWorker(); });
   byId("key-cancel").addEventListener("click", () => byId("key").close("cancel"));
   byId("key").addEventListener("close", () => {

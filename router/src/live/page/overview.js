@@ -1,33 +1,30 @@
-// Figures of the whole cluster: counts and rates with a short history, percentiles.
+// Figures of the whole cluster: counts and rates with their last hour, percentiles; the title of the document.
 
-const HISTORY_MAX = 180;
-const HISTORY_EVERY_MS = 500;
-const HISTORY_HEIGHT = 24;
-const overview = { tiles: new Map(), rows: new Map(), cluster: {}, history: new Map(), lastSample: 0 };
+const SPARK_HEIGHT = 26;
 
 const TILES = [
-  ["in flight", "inFlightRequests", count, "at workers"],
+  ["in flight", "inFlightRequests", count, ""],
   ["queued", "queuedRequests", count, ""],
-  ["retrying", "retryingRequests", count, ""],
-  ["open", "openRequests", count, ""],
+  ["ended", "endedPerSecond", rate, "/s"],
   ["output tokens", "outputTokensPerSecond", rate, "/s"],
   ["prompt tokens", "promptTokensPerSecond", rate, "/s"],
-  ["ended", "endedPerSecond", rate, "/s"],
+  // Only while there are some.
+  ["retrying", "retryingRequests", count, ""],
 ];
 const PERCENTILES = [["First token", "firstTokenMs"], ["Gap", "gapMs"], ["Queue", "queueMs"]];
+const overview = { tiles: new Map(), rows: new Map(), cluster: {}, history: createHistory(TILES.map(([, field]) => field)) };
 
 function buildOverview() {
   for (const [name, field, , unit] of TILES) {
     const tile = element("div");
     const figure = element("dd");
     const number = document.createTextNode("–");
-    figure.append(number, " ", element("small", "", unit === "at workers" ? "" : unit));
+    figure.append(number, " ", element("small", "", unit));
     const canvas = element("canvas");
     setAttribute(canvas, "aria-hidden", "true");
     tile.append(element("dt", "", name), figure, canvas);
     byId("counts").append(tile);
     overview.tiles.set(field, { tile, number, canvas });
-    overview.history.set(field, []);
   }
   for (const [name, field] of PERCENTILES) {
     const row = element("tr");
@@ -44,56 +41,40 @@ function buildOverview() {
 function takeCluster(cluster) {
   overview.cluster = cluster;
   view.canKill = cluster.canKillWorkers === true;
-  const now = performance.now();
-  if (now - overview.lastSample < HISTORY_EVERY_MS) return;
-  overview.lastSample = now;
-  for (const [field, values] of overview.history) {
-    values.push(cluster[field] ?? 0);
-    if (values.length > HISTORY_MAX) values.shift();
-  }
+  sampleHistory(overview.history, cluster, performance.now());
 }
 
 function resetOverview() {
   overview.cluster = {};
-  for (const values of overview.history.values()) values.length = 0;
+  clearHistory(overview.history);
 }
 
 function writeOverview() {
-  const { cluster } = overview;
+  const { cluster, history } = overview;
   const routers = (cluster.routers ?? 1) > 1 ? ` · ${cluster.routers} routers` : "";
   setText(byId("router"), [cluster.router, cluster.version].filter(Boolean).map(printable).join(" ") + routers);
   for (const [, field, write] of TILES) {
     const { tile, number, canvas } = overview.tiles.get(field);
     const text = write(cluster[field]);
     if (number.nodeValue !== text) number.nodeValue = text;
-    if (field === "retryingRequests") tile.className = cluster[field] ? "strong" : "";
-    drawHistory(canvas, overview.history.get(field));
+    const points = history.points.get(field);
+    setAttribute(tile, "title", points.length ? `Last ${age(points.length * history.step)}: at most ${write(Math.max(...points))}` : null);
+    if (field === "retryingRequests") {
+      tile.hidden = !cluster[field];
+      setAttribute(tile, "class", "strong");
+    }
+    drawHistory(canvas, points, SPARK_HEIGHT);
   }
   for (const [, field] of PERCENTILES) {
     for (const { key, cell } of overview.rows.get(field)) setText(cell, milliseconds(cluster[field]?.[key]));
   }
+  writeTitle();
 }
 
-function drawHistory(canvas, values) {
-  const width = canvas.clientWidth;
-  if (!width) return;
-  const scale = fitCanvas(canvas, width, HISTORY_HEIGHT);
-  const context = canvas.getContext("2d");
-  context.setTransform(scale, 0, 0, scale, 0, 0);
-  context.clearRect(0, 0, width, HISTORY_HEIGHT);
-  const most = Math.max(...values, 1e-9);
-  const step = width / (HISTORY_MAX - 1);
-  const start = width - (values.length - 1) * step;
-  const y = (value) => HISTORY_HEIGHT - 1.5 - (value / most) * (HISTORY_HEIGHT - 3);
-  context.beginPath();
-  values.forEach((value, at) => (at ? context.lineTo(start + at * step, y(value)) : context.moveTo(start, y(value))));
-  context.strokeStyle = inks().accent;
-  context.lineWidth = 1.25;
-  context.stroke();
-  context.lineTo(width, HISTORY_HEIGHT);
-  context.lineTo(start, HISTORY_HEIGHT);
-  context.globalAlpha = 0.12;
-  context.fillStyle = inks().accent;
-  context.fill();
-  context.globalAlpha = 1;
+// What a tab that is not in front shows.
+function writeTitle() {
+  const inFlight = overview.cluster.inFlightRequests ?? 0;
+  const state = { waiting: "Disconnected", key: "Key needed" }[link.state] ?? (view.paused ? "Paused" : inFlight ? `${count(inFlight)} in flight` : "");
+  const title = state ? `${state} – Inflight` : "Inflight";
+  if (document.title !== title) document.title = title;
 }

@@ -18,6 +18,12 @@ function offerModels(models) {
   if (models.includes(chosen)) select.value = chosen;
 }
 
+// The key typed into the playground, else that of the page.
+function playgroundKey() {
+  const key = byId("tenant-key").value || link.key;
+  return key ? { Authorization: `Bearer ${key}` } : {};
+}
+
 function playBody() {
   const prompt = byId("prompt").value;
   const chat = byId("endpoint").value === "chat";
@@ -46,8 +52,7 @@ async function sendPrompt(event) {
   setOwn(0);
   setPlaying(true, "Waiting for the first token");
   const { url, body } = playBody();
-  const key = byId("tenant-key").value || link.key;
-  const headers = { "Content-Type": "application/json", "X-Request-Id": play.id, ...(key ? { Authorization: `Bearer ${key}` } : {}) };
+  const headers = { "Content-Type": "application/json", "X-Request-Id": play.id, ...playgroundKey() };
   try {
     const answer = await fetch(url, { method: "POST", headers, body: JSON.stringify(body), signal: controller.signal });
     if (!answer.ok) throw new Error(await reasonOf(answer));

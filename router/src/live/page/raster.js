@@ -1,5 +1,7 @@
 // The cells of a lane as pixels. A ring of columns: a new column costs its own pixels only, whatever is to its left.
 
+const OPENED_HEIGHT_MAX = 1024;
+
 function createRaster() {
   return { image: null, words: null, columns: 0, drawnFrom: 0, drawnTo: 0, geometry: null, shades: null };
 }
@@ -19,16 +21,17 @@ function shadesOf() {
   };
 }
 
-// Geometry in device pixels: `cell` wide, `row` high, `rows` of slots, `parkedRows` of `parkedRow` below a distance.
-function laneGeometry(width, scale, zoom, slotRows, parkedRows) {
+// Geometry in device pixels: `column` wide, `row` high, `rows` of slots, `parkedRows` of `parkedRow` below a distance. Of `slots` slots,
+// the ones in use share the rows, unless the viewer has `opened` all of them.
+function laneGeometry(width, scale, zoom, { rows, slots, opened, parkedRows }) {
   const column = Math.max(1, Math.round(ZOOMS[zoom] * scale));
-  const most = zoom >= 6 ? 420 : 236;
-  const row = Math.max(1, Math.min(Math.round(14 * scale), Math.floor((most * scale) / Math.max(1, slotRows))));
+  const most = opened ? Math.min(OPENED_HEIGHT_MAX, Math.max(236, slots * 3)) : zoom >= 6 ? 420 : 236;
+  const row = Math.max(1, Math.min(Math.round(14 * scale), Math.floor((most * scale) / Math.max(1, rows))));
   const parkedRow = Math.max(Math.round(2 * scale), Math.min(row, Math.round(8 * scale)));
   const columns = Math.max(1, Math.floor(width / column));
-  const parkedTop = slotRows * row + Math.round(3 * scale);
-  const height = parkedRows ? parkedTop + parkedRows * parkedRow : slotRows * row;
-  return { column, row, parkedRow, columns, slotRows, parkedRows, parkedTop, height, scale, period: Math.max(4, Math.round(4 * scale)) };
+  const parkedTop = rows * row + Math.round(3 * scale);
+  const height = parkedRows ? parkedTop + parkedRows * parkedRow : rows * row;
+  return { column, row, parkedRow, columns, rows, slots, opened, parkedRows, parkedTop, height, scale, period: Math.max(4, Math.round(4 * scale)) };
 }
 
 function sameGeometry(one, other) {
@@ -63,9 +66,9 @@ function drawColumn(raster, index, column) {
   const { words, geometry, shades } = raster;
   const stride = geometry.columns * geometry.column;
   const x = (((index % geometry.columns) + geometry.columns) % geometry.columns) * geometry.column;
-  fillBlock(words, stride, x, 0, geometry.column, geometry.slotRows * geometry.row, shades.empty);
+  fillBlock(words, stride, x, 0, geometry.column, geometry.rows * geometry.row, shades.empty);
   if (geometry.parkedRows) {
-    fillBlock(words, stride, x, geometry.slotRows * geometry.row, geometry.column, geometry.parkedTop - geometry.slotRows * geometry.row, shades.surface);
+    fillBlock(words, stride, x, geometry.rows * geometry.row, geometry.column, geometry.parkedTop - geometry.rows * geometry.row, shades.surface);
     fillBlock(words, stride, x, geometry.parkedTop, geometry.column, geometry.height - geometry.parkedTop, shades.empty);
   }
   if (!column) return;
@@ -76,12 +79,10 @@ function drawColumn(raster, index, column) {
   const byTenant = settings.tone === "tenant";
   const { slots, requests, kinds, tenantTones: tones } = column;
   for (let at = 0; at < slots.length; at++) {
-    const slot = slots[at];
-    const parked = slot >= geometry.slotRows;
-    if (parked && slot >= geometry.slotRows + geometry.parkedRows) continue;
-    const y = parked ? geometry.parkedTop + (slot - geometry.slotRows) * geometry.parkedRow : slot * geometry.row;
-    const shade = parked ? shades.parked : shades.tones[byTenant ? tones[at] : requestTone(requests[at])];
-    drawCell(raster, stride, x, y, parked ? geometry.parkedRow : geometry.row, kinds[at], shade);
+    const row = rowOf(geometry, column, at);
+    if (row < 0) continue;
+    const shade = row >= geometry.rows ? shades.parked : shades.tones[byTenant ? tones[at] : requestTone(requests[at])];
+    drawCell(raster, stride, x, rowTop(geometry, row), rowHeight(geometry, row), kinds[at], shade);
   }
 }
 
@@ -89,7 +90,7 @@ function drawMark(raster, x, stride, type) {
   const { words, geometry, shades } = raster;
   if (type === "idle") return;
   const middle = x + (geometry.column >> 1);
-  for (let y = 0; y < geometry.slotRows * geometry.row; y++) {
+  for (let y = 0; y < geometry.rows * geometry.row; y++) {
     if (type === "break") words.fill(((x + y) / 2) & 1 ? shades.muted : shades.line, y * stride + x, y * stride + x + geometry.column);
     else if ((y >> 1) & 1) words[y * stride + middle] = shades.muted;
   }

@@ -27,7 +27,7 @@ const STATE_SETS = {
   ended: (view) => view.state === "ended",
 };
 
-const table = { order: [], sort: "number", descending: true, filter: "", state: "open", version: -1, builtAt: 0, rows: [], active: 0, drawn: "" };
+const table = { order: [], sort: "number", descending: true, filter: "", state: "open", version: -1, pruned: -1, builtAt: 0, rows: [], active: 0, drawn: "" };
 
 function buildTable() {
   for (const [at, field] of FIELDS.entries()) {
@@ -40,7 +40,7 @@ function buildTable() {
     cell.append(button);
     byId("grid-head").append(cell);
   }
-  byId("grid-body").addEventListener("scroll", () => showRows(), { passive: true });
+  byId("grid").addEventListener("scroll", () => showRows(), { passive: true });
   byId("grid").addEventListener("keydown", onTableKey);
   byId("grid").addEventListener("focus", () => showRows());
   byId("filter").addEventListener("input", () => {
@@ -52,7 +52,7 @@ function buildTable() {
     rebuildTable();
   });
   byId("filters").addEventListener("submit", (event) => event.preventDefault());
-  new ResizeObserver(() => showRows()).observe(byId("grid-body"));
+  new ResizeObserver(() => showRows()).observe(byId("grid"));
   lanes.writers.push(writeTable);
   markSort();
 }
@@ -74,11 +74,43 @@ function markSort() {
   });
 }
 
-// At most twice a second, and not while the viewer has paused.
+// At most twice a second, and not while the viewer has paused. What no longer belongs here goes at once.
 function writeTable() {
   const now = performance.now();
-  if (table.version === roster.version || now - table.builtAt < TABLE_EVERY_MS) showRows();
-  else rebuildTable();
+  if (table.version !== roster.version && now - table.builtAt >= TABLE_EVERY_MS) {
+    rebuildTable();
+    return;
+  }
+  pruneTable();
+  showRows();
+}
+
+function pruneTable() {
+  if (table.pruned === roster.version) return;
+  table.pruned = roster.version;
+  const inSet = STATE_SETS[table.state] ?? STATE_SETS.all;
+  const kept = table.order.filter((number) => roster.views.has(number) && inSet(roster.views.get(number)));
+  if (kept.length === table.order.length) return;
+  table.order = kept;
+  writeTableSize();
+}
+
+function writeTableSize() {
+  setStyle(byId("grid-body"), "height", `${table.order.length * ROW_HEIGHT}px`);
+  setAttribute(byId("grid"), "aria-rowcount", table.order.length + 1);
+  const open = (overview.cluster.openRequests ?? 0) - (roster.views.size - (roster.ended.length - roster.endedFrom));
+  setText(byId("requests-count"), `${count(table.order.length)} shown${open > 50 ? `, ${count(open)} more are open and not sent` : ""}`);
+  byId("grid-empty").hidden = table.order.length > 0;
+}
+
+// The open requests of a worker.
+function showRequestsOf(name) {
+  byId("filter").value = name;
+  byId("filter-state").value = "open";
+  Object.assign(table, { filter: name.toLowerCase(), state: "open" });
+  rebuildTable();
+  byId("requests").scrollIntoView({ block: "nearest" });
+  byId("grid").focus();
 }
 
 function rebuildTable() {
@@ -94,13 +126,9 @@ function rebuildTable() {
   const sign = table.descending ? -1 : 1;
   chosen.sort((one, other) => (one.key < other.key ? -sign : one.key > other.key ? sign : other.number - one.number));
   table.order = chosen.map(({ number }) => number);
-  table.version = roster.version;
+  table.version = table.pruned = roster.version;
   table.builtAt = performance.now();
-  setStyle(byId("grid-space"), "height", `${table.order.length * ROW_HEIGHT}px`);
-  setAttribute(byId("grid"), "aria-rowcount", table.order.length + 1);
-  const open = (overview.cluster.openRequests ?? 0) - (roster.views.size - (roster.ended.length - roster.endedFrom));
-  setText(byId("requests-count"), `${count(table.order.length)} shown${open > 50 ? `, ${count(open)} more are open and not sent` : ""}`);
-  byId("grid-empty").hidden = table.order.length > 0;
+  writeTableSize();
   showRows();
 }
 
@@ -131,9 +159,9 @@ function tableRow() {
 // Fills the rows in sight. They are reused: what is out of sight costs nothing.
 function showRows() {
   if (document.hidden) return;
-  const body = byId("grid-body");
-  const first = Math.max(0, Math.floor(body.scrollTop / ROW_HEIGHT) - 2);
-  const number = Math.min(table.order.length - first, Math.ceil((body.clientHeight || 364) / ROW_HEIGHT) + 4);
+  const grid = byId("grid");
+  const first = Math.max(0, Math.floor(grid.scrollTop / ROW_HEIGHT) - 2);
+  const number = Math.min(table.order.length - first, Math.ceil((grid.clientHeight || 392) / ROW_HEIGHT) + 4);
   while (table.rows.length < number) table.rows.push(tableRow());
   table.rows.forEach((row, at) => {
     row.node.hidden = at >= number;
@@ -166,7 +194,7 @@ function fillRow(row, index) {
 
 function onTableKey(event) {
   if (event.ctrlKey || event.altKey || event.metaKey || event.target !== byId("grid")) return;
-  const page = Math.max(1, Math.floor(byId("grid-body").clientHeight / ROW_HEIGHT) - 1);
+  const page = Math.max(1, Math.floor(rowsHeight() / ROW_HEIGHT) - 1);
   const steps = { ArrowUp: -1, ArrowDown: 1, PageUp: -page, PageDown: page, Home: -Infinity, End: Infinity };
   if (event.key in steps && table.order.length) {
     const at = table.order.indexOf(table.active);
@@ -183,9 +211,14 @@ function onTableKey(event) {
   showRows();
 }
 
+// Of the part that the head leaves.
+function rowsHeight() {
+  return byId("grid").clientHeight - byId("grid-head").offsetHeight;
+}
+
 function scrollToRow(index) {
-  const body = byId("grid-body");
+  const grid = byId("grid");
   const top = index * ROW_HEIGHT;
-  if (top < body.scrollTop) body.scrollTop = top;
-  else if (top + ROW_HEIGHT > body.scrollTop + body.clientHeight) body.scrollTop = top + ROW_HEIGHT - body.clientHeight;
+  if (top < grid.scrollTop) grid.scrollTop = top;
+  else if (top + ROW_HEIGHT > grid.scrollTop + rowsHeight()) grid.scrollTop = top + ROW_HEIGHT - rowsHeight();
 }

@@ -55,7 +55,7 @@ async function measure(options, seconds) {
     await viewed.evaluate(() => { document.querySelector("#filter").value = "sup"; document.querySelector("#filter").dispatchEvent(new Event("input")); });
     await viewed.evaluate(() => document.querySelector("#tone-tenant").click());
     await viewed.mouse.move(700, 400, { steps: 10 });
-    await viewed.evaluate(() => { document.querySelector("#grid-body").scrollTop = 5000; });
+    await viewed.evaluate(() => { document.querySelector("#grid").scrollTop = 5000; });
     await new Promise((resolve) => setTimeout(resolve, (seconds * 1000) / 2));
     const heap = (await viewed.metrics()).JSHeapUsedSize;
     await viewed.tracing.stop();

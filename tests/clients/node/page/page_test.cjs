@@ -8,6 +8,7 @@ const net = require("node:net");
 const path = require("node:path");
 const { launch, open, setScheme, until, text, ensure } = require("./browser.cjs");
 const { SyntheticRouter } = require("./synthetic_router.cjs");
+const { defaultView } = require("./default_view.cjs");
 
 const part = (name) => fs.readFileSync(path.join(__dirname, "../../../../router/src/live/page", name), "utf8");
 const LIVE = () => document.querySelector("#connection-text").textContent === "Live";
@@ -17,7 +18,7 @@ const SLOTS_IN_USE = () => [...document.querySelectorAll(".lane-summary")].map((
 const COLOURS = (lane, last) => {
   const canvas = lane.querySelector(".lane-view canvas");
   const chart = Math.round(54 * devicePixelRatio);
-  const left = Math.round(last ? canvas.width - last * devicePixelRatio : 38 * devicePixelRatio);
+  const left = Math.round(last ? canvas.width - last * devicePixelRatio : 0);
   const { data } = canvas.getContext("2d").getImageData(left, 0, canvas.width - left, canvas.height - chart);
   const colours = {};
   for (let at = 0; at < data.length; at += 4) {
@@ -124,7 +125,7 @@ async function bothSchemesAreDrawn(page) {
   await setScheme(page, "light");
 }
 
-// Starts the playground's stream, kills its worker by the button, and sees it go on elsewhere.
+// Starts the playground's stream, kills its worker by the menu of its lane, and sees it go on elsewhere.
 async function killedWorkersStreamsJump(page, cluster) {
   const load = await cluster.load();
   await page.select("#endpoint", "completion");
@@ -137,7 +138,8 @@ async function killedWorkersStreamsJump(page, cluster) {
   const number = await numberOfThePlayground(page);
   const outlinedIn = (name) => `(${OUTLINED})([...document.querySelectorAll(".lane")].find((lane) => lane.querySelector("h3").textContent === "${name}"), "${HUES.light[requestTone(number)]}", "${INKS.light.ink}") > 20`;
   await until(page, `request ${number} is drawn in its colour in the lane of ${from}`, outlinedIn(from));
-  await page.evaluate(`${lane}.querySelector("button").click()`);
+  await page.evaluate(`${lane}.querySelector(".more").click()`);
+  await page.evaluate(`[...${lane}.querySelectorAll("[role=menuitem]")].find((item) => item.textContent.startsWith("Kill process")).click()`);
   await until(page, "it asks before it kills", () => document.querySelector("#kill").open);
   ensure((await text(page, "#kill-title")) === `Kill ${from}?`, `it asks ${await text(page, "#kill-title")}`);
   await page.click("#kill-yes");
@@ -239,7 +241,7 @@ async function everythingWorksByKeyboard(page, cluster) {
     else if (++ends === 2) break;
   }
   const names = stops.map(({ name }) => name);
-  for (const id of ["skip", "pause", "tone-request", "theme", "lane-view", "prompt", "send", "filter", "grid"]) ensure(names.includes(id), `Tab does not reach ${id}: ${names}`);
+  for (const id of ["skip", "pause", "tone-request", "theme", "more", "lane-view", "prompt", "send", "filter", "grid"]) ensure(names.includes(id), `Tab does not reach ${id}: ${names}`);
   ensure(stops.every(({ outline }) => outline), `no visible focus at ${stops.filter(({ outline }) => !outline).map(({ name }) => name)}`);
   await load.stop();
 }
@@ -396,7 +398,7 @@ async function main() {
       everythingWorksByKeyboard: () => everythingWorksByKeyboard(page, cluster),
       thePageReconnects: () => thePageReconnects(page, proxy),
       aNarrowWindowIsNotTooSmall: () => aNarrowWindowIsNotTooSmall(browser, url),
-      ...(router && { onlyTheSyntheticRouterCan: () => onlyTheSyntheticRouterCan(browser, router) }),
+      ...(router && { onlyTheSyntheticRouterCan: () => onlyTheSyntheticRouterCan(browser, router), defaultView: () => defaultView(browser) }),
     };
     for (const [name, step] of Object.entries(steps)) {
       const started = Date.now();

@@ -67,8 +67,8 @@ class SyntheticCluster {
     return request;
   }
 
-  note(request, kind, worker, detail) {
-    if (request.events.length < 256) request.events.push({ atMs: Date.now() - request.arrivedAt, kind, worker, detail });
+  note(request, kind, worker, detail, iteration) {
+    if (request.events.length < 256) request.events.push({ atMs: Date.now() - request.arrivedAt, kind, worker, detail, iteration });
     this.changed.add(request.number);
   }
 
@@ -153,7 +153,7 @@ class SyntheticCluster {
         request.computedTokens += chunk;
         request.state = "prefill";
         work.push({ slot, request: number, prefillTokens: chunk });
-        this.note(request, "chunk", worker.name, `${chunk} tokens`);
+        this.note(request, "chunk", worker.name, `${chunk} tokens`, worker.iteration + 1);
         this.serve(request, chunk);
         continue;
       }
@@ -193,8 +193,9 @@ class SyntheticCluster {
         request.attempts += 1;
         request.cachedTokens = Math.floor(request.promptTokens * (this.random() < 0.3 ? 0.6 : 0) / 16) * 16;
         this.note(request, "dispatched", worker.name, `prefix cache: ${request.cachedTokens} of ${request.promptTokens} tokens; least predicted time to first token`);
+        this.note(request, "admitted", worker.name, `in slot ${slot}`, worker.iteration + 1);
       } else {
-        this.note(request, "resumed", worker.name);
+        this.note(request, "resumed", worker.name, `in slot ${slot}`, worker.iteration + 1);
       }
       Object.assign(request, { worker: worker.name, slot, state: "prefill", waitingReason: "" });
       worker.slots[slot] = chosen;

@@ -11,6 +11,8 @@ class SyntheticRouter {
     this.key = options.key;
     this.refusal = 0;
     this.streams = new Set();
+    // Of the APIs that generate, with their keys.
+    this.calls = [];
     this.server = http.createServer((request, response) => this.answer(request, response));
   }
 
@@ -105,6 +107,7 @@ class SyntheticRouter {
     request.on("data", (part) => (text += part));
     request.on("end", () => {
       const body = JSON.parse(text);
+      this.calls.push({ body, authorization: request.headers.authorization });
       if (body.model !== "demo") return this.refuse(response, 404, `the model ${body.model} does not exist`);
       response.writeHead(200, { "content-type": "text/event-stream" });
       let tokens = 0;

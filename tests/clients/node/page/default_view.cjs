@@ -1,0 +1,252 @@
+// What the page shows under `inflight up` as it comes: workers of 256 slots, first at rest, then with twelve streams; and the page on
+// a phone. With a made-up cluster.
+const fs = require("node:fs");
+const path = require("node:path");
+const { open, until, text, ensure } = require("./browser.cjs");
+const { SyntheticRouter } = require("./synthetic_router.cjs");
+
+const part = (name) => fs.readFileSync(path.join(__dirname, "../../../../router/src/live/page", name), "utf8");
+const LIVE = () => document.querySelector("#connection-text").textContent === "Live";
+const STREAMS = 12;
+
+// The page's own colours: its script keeps them to itself.
+const FREE = new Function("matchMedia", `${part("palette.js")}\nreturn [...channels(INKS.light.empty), 255].join();`)(() => ({}));
+
+// Colours of the rows of the first lane in its newest column; "" where the row is free.
+const NEWEST = `(${(free) => {
+  const canvas = document.querySelector(".lane-view canvas");
+  const rows = Number(document.querySelector(".axis span:last-child").textContent) + 1;
+  const context = canvas.getContext("2d");
+  const high = document.querySelector(".axis").clientHeight / rows;
+  const colours = Array.from({ length: rows }, (_, row) => [...context.getImageData(canvas.width - 3, Math.floor((row + 0.4) * high), 1, 1).data].join());
+  return colours.map((colour) => (colour === free ? "" : colour));
+}})("${FREE}")`;
+
+// Labels of axes that are cut, reach into the canvas or out of the lane.
+const CUT_LABELS = () => [...document.querySelectorAll(".axis span")].filter((label) => label.textContent && label.offsetWidth).filter((label) => {
+  const range = document.createRange();
+  range.selectNodeContents(label);
+  const [text, axis] = [range.getBoundingClientRect(), label.parentElement.getBoundingClientRect()];
+  const lane = label.closest(".lane").getBoundingClientRect();
+  const canvas = label.closest(".lane").querySelector(".lane-view").getBoundingClientRect();
+  return text.width > axis.width + 0.5 || text.left < lane.left || text.right > canvas.left || text.bottom > axis.bottom + 3 || text.top < axis.top - 3;
+}).map((label) => label.textContent);
+
+async function restIsExplained(page, router) {
+  await until(page, "it says what to do", () => document.querySelector("#start").offsetHeight > 100);
+  const shown = await page.$eval("#start", (node) => node.innerText);
+  for (const word of ["lane", "iteration", "slot", "Send a prompt", "Load for a minute", `curl -N ${new URL(page.url()).origin}/v1/completions`]) {
+    ensure(shown.includes(word), `the page at rest does not say ${word}: ${shown}`);
+  }
+  ensure((await page.title()) === "Inflight", `the title is ${await page.title()}`);
+  const labels = await page.$$eval(".axis span", (nodes) => nodes.map((node) => node.textContent).join(" "));
+  ensure(!/\d (µs|ms|s)\b/.test(labels), `axes at rest have times: ${labels}`);
+  await page.click("#start-prompt");
+  ensure((await page.evaluate(() => document.activeElement.id)) === "prompt", "the button does not lead to the prompt");
+
+  await page.$eval("#tenant-key", (node) => { node.value = "tenant-key"; });
+  await page.click("#start-load");
+  await until(page, "the load has some tokens", () => /[1-9]\d* calls? · [1-9]/.test(document.querySelector("#load-text").textContent));
+  const open = router.cluster.next - 1 - router.cluster.ends;
+  ensure(open >= 1 && open <= 3, `${open} calls at once`);
+  ensure(router.calls.every(({ authorization }) => authorization === "Bearer tenant-key"), "the load does not use the key");
+  ensure(router.calls.every(({ body }) => body.max_tokens < 200 && body.prompt.length <= 2), "calls of the load are large");
+  await page.click("#load-stop");
+  await until(page, "the load has ended", () => document.querySelector("#load-text").textContent.startsWith("The load has ended"));
+  const calls = router.calls.length;
+  await page.click("#load-close");
+  await until(page, "what to do is gone", () => document.querySelector("#start").offsetHeight === 0);
+  ensure(router.calls.length === calls, "the load goes on");
+}
+
+async function slotsInUseHaveRows(page, router) {
+  router.cluster.outputTokens = 1e6;
+  const requests = Array.from({ length: STREAMS }, () => router.cluster.arrive({ promptTokens: 20, outputTokens: 1e6 }));
+  await until(page, "twelve rows are shown, and the rest is folded", () => document.querySelector(".fold").textContent === "244 free");
+  await until(page, "the title counts them", (title) => document.title === title, `${STREAMS} in flight – Inflight`);
+  await until(page, "twelve rows have a colour", `${NEWEST}.filter(Boolean).length === 12`);
+  const before = await page.evaluate(NEWEST);
+  const height = await page.$eval(".lane-view canvas", (node) => node.offsetHeight);
+  ensure(before.length === STREAMS && height >= STREAMS * 14, `${before.length} rows, ${height} pixels`);
+  // A slot keeps its row, whatever becomes of the others.
+  for (const at of [1, 6]) router.cluster.cancel(requests[at].number);
+  await until(page, "two rows are free", `${NEWEST}.filter(Boolean).length === 10`);
+  const after = await page.evaluate(NEWEST);
+  ensure(after.every((colour, row) => colour === (row === 1 || row === 6 ? "" : before[row])), `rows were ${before}, are ${after}`);
+  await page.focus(".fold");
+  await page.keyboard.press("Enter");
+  await until(page, "all slots are shown", () => document.querySelector(".fold").ariaExpanded === "true" && document.querySelector(".lane-view canvas").offsetHeight > 256);
+  await page.keyboard.press("Enter");
+  await until(page, "they are folded again", (wanted) => document.querySelector(".lane-view canvas").offsetHeight === wanted, height);
+}
+
+async function labelsAreWhole(page) {
+  const fonts = ["", "*{font-family:monospace!important}", "*{font-family:serif!important;letter-spacing:3px!important}", ".axes{font-size:19px!important}"];
+  for (const font of fonts) {
+    const style = await page.addStyleTag({ content: font || "/**/" });
+    await page.evaluate(() => dispatchEvent(new Event("resize")));
+    await until(page, `no label is cut in ${font}`, `(${CUT_LABELS})().length === 0`);
+    await style.evaluate((node) => node.remove());
+  }
+  ensure(/\d+ ms/.test(await page.$$eval(".axis span", (nodes) => nodes.map((node) => node.textContent).join(" "))), "the axis has no time");
+}
+
+async function menuByKeyboard(page) {
+  const focused = () => page.evaluate(() => document.activeElement.textContent);
+  await page.$eval(".lane .more", (node) => node.focus());
+  await page.keyboard.press("Enter");
+  ensure((await focused()) === "Show its requests", `Enter leads to ${await focused()}`);
+  await page.keyboard.press("ArrowDown");
+  ensure((await focused()) === "Show all 256 slots", `the next is ${await focused()}`);
+  await page.keyboard.press("ArrowUp");
+  await page.keyboard.press("ArrowUp");
+  ensure((await focused()) === "Kill process 1…", `the last is ${await focused()}`);
+  await page.keyboard.press("Escape");
+  ensure(await page.evaluate(() => document.activeElement.matches(".more") && !document.querySelector(".menu")), "Escape does not close the menu");
+  await page.keyboard.press("ArrowUp");
+  await page.keyboard.press("Enter");
+  await until(page, "it asks before it kills", () => document.querySelector("#kill").open && document.querySelector("#kill-title").textContent === "Kill worker-0?");
+  await page.keyboard.press("Escape");
+  await until(page, "it closes, and the focus is back", () => !document.querySelector("#kill").open && document.activeElement.matches(".more"));
+  await page.keyboard.press("ArrowDown");
+  await page.keyboard.press("Enter");
+  await until(page, "its requests are shown", () => document.activeElement.id === "grid" && document.querySelector("#filter").value === "worker-0");
+}
+
+const EVENTS = [
+  [0, "arrived"], [0, "queued"], [40, "dispatched"], [100, "admitted", 7], [160, "chunk", 7], [200, "chunk", 8], [201, "first_token"], [900, "preempted", 30],
+  [1500, "resumed", 61], [1600, "chunk", 61], [1650, "chunk", 62], [3000, "lost"], [3000, "queued"], [3200, "dispatched"], [3250, "admitted", 4], [3400, "chunk", 4],
+  [3402, "resumed"], [4000, "paused"], [4500, "continued"], [4510, "dispatched"], [4520, "admitted", 90], [4540, "chunk", 90], [4541, "resumed"], [5012, "ended"],
+].map(([atMs, kind, iteration]) => ({ atMs, kind, iteration }));
+const PHASES = [
+  ["queue", 40], ["wait", 60], ["prefill", 101], ["decode", 699], ["gap", 600], ["prefill", 150], ["decode", 1350], ["gap", 250], ["prefill", 150], ["decode", 600],
+  ["gap", 520], ["prefill", 20], ["decode", 472],
+];
+
+function phasesAddUp() {
+  const { phasesOf, threeDigits } = new Function(`${part("format.js")}\n${part("phases.js")}\nreturn { phasesOf, threeDigits };`)();
+  const found = phasesOf(EVENTS, 5012).map(({ kind, from, to }) => [kind, to - from]);
+  ensure(JSON.stringify(found) === JSON.stringify(PHASES), `phases are ${JSON.stringify(found)}`);
+  const seed = Date.now() % 1e6;
+  let state = seed;
+  const random = (below) => (state = (state * 48271 + 11) % 2147483647) % below;
+  for (let round = 0; round < 500; round++) {
+    // Any events at any times: each millisecond is in one phase.
+    const events = Array.from({ length: random(40) }, () => ({ ...EVENTS[random(EVENTS.length)], atMs: random(1000) }));
+    const phases = phasesOf(events, 900, 1 + random(2));
+    const whole = phases.reduce((end, { from, to }) => (from === end && to > from ? to : NaN), 0);
+    ensure(whole === 900, `seed ${seed}, round ${round}: ${JSON.stringify(phases)}`);
+    ensure(phases.every(({ kind, detail }, at) => !at || kind !== phases[at - 1].kind || detail !== phases[at - 1].detail), "neighbours are alike");
+  }
+  for (const [ms, wanted] of [[0, "0 ms"], [7, "7 ms"], [174, "174 ms"], [999, "999 ms"], [5012, "5.01 s"], [9999, "10.0 s"], [73249, "73.2 s"], [99960, "100 s"], [3600000, "60 min 00 s"]]) {
+    ensure(threeDigits(ms) === wanted, `${ms} is ${threeDigits(ms)}`);
+  }
+}
+
+async function lifeIsATimeline(page, router) {
+  const request = router.cluster.arrive({ requestId: "told", outputTokens: 1e6 });
+  router.cluster.cancel(request.number);
+  Object.assign(request, { events: EVENTS, endedAt: request.arrivedAt + 5012, choices: 1 });
+  await page.select("#filter-state", "all");
+  await page.$eval("#filter", (node) => { node.value = "told"; node.dispatchEvent(new Event("input")); });
+  await until(page, "the request is in the table", () => document.querySelectorAll("#grid-body .grid-row:not([hidden])").length === 1);
+  await page.click("#grid-body .grid-row:not([hidden])");
+  await until(page, "its phases are shown", (number) => document.querySelectorAll(".phases li").length === number, PHASES.length);
+  const bars = await page.$$eval(".phases li", (rows) => rows.map((row) => {
+    const [track, bar] = [row.querySelector(".track"), row.querySelector("i")].map((node) => node.getBoundingClientRect());
+    return { kind: row.dataset.kind, text: row.lastChild.textContent, from: (bar.left - track.left) / track.width, to: (bar.right - track.left) / track.width };
+  }));
+  ensure(bars.every(({ kind }, at) => kind === PHASES[at][0]), `the order is ${bars.map(({ kind }) => kind)}`);
+  let end = 0;
+  for (const [at, bar] of bars.entries()) {
+    ensure(Math.abs(bar.from - end) < 0.01, `bar ${at} begins at ${bar.from}, not at ${end}`);
+    end += PHASES[at][1] / 5012;
+  }
+  ensure(bars[6].text === "1.35 s" && bars[3].text === "699 ms" && (await text(page, ".phases-sum")).includes("5.01 s"), `times are ${bars.map(({ text }) => text)}`);
+  const times = await page.$$eval(".timeline time", (nodes) => nodes.map((node) => node.textContent));
+  ensure(times.length === EVENTS.length && times.at(-1) === "5.01 s" && times[6] === "201 ms", `events are at ${times}`);
+  await page.keyboard.press("Escape");
+}
+
+// What ended is not among the open ones, not even for a moment; a tile for retries is there while there are some.
+async function openMeansOpen(page, router) {
+  await page.select("#filter-state", "open");
+  await page.$eval("#filter", (node) => { node.value = ""; node.dispatchEvent(new Event("input")); });
+  ensure(await page.$eval("#counts", (node) => node.lastChild.hidden), "there is a tile for no retries");
+  await page.evaluate(() => {
+    window.endedShown = 0;
+    new MutationObserver(() => { window.endedShown += document.querySelectorAll("#grid-body .grid-row[data-ended]:not([hidden])").length; })
+      .observe(document.querySelector("#grid-body"), { subtree: true, attributes: true });
+  });
+  const short = Array.from({ length: 30 }, () => router.cluster.arrive({ outputTokens: 3 }));
+  const held = router.cluster.arrive({ outputTokens: 1e6 });
+  held.state = "retry";
+  router.cluster.queue = router.cluster.queue.filter((number) => number !== held.number);
+  await until(page, "the tile for retries is there", () => !document.querySelector("#counts").lastChild.hidden);
+  await until(page, "short requests have come", (number) => document.querySelector(`#row-${number}`) || Number(document.querySelector("#grid-body .number").textContent) > number, short[0].number);
+  await until(page, "short requests have gone", () => document.querySelectorAll("#grid-body .grid-row:not([hidden])").length <= 13);
+  ensure((await page.evaluate(() => window.endedShown)) === 0, "ended requests were among the open ones");
+}
+
+// What scrolls can be reached by keyboard, and no two landmarks have the same role and name.
+async function regionsAreReachable(page) {
+  const faults = await page.evaluate(() => {
+    const focusable = "a[href], button:not(:disabled), input, select, textarea, [tabindex='0']";
+    const scrolls = [...document.querySelectorAll("body *")].filter((node) => node.scrollHeight > node.clientHeight + 1 && /auto|scroll/.test(getComputedStyle(node).overflowY) && node.clientHeight);
+    const stuck = scrolls.filter((node) => node.tabIndex < 0 && !node.querySelector(focusable)).map((node) => node.id || node.className);
+    const name = (node) => node.getAttribute("aria-label") ?? document.getElementById(node.getAttribute("aria-labelledby"))?.textContent ?? "";
+    const role = (node) => node.getAttribute("role") ?? { SECTION: "region", NAV: "navigation", ASIDE: "complementary", HEADER: "banner", MAIN: "main" }[node.tagName];
+    const landmarks = [...document.querySelectorAll("header, main, nav, aside, section[aria-label], section[aria-labelledby], [role=region], [role=search]")].map((node) => `${role(node)} ${name(node)}`);
+    return [...stuck, ...landmarks.filter((one, at) => landmarks.indexOf(one) !== at)];
+  });
+  ensure(faults.length === 0, `not reachable, or twice: ${faults}`);
+}
+
+async function phoneIsTidy(browser, router) {
+  const page = await open(browser, `${router.url}/ui`, { width: 390, height: 844 });
+  await until(page, "it is live", LIVE);
+  await until(page, "lanes are drawn", () => document.querySelectorAll(".fold").length === 2);
+  const wide = await page.evaluate(() => document.documentElement.scrollWidth);
+  ensure(wide <= 390, `the page is ${wide} pixels wide`);
+  const rows = await page.evaluate(() => {
+    const lines = (nodes) => {
+      const found = new Map();
+      for (const node of nodes) if (node.offsetHeight) found.set(node.offsetTop, Math.max(found.get(node.offsetTop) ?? 0, node.getBoundingClientRect().right));
+      return [...found.values()];
+    };
+    return { tiles: lines(document.querySelectorAll("#counts > div")), tools: lines(document.querySelectorAll(".tools > *")), right: document.querySelector("#counts").getBoundingClientRect().right };
+  });
+  ensure(rows.tiles.length === 2 && rows.tiles.every((right) => Math.abs(right - rows.right) < 2), `rows of tiles end at ${rows.tiles} of ${rows.right}`);
+  ensure(rows.tools.length === 1, `the tools are ${rows.tools.length} rows`);
+  await page.click('.jumps a[href="#requests"]');
+  await until(page, "the requests are in sight", () => { const { top } = document.querySelector("#requests").getBoundingClientRect(); return top >= 0 && top < innerHeight - 300; });
+  await regionsAreReachable(page);
+  ensure(page.faults.length === 0, page.faults.join("\n"));
+  await page.close();
+}
+
+async function defaultView(browser) {
+  phasesAddUp();
+  const router = await new SyntheticRouter({ workers: 2, slots: 256, arrivals: 0, tenants: [{ name: "search", weight: 1, part: 1 }], outputTokens: 40 }).start();
+  router.cluster.idle = true;
+  try {
+    const page = await open(browser, `${router.url}/ui?rate=10`);
+    await until(page, "it is live", LIVE);
+    const steps = {
+      restIsExplained: () => restIsExplained(page, router), slotsInUseHaveRows: () => slotsInUseHaveRows(page, router), labelsAreWhole: () => labelsAreWhole(page),
+      menuByKeyboard: () => menuByKeyboard(page), lifeIsATimeline: () => lifeIsATimeline(page, router), openMeansOpen: () => openMeansOpen(page, router),
+      regionsAreReachable: () => regionsAreReachable(page), phoneIsTidy: () => phoneIsTidy(browser, router),
+    };
+    for (const [name, step] of Object.entries(steps)) {
+      const started = Date.now();
+      await step().catch((error) => { throw new Error(`${name}: ${error.message}`); });
+      console.error(`  ${name}: ${Date.now() - started} ms`);
+      ensure(page.faults.length === 0, `${name}: ${page.faults.join("\n")}`);
+    }
+    await page.close();
+  } finally {
+    await router.close();
+  }
+}
+
+module.exports = { defaultView };
