@@ -63,10 +63,12 @@ function drawChart(lane, context) {
     most = Math.max(most, column.duration, column.target);
   }
   // The scale follows at once upwards and in steps downwards, so that bars do not dance.
-  if (most > lane.chartMax || most < lane.chartMax * 0.4) lane.chartMax = most ? scaleAbove(most * 1.05) : 0;
-  const [high, , low] = lane.stepAxis.labels;
-  setText(high, lane.chartMax ? shortTime(lane.chartMax) : "");
-  setText(low, lane.chartMax ? "0" : "");
+  if (most > lane.chartMax || most < lane.chartMax * 0.4) {
+    lane.chartMax = most ? scaleAbove(most * 1.05) : 0;
+    const [high, , low] = lane.stepAxis.labels;
+    setText(high, lane.chartMax ? shortTime(lane.chartMax) : "");
+    setText(low, lane.chartMax ? "0" : "");
+  }
   const y = (value) => top + height - Math.round((Math.min(value, lane.chartMax) / Math.max(1, lane.chartMax)) * height);
   const width = geometry.column >= 4 ? geometry.column - 1 : geometry.column;
   context.fillStyle = colours.empty;

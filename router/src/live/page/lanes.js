@@ -28,7 +28,7 @@ const seen = new IntersectionObserver((entries) => {
     if (lane && isIntersecting) lane.dirty = true;
   }
   schedule();
-}, { rootMargin: "100px" });
+}, { rootMargin: "300px" });
 
 function laneOf(node) {
   for (const lane of lanes.all.values()) if (lane.view === node) return lane;
@@ -157,7 +157,7 @@ function writeSome(now) {
 function writeLanes() {
   for (const lane of lanes.all.values()) {
     writeLane(lane);
-    drawKvMap(lane.kvCanvas, lane.kv, kvHeight(lane));
+    if (lane.visible) drawKvMap(lane.kvCanvas, lane.kv, kvHeight(lane));
   }
 }
 

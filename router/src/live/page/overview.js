@@ -12,7 +12,7 @@ const TILES = [
   ["retrying", "retryingRequests", count, ""],
 ];
 const PERCENTILES = [["First token", "firstTokenMs"], ["Gap", "gapMs"], ["Queue", "queueMs"]];
-const overview = { tiles: new Map(), rows: new Map(), cluster: {}, history: createHistory(TILES.map(([, field]) => field)) };
+const overview = { tiles: new Map(), rows: new Map(), cluster: {}, title: "", history: createHistory(TILES.map(([, field]) => field)) };
 
 function buildOverview() {
   for (const [name, field, , unit] of TILES) {
@@ -76,5 +76,5 @@ function writeTitle() {
   const inFlight = overview.cluster.inFlightRequests ?? 0;
   const state = { waiting: "Disconnected", key: "Key needed" }[link.state] ?? (view.paused ? "Paused" : inFlight ? `${count(inFlight)} in flight` : "");
   const title = state ? `${state} – Inflight` : "Inflight";
-  if (document.title !== title) document.title = title;
+  if (overview.title !== title) document.title = overview.title = title;
 }

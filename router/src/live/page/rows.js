@@ -1,16 +1,15 @@
 // Which row of its lane a slot is drawn in. A slot keeps its row while it is in use; rows of free slots beyond a few are folded.
 
-const ROWS_MIN = 8;
-const ROWS_MAX = 256;
+// Numbers of rows: a lane changes its height seldom.
+const ROWS = [8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256];
 // A worker of so few slots has a row for each.
 const ROWS_WHOLE = 16;
-// Rows are added four at a time, and taken away some seconds after they were needed last: a lane changes its height seldom.
-const ROWS_STEP = 4;
+// Rows are taken away so long after they were needed last.
 const ROWS_KEPT_MS = 10000;
 const SLOTS_MAX = 4096;
 
 function createRows() {
-  return { bySlot: new Map(), taken: new Uint8Array(SLOTS_MAX), shown: ROWS_MIN, neededAt: 0, opened: false };
+  return { bySlot: new Map(), taken: new Uint8Array(SLOTS_MAX), shown: ROWS[0], neededAt: 0, opened: false };
 }
 
 // A slot gets the row of its own number, if that is shown and free, else the first free one.
@@ -50,9 +49,9 @@ function shownRows(lane) {
 // Adapts the number of rows to the columns in sight. Returns whether it has changed.
 function fitRows(lane, from, to, now) {
   const { rows, slotRows } = lane;
-  let most = slotRows <= ROWS_WHOLE ? slotRows : ROWS_MIN;
+  let most = slotRows <= ROWS_WHOLE ? slotRows : 0;
   for (let index = Math.max(from, lane.base); index < to; index++) most = Math.max(most, lane.columns[index - lane.base].rowsUsed);
-  const wanted = Math.min(slotRows, ROWS_MAX, Math.ceil(most / ROWS_STEP) * ROWS_STEP);
+  const wanted = Math.min(slotRows, ROWS.find((number) => number >= most) ?? ROWS[ROWS.length - 1]);
   if (wanted >= rows.shown) rows.neededAt = now;
   const shrinks = wanted < rows.shown && !view.paused && lanes.pointer?.lane !== lane && now - rows.neededAt > ROWS_KEPT_MS;
   if (wanted === rows.shown || (wanted < rows.shown && !shrinks)) return false;

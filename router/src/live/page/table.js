@@ -1,7 +1,9 @@
 // The table of requests. However many there are, only the rows in sight exist.
 
 const ROW_HEIGHT = 26;
+// A long table is built anew twice a second at most; a short one would be empty by then.
 const TABLE_EVERY_MS = 500;
+const TABLE_LONG = 100;
 
 const FIELDS = [
   { id: "number", title: "No.", value: (view) => view.number, kind: "number" },
@@ -74,10 +76,10 @@ function markSort() {
   });
 }
 
-// At most twice a second, and not while the viewer has paused. What no longer belongs here goes at once.
+// Not while the viewer has paused. What no longer belongs here goes at once.
 function writeTable() {
   const now = performance.now();
-  if (table.version !== roster.version && now - table.builtAt >= TABLE_EVERY_MS) {
+  if (table.version !== roster.version && (table.order.length < TABLE_LONG || now - table.builtAt >= TABLE_EVERY_MS)) {
     rebuildTable();
     return;
   }
