@@ -143,6 +143,57 @@ function phasesAddUp() {
   }
 }
 
+// Slots come into use and out of it at random: none changes its row meanwhile, no two share one, and rows are not wasted.
+function rowsHold() {
+  const { createRows, assignRows } = new Function(`${part("rows.js")}\nreturn { createRows, assignRows };`)();
+  const seed = Date.now() % 1e6;
+  let state = seed;
+  const random = (below) => (state = (state * 48271 + 11) % 2147483647) % below;
+  for (let round = 0; round < 40; round++) {
+    const slotRows = 1 + random(300);
+    const rows = createRows();
+    const used = new Map();
+    let most = rows.shown;
+    for (let step = 0; step < 60; step++) {
+      for (let change = random(6); change > 0; change--) {
+        const slot = random(slotRows);
+        if (!used.delete(slot)) used.set(slot, undefined);
+      }
+      // Of the slots in use some are not in this iteration; a sequence without a slot comes after them.
+      const slots = [...used.keys()].filter(() => random(4)).concat(slotRows + 1);
+      const column = { slots: Uint16Array.from(slots), rows: new Uint16Array(slots.length), rowsUsed: 0 };
+      assignRows(rows, column, slotRows, used);
+      most = Math.max(most, used.size);
+      slots.slice(0, -1).forEach((slot, at) => {
+        ensure(used.get(slot) === undefined || used.get(slot) === column.rows[at], `seed ${seed}, round ${round}: slot ${slot} changes its row`);
+        used.set(slot, column.rows[at]);
+      });
+      const taken = [...used.values()].filter((row) => row !== undefined);
+      ensure(new Set(taken).size === taken.length && taken.every((row) => row < most), `seed ${seed}, round ${round}: rows ${taken} of ${most}`);
+      ensure(column.rowsUsed === Math.max(0, ...[...column.rows].slice(0, -1).map((row) => row + 1)), `seed ${seed}: ${column.rowsUsed} rows are used`);
+    }
+  }
+}
+
+// However long the page is open, its curves have a bounded number of points over an hour at most, and the right mean.
+function historyIsBounded() {
+  const { createHistory, sampleHistory } = new Function(`${part("history.js")}\nreturn { createHistory, sampleHistory };`)();
+  const history = createHistory(["steps", "none"]);
+  for (let sample = 0; sample < 4 * 3 * 3600; sample++) {
+    const now = 1000 + sample * 250;
+    sampleHistory(history, { steps: now / 1000 }, now);
+    const points = history.points.get("steps");
+    const span = points.length * history.step;
+    ensure(points.length <= 240 && span <= 3600000, `${points.length} points of ${history.step} ms`);
+    if (sample < 100 || sample % 4096) continue;
+    ensure(span >= Math.min(now - 1000, 3600000) * 0.9, `after ${now} ms, the points are of ${span} ms`);
+    const middle = (now - span / 2) / 1000;
+    const mean = points.reduce((sum, point) => sum + point, 0) / points.length;
+    ensure(Math.abs(mean - middle) < (2 * history.step) / 1000, `the mean is ${mean}, not ${middle}`);
+  }
+  ensure(history.points.get("none").every((point) => point === 0), "a field without values has some");
+}
+
 async function lifeIsATimeline(page, router) {
   const request = router.cluster.arrive({ requestId: "told", outputTokens: 1e6 });
   router.cluster.cancel(request.number);
@@ -227,6 +278,8 @@ async function phoneIsTidy(browser, router) {
 
 async function defaultView(browser) {
   phasesAddUp();
+  rowsHold();
+  historyIsBounded();
   const router = await new SyntheticRouter({ workers: 2, slots: 256, arrivals: 0, tenants: [{ name: "search", weight: 1, part: 1 }], outputTokens: 40 }).start();
   router.cluster.idle = true;
   try {
