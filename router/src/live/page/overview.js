@@ -17,6 +17,7 @@ const overview = { tiles: new Map(), rows: new Map(), cluster: {}, title: "", hi
 function buildOverview() {
   for (const [name, field, , unit] of TILES) {
     const tile = element("div");
+    tile.hidden = field === "retryingRequests";
     const figure = element("dd");
     const number = document.createTextNode("–");
     figure.append(number, " ", element("small", "", unit));
