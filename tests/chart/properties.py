@@ -155,6 +155,41 @@ def check_network(documents: list[dict]) -> None:
         assert not downloads or ports & {443, 9000}, f"{name}: policies keep it from its download"
 
 
+def backends(document: dict) -> list[dict]:
+    """Services and ports to which an Ingress or a route leads."""
+    if document["kind"] == "Ingress":
+        return [path["backend"]["service"] for rule in document["spec"]["rules"] for path in rule["http"]["paths"]]
+    if document["kind"] in ("HTTPRoute", "GRPCRoute"):
+        return [{"name": ref["name"], "port": {"number": ref["port"]}} for rule in document["spec"]["rules"] for ref in rule["backendRefs"]]
+    return []
+
+
+def check_exposure(documents: list[dict]) -> None:
+    """An Ingress and a route lead to the port of their protocol, its controller can connect to it, and knows the protocol."""
+    services = {d["metadata"]["name"]: d for d in documents if d["kind"] == "Service"}
+    routers = [d["spec"]["template"] for d in documents if d["kind"] == "Deployment"]
+    policies = [d["spec"] for d in documents if d["kind"] == "NetworkPolicy"]
+    for document in documents:
+        name = f"{document['kind']} {document['metadata']['name']}"
+        for backend in backends(document):
+            service = services[backend["name"]]
+            [port] = [p for p in service["spec"]["ports"] if backend["port"] in ({"name": p["name"]}, {"number": p["port"]})]
+            assert service["spec"]["selector"] == {key: routers[0]["metadata"]["labels"][key] for key in service["spec"]["selector"]}, name
+            grpc = document["kind"] == "GRPCRoute" or document["metadata"]["name"].endswith("-grpc")
+            assert port["name"] == ("grpc" if grpc else "http"), f"{name} leads to {port['name']}"
+            secured = any(a.startswith("--tls-cert=") for a in routers[0]["spec"]["containers"][0]["args"])
+            assert not grpc or secured or port["appProtocol"] == "kubernetes.io/h2c", name
+            verified = [target["sectionName"] for d in documents if d["kind"] == "BackendTLSPolicy" for target in d["spec"]["targetRefs"]]
+            assert document["kind"] == "Ingress" or (port["name"] in verified) == secured, f"{name}: {verified} are connected to by TLS"
+            spoken = document["metadata"].get("annotations", {}).get("nginx.ingress.kubernetes.io/backend-protocol")
+            assert spoken in (None, ("GRPC" if grpc else "HTTP") + ("S" if secured else "")), f"{name}: {spoken}"
+            # A controller is no pod of the release, so a rule without peers, or one whose peers are of another namespace.
+            rules = [rule for spec in policies if matches(spec["podSelector"]["matchLabels"], routers[0]["metadata"]["labels"])
+                     for rule in spec["ingress"] if {"port": port["name"]} in rule["ports"]]
+            restricted = all("from" in rule for rule in rules)
+            assert not policies or not restricted or len(rules) == 2, f"{name}: policies keep its controller from the routers"
+
+
 def check(documents: list[dict]) -> None:
     workloads = [d for d in documents if d["kind"] in ("Deployment", "StatefulSet")]
     routers = [d["spec"]["template"]["spec"]["containers"][0] for d in workloads if d["kind"] == "Deployment"]
@@ -167,6 +202,7 @@ def check(documents: list[dict]) -> None:
     check_scaling(documents)
     check_references(documents)
     check_network(documents)
+    check_exposure(documents)
     rules = [d for d in documents if d["kind"] == "Role"]
     assert all(rule["resources"] == ["endpointslices"] for role in rules for rule in role["rules"])
 

@@ -3,12 +3,15 @@
 {{- $root := . -}}
 {{- $router := .Values.router -}}
 {{- $seen := dict -}}
+{{- include "inflight.checkForeign" . -}}
 {{- include "inflight.checkTag" (list "image.tag" .Values.image.tag) -}}
 {{- if not (coalesce .Values.image.tag .Chart.AppVersion) -}}
 {{- fail "image.tag is empty, and the chart has no appVersion to take its place: give the tag of the image" -}}
 {{- end -}}
 {{- include "inflight.checkRouter" . -}}
 {{- include "inflight.checkTls" . -}}
+{{- include "inflight.checkExposure" . -}}
+{{- include "inflight.checkPod" (list "router" $router list) -}}
 {{- $total := 0 -}}
 {{- range $pool := include "inflight.pools" . | fromYamlArray -}}
 {{- $at := printf "pools.%s" $pool.name -}}
@@ -24,6 +27,7 @@
 {{- end -}}
 {{- include "inflight.checkSource" (list $root $pool $at) -}}
 {{- include "inflight.checkDevice" (list $pool $at) -}}
+{{- include "inflight.checkPod" (list $at $pool $pool.kinds) -}}
 {{- include "inflight.checkTag" (list (printf "%s.image.tag" $at) $pool.image.tag) -}}
 {{- if le (int $pool.drainSeconds) (int $router.moveAfterSeconds) -}}
 {{- fail (printf "%s.drainSeconds: %d leaves no time to move streams, which begin to move after router.moveAfterSeconds: %d: raise the one or lower the other" $at (int $pool.drainSeconds) (int $router.moveAfterSeconds)) -}}
@@ -128,6 +132,42 @@
 {{- fail (printf "%s.minAvailable: %d of %d replicas lets no pod be evicted, so nodes could not be drained: lower it, raise the replicas, or use maxUnavailable" $at (int $budget.minAvailable) $least) -}}
 {{- end -}}
 {{- end -}}
+{{- end -}}
+{{- end -}}
+
+{{/* Labels and volumes of a pod beside the chart's; call with (list path component-values kinds-of-sources). */}}
+{{- define "inflight.checkPod" -}}
+{{- $at := index . 0 -}}
+{{- $component := index . 1 -}}
+{{- range $label := list "app.kubernetes.io/name" "app.kubernetes.io/instance" "app.kubernetes.io/component" "inflight/pool" -}}
+{{- if hasKey $component.podLabels $label -}}
+{{- fail (printf "%s.podLabels has %s, by which the chart selects the pods: remove it, or use another label" $at $label) -}}
+{{- end -}}
+{{- end -}}
+{{- $own := list "tenants" "resume-key" "worker-secret" "tls" "worker-tls" "usage" "model" "download" "cache" "shared-memory" -}}
+{{- $names := dict -}}
+{{- range $component.extraVolumes -}}
+{{- if has .name $own -}}
+{{- fail (printf "%s.extraVolumes: %s is the name of a volume of the chart: give it another name" $at .name) -}}
+{{- end -}}
+{{- if hasKey $names .name -}}
+{{- fail (printf "%s.extraVolumes: two volumes are named %s: give each a name of its own" $at .name) -}}
+{{- end -}}
+{{- $_ := set $names .name true -}}
+{{- end -}}
+{{- $paths := list "/etc/inflight" "/models" "/var/cache/inflight" "/var/lib/inflight/usage" -}}
+{{- if gt (int $component.gpus) 1 -}}{{- $paths = append $paths "/dev/shm" -}}{{- end -}}
+{{- if has "initDownload" (index . 2) -}}{{- $paths = append $paths "/tmp" -}}{{- end -}}
+{{- $seen := dict -}}
+{{- range $component.extraVolumeMounts -}}
+{{- if not (hasKey $names .name) -}}
+{{- fail (printf "%s.extraVolumeMounts: %s is no volume of %s.extraVolumes: add it there, or correct the name" $at .name $at) -}}
+{{- end -}}
+{{- $path := trimSuffix "/" .mountPath -}}
+{{- if or (has $path $paths) (hasPrefix "/etc/inflight/" $path) (hasKey $seen $path) -}}
+{{- fail (printf "%s.extraVolumeMounts: something else is mounted at %s: mount %s at another path" $at .mountPath .name) -}}
+{{- end -}}
+{{- $_ := set $seen $path true -}}
 {{- end -}}
 {{- end -}}
 

@@ -136,6 +136,9 @@ imagePullSecrets:
 {{- with $values.priorityClassName }}
 priorityClassName: {{ . | quote }}
 {{- end }}
+{{- with $values.schedulerName }}
+schedulerName: {{ . | quote }}
+{{- end }}
 {{- with $values.runtimeClassName }}
 runtimeClassName: {{ . | quote }}
 {{- end }}
