@@ -4,7 +4,8 @@
 dashboard.py PROMETHEUS INFLIGHT
 
 The cluster has two workers and three tenants, one of which exceeds its limit; one worker is killed on the way. Every query must
-return at least one finite value, and every rule must evaluate.
+return at least one finite value with the variables set to a namespace, a model, all tenants and each of the objectives, and every rule must
+evaluate.
 """
 
 import contextlib
@@ -13,6 +14,7 @@ import json
 import math
 import os
 import pathlib
+import re
 import signal
 import subprocess
 import sys
@@ -28,6 +30,9 @@ DASHBOARD = ROOT / "deploy/monitoring/dashboard.json"
 ALERTS = ROOT / "deploy/monitoring/alerts.yaml"
 # Grafana's smallest value for a scrape interval of a second would be 4 s; the load has pauses, so more.
 RATE_INTERVAL = "20s"
+RANGE = "1m"
+NAMESPACE = "serving"
+MODEL = "inflight-demo"
 STREAMS = 8
 DEADLINE_SECONDS = 120
 TENANTS = ("acme", "busy", "limited")
@@ -124,10 +129,13 @@ class Prometheus:
     """A Prometheus that scrapes these addresses every second."""
 
     def __init__(self, program, folder, targets):
+        # Without intervals of groups, which are longer than this test.
+        rules = re.sub(r"(?m)^ *interval: .*\n", "", ALERTS.read_text(encoding="utf-8"))
+        (folder / "alerts.yaml").write_text(rules, encoding="utf-8")
         config = {
             "global": {"scrape_interval": "1s", "evaluation_interval": "1s"},
-            "rule_files": [str(ALERTS)],
-            "scrape_configs": [{"job_name": "inflight", "static_configs": [{"targets": targets}]}],
+            "rule_files": [str(folder / "alerts.yaml")],
+            "scrape_configs": [{"job_name": "inflight", "static_configs": [{"targets": targets, "labels": {"namespace": NAMESPACE}}]}],
         }
         # JSON is YAML.
         (folder / "prometheus.yaml").write_text(json.dumps(config), encoding="utf-8")
@@ -165,14 +173,33 @@ class Prometheus:
 
 
 def expressions():
+    """Queries of panels, with the variables at a value each, and of variables: that the label is there."""
     dashboard = json.loads(DASHBOARD.read_text(encoding="utf-8"))
+    variables = {item["name"]: item for item in dashboard["templating"]["list"] if item["type"] != "datasource"}
+    values = {"__rate_interval": RATE_INTERVAL, "__range": RANGE, "namespace": NAMESPACE, "model": MODEL, "router": ".+", "worker": ".+",
+              "tenant": "|".join(TENANTS)}
+    objectives = {name: variable["query"].split(",") for name, variable in variables.items() if variable["type"] == "custom"}
+
+    def with_values(text, chosen):
+        for name, value in sorted((values | chosen).items(), reverse=True):
+            text = text.replace(f"${name}", value)
+        assert "$" not in text, f"a variable that this test does not know: {text}"
+        return text
+
+    used = set()
     for panel in dashboard["panels"]:
         for target in panel.get("targets", []):
-            expression = target["expr"].replace("$__rate_interval", RATE_INTERVAL).replace("$instance", ".*")
-            assert "$" not in expression, f"{panel['title']} has a variable that this test does not know: {expression}"
-            yield panel["title"], expression
-    variable = next(item for item in dashboard["templating"]["list"] if item["name"] == "instance")
-    yield "the variable", variable["query"].removeprefix("label_values(").rsplit(",", 1)[0]
+            used |= set(re.findall(r"\$(\w+)", target["expr"]))
+            chosen = [name for name in objectives if f"${name}" in target["expr"]]
+            # A bound that no bucket has would give no data.
+            for number in range(max([len(objectives[name]) for name in chosen], default=1)):
+                one = {name: objectives[name][number % len(objectives[name])] for name in chosen}
+                yield panel["title"], with_values(target["expr"], one)
+    assert used - {"__rate_interval", "__range"} == set(variables), f"variables of no panel: {set(variables) - used}"
+    for name, variable in variables.items():
+        if variable["type"] == "query":
+            series, label = re.fullmatch(r"label_values\((.*), (\w+)\)", variable["query"]).groups()
+            yield f"the variable {name}", f'count(group by ({label}) ({with_values(series, {})}) unless group({with_values(series, {})})) > 0'
 
 
 def main():
@@ -202,7 +229,7 @@ def main():
         rules = prometheus.rules()
         unwell = [f"{rule['name']}: {rule.get('lastError', '')}" for rule in rules if rule["health"] != "ok"]
         assert rules and not unwell, unwell
-        print(f"{number} queries returned data and {len(rules)} alert rules evaluated after {cluster.answers} answers")
+        print(f"{number} queries returned data and {len(rules)} rules evaluated after {cluster.answers} answers")
 
 
 if __name__ == "__main__":
