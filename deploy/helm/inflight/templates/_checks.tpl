@@ -63,7 +63,7 @@
 {{- $root := index . 0 -}}
 {{- $pool := index . 1 -}}
 {{- $at := printf "%s.model.source" (index . 2) -}}
-{{- $choice := "exactly one of embedded, pvc, hostPath, image, initDownload" -}}
+{{- $choice := "exactly one of embedded, hub, pvc, hostPath, image, initDownload" -}}
 {{- if eq (len $pool.kinds) 0 -}}
 {{- fail (printf "%s names no source of the model: give %s" $at $choice) -}}
 {{- end -}}
@@ -74,7 +74,15 @@
 {{- include "inflight.checkImage" (list (printf "%s.image.reference" $at) .reference) -}}
 {{- /* Not below the chart's own minimum: there it is linted by a Helm that knows no cluster. */ -}}
 {{- if semverCompare ">=1.30.0-0, <1.33.0-0" $root.Capabilities.KubeVersion.Version -}}
-{{- fail (printf "%s.image: volumes of images need Kubernetes 1.33, and this is %s: use pvc or initDownload" $at $root.Capabilities.KubeVersion.Version) -}}
+{{- fail (printf "%s.image: volumes of images need Kubernetes 1.33, and this is %s: use hub or pvc" $at $root.Capabilities.KubeVersion.Version) -}}
+{{- end -}}
+{{- end -}}
+{{- with $pool.model.source.hub -}}
+{{- if not (or .cache .size) -}}
+{{- fail (printf "%s.hub: where is the model kept? Give cache.claimName, a claim that workers share, or size, of a volume for each worker" $at) -}}
+{{- end -}}
+{{- if and .cache .size -}}
+{{- fail (printf "%s.hub: size is of a volume for each worker, and cache.claimName is a claim: give one of them" $at) -}}
 {{- end -}}
 {{- end -}}
 {{- with $pool.model.source.initDownload -}}

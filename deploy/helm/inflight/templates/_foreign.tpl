@@ -1,6 +1,6 @@
 {{/* Keys of other charts and servers that schema and templates know only to refuse them, by the place where they stand. */}}
 {{- define "inflight.foreignKeys" -}}
-{{- $hub := "envFromSecret of the pool's model.source.initDownload, whose container downloads the model" -}}
+{{- $hub := "hub.tokenSecret of the pool's model.source" -}}
 {{- $security := "nothing in its place, as all pods run as user 65532 with a read-only root file system" -}}
 {{- $both := "router and poolDefaults (or an entry of pools)" -}}
 values:
@@ -44,8 +44,8 @@ values:
 pool:
   replicaCount: replicas
   replicaNum: replicas
-  modelURL: model.source
-  modelUri: model.source
+  modelURL: model.source.hub.repo
+  modelUri: model.source.hub.repo
   source: model.source
   maxModelLen: engine.maxContextTokens
   maxNumSeqs: engine.maxSequences

@@ -120,6 +120,11 @@ and most, between which its number of workers stays.
 {{- end -}}
 
 {{/* All flags of a worker, a list; call with (list . pool). */}}
+{{/* The name of a model of the Hub, as commands take it. */}}
+{{- define "inflight.hubName" -}}
+{{- .repo -}}{{- with .revision -}}@{{ . }}{{- end -}}{{- with .file -}}:{{ . }}{{- end -}}
+{{- end -}}
+
 {{- define "inflight.workerArgs" -}}
 {{- $root := index . 0 -}}
 {{- $pool := index . 1 -}}
@@ -136,7 +141,11 @@ and most, between which its number of workers stays.
 {{- if eq $source "hostPath" }}
 {{- $path = ternary (base $path) "" (hasSuffix ".gguf" $path) }}
 {{- end }}
+{{- if eq $source "hub" }}
+- {{ printf "--model=%s" (include "inflight.hubName" $pool.model.source.hub) | quote }}
+{{- else }}
 - {{ printf "--model=/models/%s" $path | trimSuffix "/" | quote }}
+{{- end }}
 {{- /* A folder of its own: others than the worker can write to the volume's root. */}}
 - --fingerprint-cache=/var/cache/inflight/fingerprints
 {{- end }}
