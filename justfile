@@ -55,3 +55,8 @@ release *arguments:
 dependencies:
     cargo deny check bans licenses sources
     cargo machete
+
+# Makes the picture of README anew, of the program that is built; needs puppeteer-core and Chromium as .ci/run installs them.
+picture:
+    NODE_PATH=target/ci/npm/node_modules INFLIGHT_TEST_BROWSER=target/ci/browser/chromium-with-libraries \
+        node tests/clients/node/page/picture.cjs target/debug/inflight docs/images/live-page.png
