@@ -1,13 +1,16 @@
 //! Acceptor of connections: enforces the listener's limits and performs TLS handshakes.
 
 use std::convert::Infallible;
-use std::io::ErrorKind;
+use std::io::{self, ErrorKind};
+use std::sync::Arc;
 use std::time::Duration;
 
 use futures::Stream;
-use tokio::net::TcpListener;
+use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::mpsc;
-use tokio::time::{Instant, sleep, timeout};
+use tokio::time::{sleep, timeout};
+use tokio_rustls::TlsAcceptor;
+use tokio_rustls::server::TlsStream;
 use tokio_stream::StreamExt as _;
 use tokio_stream::wrappers::ReceiverStream;
 use tokio_util::sync::{CancellationToken, DropGuard};
@@ -15,7 +18,9 @@ use tokio_util::sync::{CancellationToken, DropGuard};
 use crate::connection::Connection;
 use crate::connection_limits::ConnectionLimits;
 use crate::metrics;
-use crate::registry::Registry;
+use crate::notice_interval::NoticeInterval;
+use crate::plain_text;
+use crate::registry::{Registration, Registry};
 use crate::tls::ServerTls;
 
 /// Capacity of the channel from the accept loop to the server, in connections.
@@ -24,8 +29,6 @@ const READY_MAX: usize = 64;
 const ACCEPT_RETRY_INTERVAL: Duration = Duration::from_millis(50);
 /// Maximum connections to evict after an attempt that failed for want of a file descriptor.
 const EVICTIONS_PER_FAILURE: usize = 16;
-/// Minimum interval of warnings about failed attempts.
-const WARNING_INTERVAL: Duration = Duration::from_secs(60);
 
 /// Listener that accepts connections within [`ConnectionLimits`] and yields them after their handshakes.
 #[derive(Debug)]
@@ -67,7 +70,8 @@ impl Acceptor {
     async fn accept(self, ready: mpsc::Sender<Connection>, stop: CancellationToken) {
         let (name, limits) = (self.name, self.limits);
         let registry = Registry::new(limits);
-        let mut failures = AcceptFailures::new(name);
+        let notices = Arc::new(NoticeInterval::default());
+        let failures = AcceptFailures::new(name);
         if let Some(tls) = &self.tls {
             let (tls, stop) = (tls.clone(), stop.clone());
             tokio::spawn(async move {
@@ -98,37 +102,78 @@ impl Acceptor {
                 continue;
             }
             let Some(tls) = &self.tls else {
-                if ready.send(Connection::plain(name, stream, registration, &limits)).await.is_err() {
+                let connection = Connection::plain(name, stream, registration, &limits, notices.clone());
+                if ready.send(connection).await.is_err() {
                     return;
                 }
                 continue;
             };
             let (acceptor, ready, stop) = (tls.acceptor(), ready.clone(), stop.clone());
+            let handshake = Handshake { name, acceptor, limits, notices: notices.clone() };
             // Bounded: at most one task per registered connection.
             tokio::spawn(async move {
-                let handshake = timeout(limits.handshake_max, acceptor.accept(stream));
-                let result = tokio::select! {
+                tokio::select! {
                     biased;
-                    () = stop.cancelled() => return,
-                    () = registration.evicted().cancelled() => return metrics::closed(name, "evicted"),
-                    result = handshake => result,
-                };
-                match result {
-                    Ok(Ok(stream)) => {
+                    () = stop.cancelled() => {}
+                    Some(connection) = handshake.run(stream, registration) => {
                         // Fails only after the server has dropped the stream.
-                        let _ = ready.send(Connection::tls(name, stream, registration, &limits)).await;
+                        let _ = ready.send(connection).await;
                     }
-                    failed => {
-                        metrics::closed(name, "handshake");
-                        let reason = match failed {
-                            Ok(Err(error)) => error.to_string(),
-                            _ => "it took too long".to_owned(),
-                        };
-                        tracing::debug!(reason, "TLS handshake failed");
-                    }
+                    else => {}
                 }
             });
         }
+    }
+}
+
+/// TLS handshake of an accepted connection.
+struct Handshake {
+    /// Name of the listener.
+    name: &'static str,
+    acceptor: TlsAcceptor,
+    limits: ConnectionLimits,
+    notices: Arc<NoticeInterval>,
+}
+
+impl Handshake {
+    /// Performs the handshake within its time; `None` if it fails.
+    async fn run(self, stream: TcpStream, registration: Registration) -> Option<Connection> {
+        let name = self.name;
+        let handshake = timeout(self.limits.handshake_max, self.accept(stream));
+        let result = tokio::select! {
+            biased;
+            () = registration.evicted().cancelled() => {
+                metrics::closed(name, "evicted");
+                return None;
+            }
+            result = handshake => result,
+        };
+        let reason = match result {
+            Ok(Ok(Some(stream))) => return Some(Connection::tls(name, stream, registration, &self.limits)),
+            Ok(Ok(None)) => "the client speaks plain text".to_owned(),
+            Ok(Err(error)) => error.to_string(),
+            Err(_) => "it took too long".to_owned(),
+        };
+        metrics::closed(name, "handshake");
+        tracing::debug!(reason, "TLS handshake failed");
+        None
+    }
+
+    /// Accepts a client; `None` if it speaks plain text, and has been told so.
+    async fn accept(&self, stream: TcpStream) -> io::Result<Option<TlsStream<TcpStream>>> {
+        if !plain_text::is_http(&stream).await? {
+            return self.acceptor.accept(stream).await.map(Some);
+        }
+        if self.notices.is_due() {
+            let (listener, peer) = (self.name, stream.peer_addr().ok());
+            tracing::warn!(
+                listener,
+                ?peer,
+                "client speaks plain text at a port with TLS; it needs https:// or a TLS channel"
+            );
+        }
+        plain_text::refuse(stream).await?;
+        Ok(None)
     }
 }
 
@@ -136,26 +181,24 @@ impl Acceptor {
 struct AcceptFailures {
     /// Name of the listener.
     name: &'static str,
-    warned_at: Option<Instant>,
+    notices: NoticeInterval,
 }
 
 impl AcceptFailures {
     fn new(name: &'static str) -> Self {
-        Self { name, warned_at: None }
+        Self { name, notices: NoticeInterval::default() }
     }
 
-    /// Counts a failure, logs one per [`WARNING_INTERVAL`] and waits before the next attempt. Without a free file
+    /// Counts a failure, logs one a minute and waits before the next attempt. Without a free file
     /// descriptor, closes connections that are not in use: the waiting one may be a client's with a key.
-    async fn handle(&mut self, error: &std::io::Error, registry: &Registry) {
+    async fn handle(&self, error: &std::io::Error, registry: &Registry) {
         if matches!(error.kind(), ErrorKind::ConnectionAborted | ErrorKind::ConnectionReset) {
             // Of the connection alone, which is gone.
             return;
         }
         let exhausted = matches!(error.raw_os_error(), Some(libc::EMFILE | libc::ENFILE));
         metrics::accept_failed(self.name, if exhausted { "descriptors" } else { "other" });
-        let now = Instant::now();
-        if self.warned_at.is_none_or(|at| now.saturating_duration_since(at) >= WARNING_INTERVAL) {
-            self.warned_at = Some(now);
+        if self.notices.is_due() {
             let listener = self.name;
             if exhausted {
                 tracing::warn!(listener, %error, "no file descriptor for a connection; raise `ulimit -n`, or lower --connections-max");
@@ -191,6 +234,8 @@ impl IncomingConnections {
 mod tests {
     use std::net::IpAddr;
 
+    use tokio::time::Instant;
+
     use super::*;
 
     #[tokio::test(start_paused = true)]
@@ -202,7 +247,7 @@ mod tests {
         used.authentication().mark();
         let idle: Vec<_> = (0..20).map(|_| registry.register(address).unwrap()).collect();
         let evicted = || idle.iter().filter(|idle| idle.evicted().is_cancelled()).count();
-        let mut failures = AcceptFailures::new("test");
+        let failures = AcceptFailures::new("test");
         let begun = Instant::now();
         for (code, waits, expected) in
             [(libc::ECONNABORTED, 0, 0), (libc::ENOBUFS, 1, 0), (libc::EMFILE, 2, 16), (libc::ENFILE, 3, 20)]

@@ -19,6 +19,8 @@ use crate::connection_limits::ConnectionLimits;
 use crate::frame_meter::FrameMeter;
 use crate::identity::Identity;
 use crate::metrics;
+use crate::notice_interval::NoticeInterval;
+use crate::plain_text;
 use crate::registry::{Authentication, Registration};
 
 /// Remote end of a connection; requests carry it in their extensions. Cheap to clone.
@@ -201,6 +203,8 @@ pub struct Connection {
     socket: Socket,
     peer: Peer,
     limits: ConnectionLimits,
+    /// Of plain text, until the first bytes have come, which may be those of TLS.
+    greeting: Option<Arc<NoticeInterval>>,
     frames: FrameMeter,
     opened: Instant,
     /// Timer of the next check of the idle limits.
@@ -215,9 +219,12 @@ impl Connection {
         stream: TcpStream,
         registration: Registration,
         limits: &ConnectionLimits,
+        notices: Arc<NoticeInterval>,
     ) -> Self {
         let peer = Peer::new(stream.peer_addr().ok(), None, Some(registration.authentication()));
-        Self::new(listener, Socket::Plain(stream), peer, registration, limits)
+        let mut connection = Self::new(listener, Socket::Plain(stream), peer, registration, limits);
+        connection.greeting = Some(notices);
+        connection
     }
 
     pub(crate) fn tls(
@@ -249,6 +256,7 @@ impl Connection {
             socket,
             peer,
             limits: *limits,
+            greeting: None,
             frames: FrameMeter::new(opened),
             opened,
             idle_check: Box::pin(tokio::time::sleep_until(opened + limits.first_call_max)),
@@ -262,6 +270,18 @@ impl Connection {
         metrics::closed(self.listener, reason);
         tracing::debug!(peer = ?self.peer.address(), reason, "connection closed");
         io::ErrorKind::TimedOut.into()
+    }
+
+    /// Logs that a client speaks TLS at this port, which has none. HTTP/1 answers 400 to what it says.
+    fn check_greeting(&self, first: &[u8], notices: &NoticeInterval) {
+        if plain_text::is_tls(first) && notices.is_due() {
+            let (listener, peer) = (self.listener, self.peer.address());
+            tracing::warn!(
+                listener,
+                ?peer,
+                "client speaks TLS at a port without it; it needs http:// or a plain channel, or this server --tls-cert"
+            );
+        }
     }
 
     /// Counts the frames in what a write took of `buffers`.
@@ -341,6 +361,11 @@ impl AsyncRead for Connection {
             Socket::Tls(stream) => Pin::new(stream.as_mut()).poll_read(context, buffer),
         };
         let received = &buffer.filled()[before..];
+        if !received.is_empty()
+            && let Some(notices) = this.greeting.take()
+        {
+            this.check_greeting(received, &notices);
+        }
         if !received.is_empty() && !this.frames.received(received, Instant::now()) {
             return Poll::Ready(Err(this.closed("control_frames")));
         }
