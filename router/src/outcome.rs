@@ -1,5 +1,7 @@
 //! Outcome of a request, its gRPC status and its HTTP status.
 
+mod context_excess;
+
 use std::collections::HashMap;
 use std::fmt::Display;
 use std::time::Duration;
@@ -8,6 +10,8 @@ use inflight_router_core::{Failure, OverLimit, QueueFull};
 use tonic::metadata::MetadataMap;
 use tonic::{Code, Status};
 use tonic_types::{ErrorDetails, StatusExt};
+
+pub(crate) use context_excess::ContextExcess;
 
 /// Exceeded limit, with the time to retry.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -58,6 +62,9 @@ const MESSAGE_BYTES_MAX: usize = 1024;
 /// Maximum length of the name of a field in bytes: a client chooses names of tensors and parameters.
 const FIELD_BYTES_MAX: usize = 256;
 
+/// Maximum length in bytes of a path that a message quotes before advice.
+const PATH_BYTES_MAX: usize = 128;
+
 /// Marks a text that was cut.
 const ELLIPSIS: char = '\u{2026}';
 
@@ -89,13 +96,15 @@ pub(crate) enum Outcome {
     /// Invalid field of a request.
     InvalidField { field: String, reason: String },
     /// Prompt and output together exceed the model's context.
-    ContextExceeded(String),
+    ContextExceeded(Box<ContextExcess>),
     /// The request's message exceeds the size limit.
     TooLarge(String),
     /// The request's message did not arrive in time.
     ReceiveTimeout(String),
-    /// The API has no such path.
-    UnknownPath { path: String },
+    /// The API has no such path; `instead` says where to go.
+    UnknownPath { path: String, instead: Option<String> },
+    /// A gRPC call in a form of HTTP that cannot carry it.
+    WrongTransport(&'static str),
     /// The path does not take this method.
     WrongMethod { method: String, path: String },
     /// No worker serves the model.
@@ -182,13 +191,20 @@ impl Outcome {
         Self::InvalidField { field: field.into(), reason: reason.to_string() }
     }
 
+    /// Returns the outcome of a path behind which nothing is.
+    pub(crate) fn unknown_path(path: impl Into<String>) -> Self {
+        Self::UnknownPath { path: path.into(), instead: None }
+    }
+
     /// Returns the gRPC status code.
     pub(crate) fn code(&self) -> Code {
         match self {
             Self::Completed => Code::Ok,
             Self::Invalid(_) | Self::InvalidField { .. } | Self::ContextExceeded(_) => Code::InvalidArgument,
             Self::TooLarge(_) => Code::ResourceExhausted,
-            Self::UnknownPath { .. } | Self::WrongMethod { .. } => Code::Unimplemented,
+            Self::UnknownPath { .. } | Self::WrongMethod { .. } | Self::WrongTransport(_) => {
+                Code::Unimplemented
+            }
             Self::UnknownModel { .. } | Self::UnknownVersion { .. } => Code::NotFound,
             Self::Undecodable { .. } => Code::InvalidArgument,
             Self::NoChatTemplate { .. }
@@ -229,9 +245,10 @@ impl Outcome {
         };
         match self {
             Self::Completed => of(200, "", None, ""),
-            Self::Invalid(_) | Self::InvalidField { .. } | Self::NoChatTemplate { .. } => {
-                of(400, INVALID, None, INVALID)
-            }
+            Self::Invalid(_)
+            | Self::InvalidField { .. }
+            | Self::NoChatTemplate { .. }
+            | Self::WrongTransport(_) => of(400, INVALID, None, INVALID),
             Self::ContextExceeded(_) => of(400, INVALID, Some("context_length_exceeded"), INVALID),
             Self::UnknownFingerprint { .. } => of(409, INVALID, Some("unknown_fingerprint"), INVALID),
             Self::CursorRejected(_) => of(409, INVALID, Some("cursor_rejected"), INVALID),
@@ -296,6 +313,7 @@ impl Outcome {
             Self::ReceiveTimeout(_) => "receive_timeout",
             Self::UnknownPath { .. } => "unknown_path",
             Self::WrongMethod { .. } => "wrong_method",
+            Self::WrongTransport(_) => "wrong_transport",
             Self::UnknownModel { .. } => "unknown_model",
             Self::UnknownVersion { .. } => "unknown_version",
             Self::Undecodable { .. } => "undecodable",
@@ -343,13 +361,19 @@ impl Outcome {
             Self::Completed => String::new(),
             Self::Invalid(reason)
             | Self::InvalidField { reason, .. }
-            | Self::ContextExceeded(reason)
             | Self::TooLarge(reason)
             | Self::ReceiveTimeout(reason)
             | Self::CursorRejected(reason)
             | Self::Undecodable { reason, .. }
             | Self::Internal(reason) => reason.clone(),
-            Self::UnknownPath { path } => format!("there is no {path:?} in this API"),
+            Self::ContextExceeded(excess) => excess.message(),
+            Self::UnknownPath { path, instead: None } => format!("there is no {path:?} in this API"),
+            Self::UnknownPath { path, instead: Some(instead) } => {
+                // The advice is behind the path, whose rest would displace it.
+                let path = shortened(path.clone(), PATH_BYTES_MAX);
+                format!("there is no {path:?} in this API; {instead}")
+            }
+            Self::WrongTransport(reason) => (*reason).to_owned(),
             Self::WrongMethod { method, path } => format!("{path:?} does not take {method}"),
             Self::UnknownModel { asked, served } => {
                 format!("no worker serves the model {asked:?}; served are: {}", served.join(", "))

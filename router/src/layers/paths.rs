@@ -3,8 +3,8 @@
 /// KServe's bidirectional inference stream: one call carries many requests.
 pub(crate) const MODEL_STREAM_INFER: &str = "/inference.GRPCInferenceService/ModelStreamInfer";
 
-/// Whether a path needs no authentication: health probes, metrics, reflection, and the page of the live view, which
-/// contains no data.
+/// Whether a path needs no authentication: health probes, metrics, reflection, the description of the APIs, and the page of the live
+/// view, which contains no data.
 pub(crate) fn is_open(path: &str) -> bool {
     path.starts_with("/grpc.")
         || matches!(
@@ -14,6 +14,7 @@ pub(crate) fn is_open(path: &str) -> bool {
                 | "/health"
                 | "/livez"
                 | "/metrics"
+                | "/openapi.json"
                 | "/ready"
                 | "/readyz"
                 | "/ui"

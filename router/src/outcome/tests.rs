@@ -2,6 +2,15 @@
 
 use super::*;
 
+fn context() -> Outcome {
+    Outcome::ContextExceeded(Box::new(ContextExcess {
+        context_tokens: 9,
+        prompt_tokens: 10,
+        max_tokens: 0,
+        reason: "why".to_owned(),
+    }))
+}
+
 #[test]
 fn the_table_of_outcomes_and_statuses() {
     let text = || "why".to_owned();
@@ -48,10 +57,11 @@ fn the_table_of_outcomes_and_statuses() {
         (worker(Code::Ok), Code::Internal, "worker_error"),
         (Outcome::Internal(text()), Code::Internal, "internal"),
         (Outcome::field("top_p", "why"), Code::InvalidArgument, "invalid"),
-        (Outcome::ContextExceeded(text()), Code::InvalidArgument, "invalid"),
+        (context(), Code::InvalidArgument, "invalid"),
         (Outcome::ReceiveTimeout(text()), Code::DeadlineExceeded, "receive_timeout"),
-        (Outcome::UnknownPath { path: text() }, Code::Unimplemented, "unknown_path"),
+        (Outcome::unknown_path(text()), Code::Unimplemented, "unknown_path"),
         (Outcome::WrongMethod { method: text(), path: text() }, Code::Unimplemented, "wrong_method"),
+        (Outcome::WrongTransport("why"), Code::Unimplemented, "wrong_transport"),
     ];
     for (outcome, code, label) in table {
         assert_eq!((outcome.code(), outcome.label()), (code, label));
@@ -87,7 +97,7 @@ fn the_table_of_outcomes_and_http_statuses() {
         (Outcome::Invalid(text()), 400, invalid, None, invalid),
         (Outcome::field("top_p", "why"), 400, invalid, None, invalid),
         (Outcome::NoChatTemplate { model: text(), reason: None }, 400, invalid, None, invalid),
-        (Outcome::ContextExceeded(text()), 400, invalid, Some("context_length_exceeded"), invalid),
+        (context(), 400, invalid, Some("context_length_exceeded"), invalid),
         (
             Outcome::UnknownFingerprint { required: text(), served: vec![] },
             409,
@@ -95,9 +105,10 @@ fn the_table_of_outcomes_and_http_statuses() {
             Some("unknown_fingerprint"),
             invalid,
         ),
+        (Outcome::WrongTransport("why"), 400, invalid, None, invalid),
         (Outcome::TooLarge(text()), 413, invalid, Some("request_too_large"), "request_too_large"),
         (Outcome::ReceiveTimeout(text()), 408, invalid, Some("request_timeout"), invalid),
-        (Outcome::UnknownPath { path: text() }, 404, invalid, Some("unknown_url"), "not_found_error"),
+        (Outcome::unknown_path(text()), 404, invalid, Some("unknown_url"), "not_found_error"),
         (
             Outcome::WrongMethod { method: text(), path: text() },
             405,

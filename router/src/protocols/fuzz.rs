@@ -50,7 +50,7 @@ pub(crate) fn read(body: &[u8]) -> bool {
         }
     }
     let tokens = tokenize::DETOKENIZE_FIELDS.read(body);
-    if let Err(outcome) = tokens.and_then(|fields| fields.get::<Vec<u32>>("tokens", "token ids")) {
+    if let Err(outcome) = tokens.and_then(|fields| fields.token_ids("tokens")) {
         check_refusal(body, &outcome);
     }
     accepted
@@ -98,8 +98,9 @@ fn check_values(parsed: &Value, request: &Draft, limit: &str) {
         };
         assert!(same, "{name} is {:?}, read as {found:?}", parsed[name]);
     }
-    if let Some(max_tokens) = parsed[limit].as_u64() {
-        assert_eq!(request.stop.max_tokens.map(u64::from), Some(max_tokens), "{limit}");
+    // Integers may be written as floating-point numbers.
+    if let Some(max_tokens) = parsed[limit].as_f64() {
+        assert_eq!(request.stop.max_tokens.map(f64::from), Some(max_tokens), "{limit}");
     }
     if let (Some(prompt), Input::Text(text) | Input::RawText(text)) =
         (parsed["prompt"].as_str(), &request.input)

@@ -6,6 +6,8 @@ pub(crate) mod grpc;
 pub(crate) mod http;
 pub(crate) mod kserve;
 mod openai;
+mod openapi;
 pub(crate) mod operations;
 pub(crate) mod page;
+mod route;
 pub(crate) mod routes;

@@ -28,6 +28,7 @@ use crate::outcome::Outcome;
 use crate::protocols::http::errors::refuse;
 use crate::protocols::http::{AxumResponse, HttpApi, json};
 use crate::protocols::operations::{Operations, Watching};
+use crate::protocols::route::{EVENTS, HTML, JSON, NOTHING, Part, Route, RouteMethod};
 use crate::tenants::Caller;
 
 /// Header without which nothing is changed: other sites' pages cannot send it.
@@ -58,15 +59,21 @@ fn policy(script_sha256: &str) -> HeaderValue {
     HeaderValue::from_str(&policy).unwrap_or(HeaderValue::from_static("default-src 'none'"))
 }
 
-/// Adds the routes of `/ui`.
-pub(crate) fn routes(router: axum::Router<Arc<HttpApi>>) -> axum::Router<Arc<HttpApi>> {
-    router
-        .route("/", get(async || Redirect::temporary("/ui")))
-        .route("/ui", get(page))
-        .route("/ui/events", get(events))
-        .route("/ui/requests/{number}", get(request))
-        .route("/ui/workers/{number}/kill", on(axum::routing::MethodFilter::POST, kill))
-}
+/// Routes of the live view.
+pub(crate) static ROUTES: [Route<Arc<HttpApi>>; 5] = [
+    Route::get("/", "Redirects to the live view.", NOTHING, || get(async || Redirect::temporary("/ui")))
+        .of(Part::LiveView)
+        .by(RouteMethod::Get, 307),
+    Route::get("/ui", "Page of the live view; it has no data.", HTML, || get(page)).of(Part::LiveView),
+    Route::get("/ui/events", "State of the cluster and its changes.", EVENTS, || get(events))
+        .of(Part::LiveView),
+    Route::get("/ui/requests/{number}", "Life of a request.", JSON, || get(request)).of(Part::LiveView),
+    Route::get("/ui/workers/{number}/kill", "Kills a worker process of `inflight up`.", NOTHING, || {
+        on(axum::routing::MethodFilter::POST, kill)
+    })
+    .of(Part::LiveView)
+    .by(RouteMethod::Post, 204),
+];
 
 fn finish(path: &str, answer: Result<Response<Body>, Outcome>) -> AxumResponse {
     let mut response = answer.unwrap_or_else(|outcome| refuse(path, outcome));
@@ -81,7 +88,7 @@ fn authorize<'a>(api: &'a HttpApi, parts: &Parts) -> Result<&'a Ui, Outcome> {
     let caller = parts.extensions.get::<Caller>();
     Operations::authorize(caller)?;
     // The routes exist only with it.
-    api.ui.as_ref().ok_or_else(|| Outcome::UnknownPath { path: "/ui".to_owned() })
+    api.ui.as_ref().ok_or_else(|| Outcome::unknown_path("/ui"))
 }
 
 /// The page, which shows data only with a key that may read them.
@@ -146,7 +153,7 @@ fn event_stream(watching: Watching) -> Response<Body> {
 
 /// Parses a number in a path.
 fn number(text: &str, path: &str) -> Result<u64, Outcome> {
-    let unknown = || Outcome::UnknownPath { path: path.to_owned() };
+    let unknown = || Outcome::unknown_path(path);
     text.parse().ok().filter(|number| *number > 0).ok_or_else(unknown)
 }
 
@@ -160,7 +167,7 @@ async fn request(
     let path = parts.uri.path();
     let answer = authorize(&api, &parts).and_then(|ui| {
         let life = ui.operations.hub.life(number(&text, path)?, "", clock::now());
-        json(&life.ok_or_else(|| Outcome::UnknownPath { path: path.to_owned() })?)
+        json(&life.ok_or_else(|| Outcome::unknown_path(path))?)
     });
     finish(path, answer)
 }
@@ -183,7 +190,7 @@ async fn kill(
             return Err(Outcome::Denied("the header X-Inflight-UI: 1 is missing".to_owned()));
         }
         let index = text.parse().ok().filter(|index: &usize| *index < hub.up_workers());
-        let index = index.ok_or_else(|| Outcome::UnknownPath { path: path.clone() })?;
+        let index = index.ok_or_else(|| Outcome::unknown_path(&*path))?;
         tracing::warn!(worker = format!("worker-{index}"), "killing a worker process, as an operator asked");
         // The supervisor's processes count from 1.
         supervisor::kill(socket, index + 1).await.map_err(Outcome::Internal)?;

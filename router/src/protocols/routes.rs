@@ -12,44 +12,101 @@ use tonic::codegen::Bytes;
 use tonic::codegen::http::{Request, Response};
 
 use super::anthropic::messages;
+use super::http::known_paths::KnownPaths;
 use super::http::{AxumResponse, Call, HttpApi, body, probes, refuse};
 use super::openai::{chat, completions, models, responses, tokenize};
-use super::page;
+use super::route::{JSON, JSON_OR_EVENTS, Part, Route, TEXT};
+use super::{openapi, page};
 use crate::outcome::Outcome;
 
 type Answer = BoxFuture<'static, Result<Response<Body>, Outcome>>;
 /// Handler of a call whose body was received.
 type Handler = fn(Arc<HttpApi>, Call, Bytes) -> Answer;
 
+/// All routes but those of the live view. The router, the OpenAPI document and the advice to callers of unknown paths follow it.
+static ROUTES: [Route<Arc<HttpApi>>; 17] = [
+    Route::post("/v1/chat/completions", "OpenAI's chat completions.", &chat::FIELDS, JSON_OR_EVENTS, || {
+        post(|api, call, body| Box::pin(chat::create(api, call, body)))
+    }),
+    Route::post(
+        "/v1/completions",
+        "OpenAI's text completions.",
+        &completions::FIELDS,
+        JSON_OR_EVENTS,
+        || post(|api, call, body| Box::pin(completions::create(api, call, body))),
+    ),
+    Route::post("/v1/responses", "OpenAI's responses.", &responses::FIELDS, JSON_OR_EVENTS, || {
+        post(|api, call, body| Box::pin(responses::create(api, call, body)))
+    }),
+    Route::post("/v1/messages", "Anthropic's messages.", &messages::FIELDS, JSON_OR_EVENTS, || {
+        post(|api, call, body| Box::pin(messages::create(api, call, body)))
+    }),
+    Route::post(
+        "/v1/messages/count_tokens",
+        "Number of prompt tokens of a message.",
+        &messages::COUNT_FIELDS,
+        JSON,
+        || post(|api, call, body| Box::pin(messages::count_tokens(api, call, body))),
+    ),
+    Route::post("/tokenize", "Tokens of a text or a conversation.", &tokenize::FIELDS, JSON, || {
+        post(|api, call, body| Box::pin(tokenize::tokenize(api, call, body)))
+    }),
+    Route::post("/detokenize", "Text of tokens.", &tokenize::DETOKENIZE_FIELDS, JSON, || {
+        post(|api, call, body| Box::pin(tokenize::detokenize(api, call, body)))
+    }),
+    Route::get("/tokenizer_info", "Special tokens and chat template of a model.", JSON, || {
+        get(tokenize::info)
+    }),
+    Route::get("/v1/models", "Served models.", JSON, || get(models::list)),
+    Route::get("/v1/models/{*id}", "A served model.", JSON, || get(models::retrieve)),
+    Route::get("/health", "Whether requests are served.", JSON, || get(probes::ready)),
+    Route::get("/ready", "As /health.", JSON, || get(probes::ready)),
+    Route::get("/readyz", "As /health.", JSON, || get(probes::ready)),
+    Route::get("/livez", "Whether the process runs.", JSON, || get(probes::live)),
+    Route::get("/version", "Version of the router.", JSON, || get(probes::version)),
+    Route::get("/openapi.json", "This document.", JSON, || get(probes::openapi)),
+    Route::get("/metrics", "Metrics for Prometheus.", TEXT, || get(probes::metrics)).of(Part::Metrics),
+];
+
+/// Advice to who calls a path that an option would serve.
+const ADMIN_SERVES: &str = "the live view is served with --admin";
+const HTTP_METRICS_SERVES: &str = "metrics are served with --http-metrics, and always at the metrics port";
+/// Advice to who calls a path that the HTTP port may have.
+const AT_THE_HTTP_PORT: &str =
+    "this is the gRPC port: the live view and metrics are served at the HTTP port only";
+/// Advice to who calls the gRPC port of a router without the HTTP APIs.
+const GRPC_ONLY: &str = "this is the gRPC port, and the HTTP APIs are off; --http-listen serves them";
+
 impl HttpApi {
-    /// Returns the routes of the APIs.
+    /// Returns the routes of the APIs at the HTTP port.
     pub(crate) fn routes(self) -> Router {
-        let api = Arc::new(self);
-        let router = if api.ui.is_some() { page::routes(Router::new()) } else { Router::new() };
-        router
-            .route("/v1/chat/completions", post(|api, call, body| Box::pin(chat::create(api, call, body))))
-            .route("/v1/completions", post(|api, call, body| Box::pin(completions::create(api, call, body))))
-            .route("/v1/responses", post(|api, call, body| Box::pin(responses::create(api, call, body))))
-            .route("/v1/messages", post(|api, call, body| Box::pin(messages::create(api, call, body))))
-            .route(
-                "/v1/messages/count_tokens",
-                post(|api, call, body| Box::pin(messages::count_tokens(api, call, body))),
-            )
-            .route("/tokenize", post(|api, call, body| Box::pin(tokenize::tokenize(api, call, body))))
-            .route("/detokenize", post(|api, call, body| Box::pin(tokenize::detokenize(api, call, body))))
-            .route("/tokenizer_info", get(tokenize::info))
-            .route("/v1/models", get(models::list))
-            .route("/v1/models/{*id}", get(models::retrieve))
-            .route("/health", get(probes::ready))
-            .route("/ready", get(probes::ready))
-            .route("/readyz", get(probes::ready))
-            .route("/livez", get(probes::live))
-            .route("/version", get(probes::version))
-            .route("/metrics", get(probes::metrics))
-            .method_not_allowed_fallback(wrong_method)
-            .fallback(unknown_path)
-            .with_state(api)
+        let (ui, metrics) = (self.ui.is_some(), self.metrics.is_some());
+        let off = [("/ui", ADMIN_SERVES, ui), ("/metrics", HTTP_METRICS_SERVES, metrics)];
+        let off = off.into_iter().filter(|(.., on)| !on).map(|(path, advice, _)| (path, advice));
+        let parts = [(Part::Clients, true), (Part::LiveView, ui), (Part::Metrics, metrics)];
+        let parts = parts.into_iter().filter(|(_, on)| *on).map(|(part, _)| part);
+        self.routes_of(&parts.collect::<Vec<_>>(), off.collect())
     }
+
+    /// Returns the routes of the APIs at the gRPC port: those of clients.
+    pub(crate) fn client_routes(self) -> Router {
+        let elsewhere = vec![("/ui", AT_THE_HTTP_PORT), ("/metrics", AT_THE_HTTP_PORT)];
+        self.routes_of(&[Part::Clients], elsewhere)
+    }
+
+    fn routes_of(mut self, parts: &[Part], elsewhere: Vec<(&'static str, &'static str)>) -> Router {
+        let routes = || page::ROUTES.iter().chain(&ROUTES).filter(|route| parts.contains(&route.part));
+        self.known = KnownPaths::new(routes().map(|route| route.path), elsewhere);
+        self.openapi = openapi::document(routes()).into();
+        let routed =
+            routes().fold(Router::new(), |router, route| router.route(route.path, (route.handler)()));
+        routed.method_not_allowed_fallback(wrong_method).fallback(unknown_path).with_state(Arc::new(self))
+    }
+}
+
+/// Returns the routes of a gRPC port without the HTTP APIs: none, and a sentence that says so.
+pub(crate) fn without_apis() -> Router {
+    Router::new().fallback(async |request: Request<axum::body::Body>| unknown(&request, GRPC_ONLY.to_owned()))
 }
 
 /// Returns the route of a handler of POST requests.
@@ -71,9 +128,16 @@ fn post(handler: Handler) -> MethodRouter<Arc<HttpApi>> {
     on(axum::routing::MethodFilter::POST, run)
 }
 
-async fn unknown_path(request: Request<axum::body::Body>) -> AxumResponse {
+async fn unknown_path(State(api): State<Arc<HttpApi>>, request: Request<axum::body::Body>) -> AxumResponse {
+    let advice = api.known.advice(request.uri().path());
+    unknown(&request, advice)
+}
+
+/// Returns the response to a call of an unknown path.
+fn unknown(request: &Request<axum::body::Body>, instead: String) -> AxumResponse {
     let path = request.uri().path();
-    refuse(path, Outcome::UnknownPath { path: path.to_owned() }).map(axum::body::Body::new)
+    let outcome = Outcome::UnknownPath { path: path.to_owned(), instead: Some(instead) };
+    refuse(path, outcome).map(axum::body::Body::new)
 }
 
 async fn wrong_method(request: Request<axum::body::Body>) -> AxumResponse {
@@ -190,6 +254,65 @@ mod tests {
             .map(|field| format!("| `{}` | {} |", field.name, field.note))
             .collect();
         assert_eq!(documented, rows);
+    }
+
+    /// Values of each JSON type: booleans, integers, numbers, strings, arrays and objects.
+    const VALUES: [(&str, &[&str]); 6] = [
+        ("boolean", &["true", "false"]),
+        ("integer", &["1", "7"]),
+        ("number", &["0.5"]),
+        ("string", &["\"a\"", "\"root ::= \\\"a\\\"\"", "\"high\"", "\"auto\"", "\"{}\""]),
+        ("array", &["[1]", "[\"a\"]", "[\"text\"]", r#"[{"role": "user", "content": "a"}]"#, "[]"]),
+        (
+            "object",
+            &[
+                "{}",
+                r#"{"type": "text"}"#,
+                r#"{"type": "auto"}"#,
+                r#"{"1": 1}"#,
+                r#"{"regex": "a"}"#,
+                r#"{"type": "disabled"}"#,
+            ],
+        ),
+    ];
+
+    #[test]
+    fn the_openapi_document_has_the_types_that_the_readers_take() {
+        // Their values need another field, or another value.
+        let dependent = ["prompt", "messages", "top_logprobs"];
+        let mut wrong = Vec::new();
+        for (table, needed, read) in TABLES {
+            let api = table.api;
+            for field in table.iter().filter(|field| field.fate == Fate::Honoured) {
+                let name = field.name;
+                let documented = openapi::types(api, name);
+                let taken =
+                    |value: &&&str| read(format!("{{{needed}, \"{name}\": {value}}}").as_bytes()).is_ok();
+                // An integer is a number.
+                let is_documented = |kind: &str| {
+                    documented.contains(&kind) || (kind == "integer" && documented.contains(&"number"))
+                };
+                let mut values =
+                    VALUES.iter().filter(|(kind, _)| is_documented(kind)).flat_map(|(_, values)| *values);
+                if !values.any(|value| taken(&value)) && !dependent.contains(&name) {
+                    wrong.push(format!("{api}: {name} takes no {documented:?}"));
+                }
+                for (kind, values) in VALUES.iter().filter(|(kind, _)| !is_documented(kind)) {
+                    // An empty value may be the same as an absent one.
+                    let mut filled = values.iter().filter(|value| !matches!(**value, "false" | "[]" | "{}"));
+                    let found = filled.find(taken);
+                    wrong.extend(
+                        found.map(|value| format!("{api}: {name}, {documented:?}, takes the {kind} {value}")),
+                    );
+                }
+            }
+            for name in openapi::required(table) {
+                assert!(needed.contains(&format!("\"{name}\":")), "{api}: {name}");
+                let refused = read(b"{}").unwrap_err();
+                assert!(matches!(refused, Outcome::InvalidField { .. }), "{api}: {refused:?}");
+            }
+        }
+        assert!(wrong.is_empty(), "{wrong:#?}");
     }
 
     #[test]

@@ -8,7 +8,7 @@ use tracing::Span;
 use crate::cluster::bundle::Model;
 use crate::dispatcher::SharedDispatcher;
 use crate::dispatcher::observer::Billing;
-use crate::outcome::Outcome;
+use crate::outcome::{ContextExcess, Outcome};
 use crate::output::response_stream::ResponseStream;
 use crate::request::admitted_call::AdmittedCall;
 use crate::request::checked::ValidRequest;
@@ -137,24 +137,27 @@ impl Admitted {
 
 /// Returns the outcome of a request whose prompt leaves no room; `scores_only` if it asks for no tokens.
 fn invalid_shape(error: RequestError, scores_only: bool) -> Outcome {
-    match error {
+    let RequestError::ContextExceeded { prompt_tokens, max_tokens, context_tokens } = error else {
+        return invalid_request(error);
+    };
+    let reason = match scores_only {
         // Scoring computes the token behind the prompt, too, and drops it.
-        RequestError::ContextExceeded { prompt_tokens, context_tokens, .. } if scores_only => {
-            let most = context_tokens.saturating_sub(1);
-            Outcome::ContextExceeded(format!(
-                "the prompt has {prompt_tokens} tokens; with max_tokens = 0 it has at most {most}, one less than the context of the model"
-            ))
-        }
-        error => invalid_request(error),
-    }
+        true => format!(
+            "the prompt has {prompt_tokens} tokens; with max_tokens = 0 it has at most {}, one less than the context of the model",
+            context_tokens.saturating_sub(1)
+        ),
+        false => format!(
+            "the prompt has {prompt_tokens} tokens and max_tokens is {max_tokens}, together {}; shorten the prompt or lower max_tokens",
+            u64::from(prompt_tokens) + u64::from(max_tokens)
+        ),
+    };
+    let prompt_tokens = u64::from(prompt_tokens);
+    Outcome::ContextExceeded(Box::new(ContextExcess { context_tokens, prompt_tokens, max_tokens, reason }))
 }
 
 fn invalid_request(error: RequestError) -> Outcome {
-    match error {
-        RequestError::ContextExceeded { .. } => Outcome::ContextExceeded(error.to_string()),
-        error => match error.field() {
-            Some(field) => Outcome::field(field, error),
-            None => Outcome::invalid(error),
-        },
+    match error.field() {
+        Some(field) => Outcome::field(field, error),
+        None => Outcome::invalid(error),
     }
 }

@@ -9,7 +9,7 @@ use inflight_router_core::TokenizePiece;
 
 use crate::dispatcher::ServedModel;
 use crate::options::Options;
-use crate::outcome::Outcome;
+use crate::outcome::{ContextExcess, Outcome};
 use crate::request::draft::Input;
 use crate::request::tokenizing::{TokenizeTerms, Tokenizing};
 use crate::tenants::TokenCharge;
@@ -283,7 +283,7 @@ impl PromptJob {
             };
         }
         let size = format!("the prompt's {bytes} bytes of text are at least {tokens} tokens");
-        Err(context_exceeded(&size, contexts, most))
+        Err(context_exceeded(&size, tokens, contexts, most))
     }
 
     /// Rejects a text that turns out to be too long, without tokenizing the rest of it.
@@ -295,7 +295,7 @@ impl PromptJob {
             Bound::Context { .. } if self.pieces.is_empty() => Ok(()),
             Bound::Context { contexts } if tokens > contexts * most as usize => {
                 let size = format!("the prompt's text has more than {tokens} tokens");
-                Err(context_exceeded(&size, contexts, most))
+                Err(context_exceeded(&size, tokens, contexts, most))
             }
             _ => Ok(()),
         }
@@ -311,13 +311,21 @@ fn text_bytes(input: &Input) -> usize {
     }
 }
 
-fn context_exceeded(size: &str, contexts: usize, most: u32) -> Outcome {
-    if contexts > 1 {
-        return Outcome::ContextExceeded(format!(
+/// Returns the outcome of a prompt of at least so many `tokens`, which `size` says in words.
+fn context_exceeded(size: &str, tokens: usize, contexts: usize, most: u32) -> Outcome {
+    let reason = match contexts {
+        0 | 1 => format!("{size}; the model takes {most} for prompt and output together: shorten the prompt"),
+        _ => format!(
             "{size}; at most {contexts} times the model's {most} are truncated: send the end of the text only"
-        ));
-    }
-    Outcome::ContextExceeded(format!("{size}; the model takes {most} for prompt and output together"))
+        ),
+    };
+    let prompt_tokens = tokens as u64;
+    Outcome::ContextExceeded(Box::new(ContextExcess {
+        context_tokens: most,
+        prompt_tokens,
+        max_tokens: 0,
+        reason,
+    }))
 }
 
 fn answer_exceeded(answer: usize) -> Outcome {

@@ -348,3 +348,41 @@ async fn deeply_nested_values_are_refused_where_they_are_read_and_skipped_elsewh
     })
     .await;
 }
+
+/// Clients in JavaScript and from YAML write integers as numbers of a whole value.
+#[tokio::test]
+async fn integers_may_be_written_as_numbers_of_a_whole_value() {
+    bounded(async {
+        let mut http = HttpCluster::start(with_http(HttpOptions::default())).await;
+        let more = r#""n":1.0,"seed":3.0,"top_k":4e1,"top_p":0,"min_tokens":1.0,"stop_token_ids":[7.0]"#;
+        for (path, body) in [
+            ("/v1/completions", format!(r#"{{"prompt":[5.0,6],"max_tokens":16.0,{more}}}"#)),
+            (
+                "/v1/chat/completions",
+                format!(r#"{{"messages":[{{"role":"user","content":"a"}}],"max_tokens":16.0,{more}}}"#),
+            ),
+        ] {
+            let call = http.post(path, &body).await;
+            let submit = http.session.submit().await;
+            let (sampling, stop) = (submit.sampling.clone().unwrap(), submit.stop.clone().unwrap());
+            assert_eq!((sampling.seed, sampling.top_k), (Some(3), Some(40)), "{path}");
+            assert_eq!((stop.max_tokens, stop.min_tokens), (Some(16), 1), "{path}");
+            assert_eq!(stop.stop_token_ids, [7], "{path}");
+            if path == "/v1/completions" {
+                assert_eq!(submit.prompt_token_ids, [5, 6]);
+            }
+            http.session.finish(&submit, 0, &tokens("a"), v1::FinishReason::Length);
+            assert_eq!(call.response().await.status, 200, "{path}");
+        }
+        for (field, value) in
+            [("max_tokens", "1.5"), ("seed", "1e400"), ("seed", "9007199254740993.0"), ("top_k", "-1.5")]
+        {
+            let (status, error) =
+                http.refused("/v1/completions", &format!(r#"{{"prompt":"a","{field}":{value}}}"#)).await;
+            assert_eq!((status, error["param"].as_str()), (400, Some(field)), "{error}");
+        }
+        let (status, error) = http.refused("/detokenize", r#"{"tokens": [1.0, 2.5]}"#).await;
+        assert_eq!((status, error["param"].as_str()), (400, Some("tokens")), "{error}");
+    })
+    .await;
+}

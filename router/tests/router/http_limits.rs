@@ -94,6 +94,26 @@ async fn every_bad_field_is_refused_by_name_and_unknown_ones_pass() {
         let (status, error) =
             http.refused(CHAT, r#"{"messages":[{"role":"user","content":"a"}],"max_tokens":9999}"#).await;
         assert_eq!((status, &error["code"]), (400, &json!("context_length_exceeded")));
+        let said = error["message"].as_str().unwrap();
+        assert!(said.starts_with("This model's maximum context length is 256 tokens. However, the prompt has"), "{said}");
+        assert!(said.ends_with("shorten the prompt or lower max_tokens"), "{said}");
+        // In every API, for a prompt that is too long by itself, in the words that its clients look for.
+        let long = "a ".repeat(2000);
+        for (path, body, phrase) in [
+            (CHAT, json!({"messages": [{"role": "user", "content": long}]}), "This model's maximum context length is 256 tokens"),
+            ("/v1/completions", json!({"prompt": long}), "This model's maximum context length is 256 tokens"),
+            ("/v1/responses", json!({"input": long}), "This model's maximum context length is 256 tokens"),
+            ("/v1/messages", json!({"max_tokens": 9, "messages": [{"role": "user", "content": long}]}), "prompt is too long: "),
+            (
+                "/v1/messages",
+                json!({"max_tokens": 256, "messages": [{"role": "user", "content": "a"}]}),
+                "input length and `max_tokens` exceed context limit: ",
+            ),
+        ] {
+            let (status, error) = http.refused(path, &body.to_string()).await;
+            assert_eq!((status, &error["type"]), (400, &json!("invalid_request_error")));
+            assert!(error["message"].as_str().unwrap().starts_with(phrase), "{path}: {error}");
+        }
         let (status, error) =
             http.refused(CHAT, r#"{"model":"gpt","messages":[{"role":"user","content":"a"}]}"#).await;
         assert_eq!((status, &error["code"], &error["param"]), (404, &json!("model_not_found"), &json!("model")));

@@ -33,6 +33,7 @@ mod http_usage;
 mod kserve;
 mod lifecycle;
 mod live;
+mod openapi;
 mod prefix;
 mod prompt_logprobs;
 mod python_client;

@@ -98,6 +98,10 @@ proptest! {
             if !close_call(&logits, &truncation, uniform) {
                 prop_assert_eq!(Some(token), expected, "{}", isa.name());
             }
+            // What a request's `top_p` of 0 becomes.
+            let greedy = Truncation { top_p: f32::MIN_POSITIVE, min_p: 0.0, ..truncation };
+            let token = sample(isa, &logits, &greedy, uniform, &mut workspace);
+            prop_assert_eq!(token, argmax(isa, &logits), "{}", isa.name());
         }
     }
 

@@ -8,6 +8,7 @@ use tonic::codegen::Bytes;
 use tonic::codegen::http::Response;
 
 use super::call::Call;
+use super::known_paths::KnownPaths;
 use super::started::Started;
 use crate::layers::admission::Admission;
 use crate::options::{HttpOptions, Options};
@@ -37,6 +38,10 @@ pub(crate) struct HttpApi {
     pub(crate) started_at: u64,
     /// The live view, if it is served.
     pub(crate) ui: Option<Ui>,
+    /// Paths of the port.
+    pub(crate) known: KnownPaths,
+    /// OpenAPI document of the port.
+    pub(crate) openapi: Bytes,
 }
 
 impl HttpApi {
@@ -57,6 +62,8 @@ impl HttpApi {
             draining: Box::new(draining),
             started_at: unix_seconds(),
             ui: None,
+            known: KnownPaths::default(),
+            openapi: Bytes::new(),
         }
     }
 

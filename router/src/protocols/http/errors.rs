@@ -55,6 +55,14 @@ struct AnthropicError {
     message: String,
 }
 
+/// Returns the message of an outcome in Anthropic's API.
+fn anthropic_message(outcome: &Outcome) -> String {
+    match outcome {
+        Outcome::ContextExceeded(excess) => excess.anthropic_message(),
+        outcome => outcome.message(),
+    }
+}
+
 #[derive(Serialize)]
 #[serde(untagged)]
 enum Envelope {
@@ -74,7 +82,10 @@ pub(crate) fn envelope(dialect: Dialect, outcome: &Outcome) -> Vec<u8> {
         Dialect::OpenAi => Envelope::OpenAi { error: OpenAiError::new(outcome) },
         Dialect::Anthropic => Envelope::Anthropic {
             kind: "error",
-            error: AnthropicError { kind: outcome.http().anthropic_type, message: outcome.message() },
+            error: AnthropicError {
+                kind: outcome.http().anthropic_type,
+                message: anthropic_message(outcome),
+            },
         },
     };
     // Strings and nothing else: serialization cannot fail.

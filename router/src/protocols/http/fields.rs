@@ -8,6 +8,7 @@ use serde_json::value::RawValue;
 
 use crate::metrics as names;
 use crate::outcome::Outcome;
+use crate::protocols::http::integers::{TokenIds, integer};
 use crate::request::escapes;
 
 /// Fate of a field.
@@ -212,9 +213,26 @@ impl<'a> Fields<'a> {
         Ok(self.get::<f64>(name, "a number")?.map(|value| value as f32))
     }
 
+    /// Returns an integer, which may be written as a number of a whole value; `expected` names its type.
+    ///
+    /// # Errors
+    /// The value is no integer of the type.
+    pub(crate) fn integer<T: TryFrom<i128>>(&self, name: &str, expected: &str) -> Result<Option<T>, Outcome> {
+        let read = |value: &RawValue| {
+            let integer = integer(value.get()).and_then(|integer| T::try_from(integer).ok());
+            integer.ok_or_else(|| wrong_type(name, value, expected))
+        };
+        self.raw(name).map(read).transpose()
+    }
+
     /// Returns a count, at most `u32::MAX`.
     pub(crate) fn count(&self, name: &str) -> Result<Option<u32>, Outcome> {
-        self.get(name, "a non-negative integer")
+        self.integer(name, "a non-negative integer")
+    }
+
+    /// Returns an array of token ids.
+    pub(crate) fn token_ids(&self, name: &str) -> Result<Option<Vec<u32>>, Outcome> {
+        self.raw(name).map(|value| parse_token_ids(name, value, "an array of token ids")).transpose()
     }
 
     /// Returns the model's name; empty if the field is absent.
@@ -253,6 +271,17 @@ pub(crate) fn parse<'a, T: Deserialize<'a>>(
             None => wrong_type(name, value, expected),
         }
     })
+}
+
+/// Parses the array of token ids `name`.
+///
+/// # Errors
+/// The value has another type; the message quotes its beginning.
+pub(crate) fn parse_token_ids(name: &str, value: &RawValue, expected: &str) -> Result<Vec<u32>, Outcome> {
+    // Almost always they are written as integers, which the library reads several times as fast.
+    let text = value.get();
+    let ids = serde_json::from_str(text).or_else(|_| serde_json::from_str(text).map(|TokenIds(ids)| ids));
+    ids.or_else(|_| parse(name, value, expected))
 }
 
 /// Parses the object `name` into a struct.

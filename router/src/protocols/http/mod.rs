@@ -9,6 +9,8 @@ pub(crate) mod errors;
 pub(crate) mod event_writer;
 pub(crate) mod fields;
 mod generations;
+pub(crate) mod integers;
+pub(crate) mod known_paths;
 pub(crate) mod probes;
 pub(crate) mod sampling;
 pub(crate) mod sse;

@@ -6,7 +6,7 @@ use axum::extract::State;
 use serde::Serialize;
 use tonic::body::Body;
 use tonic::codegen::Bytes;
-use tonic::codegen::http::header::CONTENT_TYPE;
+use tonic::codegen::http::header::{CACHE_CONTROL, CONTENT_TYPE, X_CONTENT_TYPE_OPTIONS};
 use tonic::codegen::http::{HeaderValue, Response};
 
 use crate::outcome::Outcome;
@@ -48,10 +48,20 @@ pub(crate) async fn version() -> AxumResponse {
     respond(json(&Version { version: env!("CARGO_PKG_VERSION") }), "/version")
 }
 
+/// OpenAPI document of the port.
+pub(crate) async fn openapi(State(api): State<Arc<HttpApi>>) -> AxumResponse {
+    let mut response = Response::new(Body::new(http_body_util::Full::new(api.openapi.clone())));
+    let headers = response.headers_mut();
+    headers.insert(CONTENT_TYPE, HeaderValue::from_static("application/json"));
+    headers.insert(CACHE_CONTROL, HeaderValue::from_static("no-cache"));
+    headers.insert(X_CONTENT_TYPE_OPTIONS, HeaderValue::from_static("nosniff"));
+    response.map(axum::body::Body::new)
+}
+
 /// Metrics of the process in Prometheus' text format.
 pub(crate) async fn metrics(State(api): State<Arc<HttpApi>>) -> AxumResponse {
     let Some(render) = &api.metrics else {
-        return respond(Err(Outcome::UnknownPath { path: "/metrics".to_owned() }), "/metrics");
+        return respond(Err(Outcome::unknown_path("/metrics")), "/metrics");
     };
     let mut response = Response::new(Body::new(http_body_util::Full::new(Bytes::from(render()))));
     let text = HeaderValue::from_static("text/plain; version=0.0.4; charset=utf-8");

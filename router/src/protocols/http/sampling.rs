@@ -128,7 +128,6 @@ const OTHERS: &[Field] = &[
 
 /// Reads the fields of [`SAMPLING`] and [`EXTENSIONS`] into a request.
 pub(crate) fn read(fields: &Fields<'_>, request: &mut Draft) -> Result<(), Outcome> {
-    let token_ids = |name: &str| fields.get::<Vec<u32>>(name, "an array of token ids");
     if fields.count("best_of")?.is_some_and(|best_of| best_of != 1) {
         return Err(Outcome::field("best_of", "best_of must be 1; use n for more choices"));
     }
@@ -146,11 +145,11 @@ pub(crate) fn read(fields: &Fields<'_>, request: &mut Draft) -> Result<(), Outco
         max_tokens: None,
         min_tokens: fields.count("min_tokens")?.unwrap_or(0),
         stop: fields.texts("stop")?,
-        stop_token_ids: token_ids("stop_token_ids")?.unwrap_or_default(),
+        stop_token_ids: fields.token_ids("stop_token_ids")?.unwrap_or_default(),
         ignore_eos: fields.flag("ignore_eos")?,
     };
     structured::read(fields, request)?;
-    request.truncate_prompt_tokens = fields.get("truncate_prompt_tokens", "an integer")?;
+    request.truncate_prompt_tokens = fields.integer("truncate_prompt_tokens", "an integer")?;
     if let Some(id) = fields.text("request_id")? {
         request_id::check(&id)?;
         request.request_id = id;
@@ -164,7 +163,7 @@ pub(crate) fn read_numbers(fields: &Fields<'_>, sampling: &mut SamplingOverrides
     for number in SAMPLING_NUMBERS {
         let value = match number.kind {
             NumberKind::Float => fields.number(number.name)?.map(f64::from),
-            NumberKind::Integer => fields.get::<i32>(number.name, "an integer")?.map(f64::from),
+            NumberKind::Integer => fields.integer::<i32>(number.name, "an integer")?.map(f64::from),
         };
         if let Some(value) = value {
             let is_off = number.off == Some(value);
@@ -207,8 +206,7 @@ fn prompt_logprobs(fields: &Fields<'_>) -> Result<Option<u32>, Outcome> {
 
 /// Returns the allowed token ids; none if the field is absent.
 fn allowed_token_ids(fields: &Fields<'_>) -> Result<Arc<[u32]>, Outcome> {
-    let allowed: Option<Vec<u32>> = fields.get("allowed_token_ids", "an array of token ids")?;
-    match allowed {
+    match fields.token_ids("allowed_token_ids")? {
         Some(allowed) if allowed.is_empty() => {
             let reason = "allowed_token_ids is empty; allow at least one token, or leave the field out";
             Err(Outcome::field("allowed_token_ids", reason))
@@ -224,7 +222,7 @@ fn allowed_token_ids(fields: &Fields<'_>) -> Result<Arc<[u32]>, Outcome> {
 
 /// Returns the seed. Negative ones are valid in OpenAI's API.
 fn seed(fields: &Fields<'_>) -> Result<Option<u64>, Outcome> {
-    let seed = fields.get::<i128>("seed", "an integer")?;
+    let seed = fields.integer::<i128>("seed", "an integer")?;
     let bits = |seed: i128| {
         i64::try_from(seed)
             .map(i64::cast_unsigned)

@@ -12,7 +12,9 @@ use tonic::codegen::http::Response;
 use crate::outcome::Outcome;
 use crate::output::collected::Collected;
 use crate::output::response_stream::ResponseStream;
-use crate::protocols::http::fields::{FieldTable, Fields, honoured, ignored, parse, refused};
+use crate::protocols::http::fields::{
+    FieldTable, Fields, honoured, ignored, parse, parse_token_ids, refused,
+};
 use crate::protocols::http::sampling::{self, StreamOptions};
 use crate::protocols::http::sse;
 use crate::protocols::http::structured;
@@ -88,13 +90,15 @@ fn prompts(fields: &Fields<'_>) -> Result<Vec<Input>, Outcome> {
     // The first element decides. An array of token ids is the common large one, so it is read at once.
     let inner = value.get().get(1..).unwrap_or_default().trim_start();
     let many = match inner.as_bytes().first() {
-        Some(b'0'..=b'9' | b'-') => return Ok(vec![Input::TokenIds(parse("prompt", value, expected)?)]),
+        Some(b'0'..=b'9' | b'-') => {
+            return Ok(vec![Input::TokenIds(parse_token_ids("prompt", value, expected)?)]);
+        }
         Some(b'[') => {
             let prompts: Vec<&RawValue> = parse("prompt", value, expected)?;
             check_count(prompts.len())?;
             let ids = |(at, ids): (usize, &RawValue)| {
                 let name = format!("prompt[{at}]");
-                let ids: Vec<u32> = parse(&name, ids, "an array of token ids")?;
+                let ids = parse_token_ids(&name, ids, "an array of token ids")?;
                 check_filled(&name, ids.is_empty())?;
                 Ok(Input::TokenIds(ids))
             };

@@ -136,8 +136,7 @@ pub(crate) async fn tokenize(api: Arc<HttpApi>, call: Call, body: Bytes) -> Resu
 /// Reads the model and the tokens whose text is wanted.
 pub(crate) fn read_tokens(body: &[u8]) -> Result<(String, Vec<u32>), Outcome> {
     let fields = DETOKENIZE_FIELDS.read(body)?;
-    let tokens: Option<Vec<u32>> = fields.get("tokens", "an array of token ids")?;
-    let tokens = tokens.ok_or_else(|| Outcome::field("tokens", "tokens is missing"))?;
+    let tokens = fields.token_ids("tokens")?.ok_or_else(|| Outcome::field("tokens", "tokens is missing"))?;
     Ok((fields.model()?, tokens))
 }
 
