@@ -97,8 +97,6 @@ pub struct Core {
     connector: Option<Connector>,
     bundle_load: BundleLoad,
     tls: Option<ServerTls>,
-    /// TLS of the HTTP APIs, which offers HTTP/1.1 too.
-    http_tls: Option<ServerTls>,
     tenants: Option<Arc<Tenants>>,
     metrics: Option<RenderMetrics>,
     usage: Option<Arc<UsageLog>>,
@@ -181,7 +179,7 @@ impl Router {
         let incoming = Acceptor::new("grpc", listener, core.tls.clone(), limits).incoming();
         let http = http.map(|(listener, address)| {
             tracing::info!(%address, "HTTP APIs are listening");
-            Acceptor::new("http", listener, core.http_tls.clone(), limits).incoming().map(infallible)
+            Acceptor::new("http", listener, core.tls.clone(), limits).incoming().map(infallible)
         });
         let result = Box::pin(core.serve_all(incoming.map(infallible), http, drain)).await;
         tracing::info!(%address, "router has stopped");
@@ -203,9 +201,8 @@ impl Core {
         options.validate()?;
         let sources = options.workers.iter().map(|worker| worker.parse::<Source>());
         let sources = sources.collect::<Result<_, _>>().map_err(OptionsError::from)?;
-        let tls = options.tls.clone().map(ServerTls::load).transpose()?;
-        let http_files = options.tls.clone().filter(|_| options.http.listen.address().is_some());
-        let http_tls = http_files.map(|files| ServerTls::load_for(files, Protocols::Any)).transpose()?;
+        let files = options.tls.clone();
+        let tls = files.map(|files| ServerTls::load_for(files, Protocols::Any)).transpose()?;
         // Read once at start-up, so that a mistake is reported there.
         options.worker_tls.as_ref().map(ClientTls::load).transpose()?;
         let tenants = options.tenants_file.as_deref().map(Tenants::load).transpose()?.map(Arc::new);
@@ -220,7 +217,6 @@ impl Core {
             connector: None,
             bundle_load: BundleLoad::Thread,
             tls,
-            http_tls,
             tenants,
             metrics: None,
             usage,
@@ -270,18 +266,8 @@ impl Core {
         H: Stream<Item = io::Result<S>> + Send + 'static,
         S: AsyncRead + AsyncWrite + Connected + Unpin + Send + 'static,
     {
-        let Self {
-            options,
-            dispatch,
-            sources,
-            connector,
-            bundle_load,
-            tls: _,
-            http_tls: _,
-            tenants,
-            metrics,
-            usage,
-        } = self;
+        let Self { options, dispatch, sources, connector, bundle_load, tls: _, tenants, metrics, usage } =
+            self;
         names::describe();
         options.export_limits();
         metrics::gauge!(names::WORKERS_CONNECTED).set(0.0);
@@ -328,6 +314,7 @@ impl Core {
         });
         let ingress = Arc::new(Ingress::new(&options, dispatch, open.clone(), usage.clone(), drain.clone()));
         let key_failures = Arc::new(KeyFailures::new(&options));
+        let budget = receive_budget(&options);
         let shared = Shared {
             options,
             tenants,
@@ -336,12 +323,13 @@ impl Core {
             ingress,
             operations,
             unread,
+            budget,
             open,
             drain: drain.clone(),
         };
-        let budget = receive_budget(&shared.options);
-        let grpc = shared.serve_grpc(incoming, health, budget.clone())?;
-        let http = http.map(|incoming| shared.serve_http(incoming, &shared.options.http, budget, metrics));
+        let services = shared.services(health);
+        let grpc = shared.serve_grpc(incoming, services.clone(), http.is_some())?;
+        let http = http.map(|incoming| shared.serve_http(incoming, services, metrics));
         let serving = async {
             match http {
                 Some(http) => drop(futures::join!(grpc, http)),

@@ -12,7 +12,7 @@ use crate::layers::admission::reject;
 use crate::layers::key_failures::KeyFailures;
 use crate::layers::paths::is_open;
 use crate::layers::refusal::Refuse;
-use crate::layers::sites::Sites;
+use crate::layers::sites::{SiteCheck, Sites};
 use crate::metrics as names;
 use crate::outcome::{Outcome, Overload};
 use crate::tenants::{AuthenticationError, Caller, Tenant, Tenants};
@@ -22,8 +22,10 @@ use crate::tenants::{AuthenticationError, Caller, Tenant, Tenants};
 pub(crate) struct Authentication {
     pub(crate) tenants: Option<Arc<Tenants>>,
     pub(crate) failures: Arc<KeyFailures>,
-    /// Sites whose pages may call without a key; `None` where no browser calls.
-    pub(crate) sites: Option<Arc<Sites>>,
+    /// Sites whose pages may call without a key.
+    pub(crate) sites: Arc<Sites>,
+    /// Check of a call without a key against them.
+    pub(crate) check_site: SiteCheck,
     /// Connections of the listener, shared between tenants.
     pub(crate) connections: SharedPool,
     pub(crate) refuse: Refuse,
@@ -33,7 +35,7 @@ impl Authentication {
     /// Checks that a call without a key comes from no page of another site.
     fn check_site(&self, request: &Request<Body>) -> Result<(), Outcome> {
         let address = request.extensions().get::<Peer>().and_then(Peer::address);
-        self.sites.as_ref().map_or(Ok(()), |sites| sites.check(request, address))
+        (self.check_site)(&self.sites, request, address)
     }
 
     /// Checks that a call over HTTP/1.1 names one host, as it must: intermediaries could take it for another one than this router does.

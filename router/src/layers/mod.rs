@@ -7,6 +7,7 @@ pub(crate) mod cors;
 pub(crate) mod faults;
 pub(crate) mod key_failures;
 pub(crate) mod paths;
+pub(crate) mod protocol;
 pub(crate) mod refusal;
 pub(crate) mod request_id;
 pub(crate) mod sites;

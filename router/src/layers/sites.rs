@@ -4,6 +4,7 @@
 use std::net::SocketAddr;
 
 use inflight_net::{host_name, is_address_or_localhost};
+use tonic::body::Body;
 use tonic::codegen::http::header::{HOST, HeaderName, ORIGIN};
 use tonic::codegen::http::{HeaderMap, Method, Request};
 
@@ -24,7 +25,25 @@ pub(crate) struct Sites {
     pub(crate) hosts: Vec<String>,
 }
 
+/// Check of a call without a key.
+pub(crate) type SiteCheck = fn(&Sites, &Request<Body>, Option<SocketAddr>) -> Result<(), Outcome>;
+
 impl Sites {
+    /// Checks a gRPC call without a key. A browser says which page calls, and no other client does; a name that was rebound is none of
+    /// its hosts', as browsers have HTTP/2 with TLS only, and a certificate is for another name.
+    ///
+    /// # Errors
+    /// It comes from a page of another site, or it names another host on a loopback address.
+    pub(crate) fn check_browser<B>(
+        &self,
+        request: &Request<B>,
+        peer: Option<SocketAddr>,
+    ) -> Result<(), Outcome> {
+        let headers = request.headers();
+        let is_browser = headers.contains_key(ORIGIN) || headers.contains_key(&FETCH_SITE);
+        if is_browser { self.check(request, peer) } else { Ok(()) }
+    }
+
     /// Checks a call without a key.
     ///
     /// # Errors
@@ -127,6 +146,18 @@ mod tests {
         let remote = "192.0.2.7:5000";
         assert!(allows(&sites, remote, Method::POST, &[("host", "inflight.svc.cluster.local")]));
         assert!(!allows(&sites, remote, Method::POST, &[host, ("origin", "https://evil.example")]));
+        // gRPC clients may name any host, but for a browser.
+        let check = |headers: &[(&'static str, &str)]| {
+            let mut request = Request::builder().uri("/inflight.v1.Inference/Generate");
+            for (name, value) in headers {
+                request = request.header(*name, *value);
+            }
+            sites.check_browser(&request.body(()).unwrap(), Some(local.parse().unwrap())).is_ok()
+        };
+        assert!(check(&[("host", "router.test")]));
+        assert!(check(&[host, ("origin", "https://chat.example")]));
+        assert!(!check(&[host, ("origin", "https://evil.example")]));
+        assert!(!check(&[host, ("sec-fetch-site", "cross-site")]));
         let open = Sites { origins: vec!["*".to_owned()], hosts: vec!["*".to_owned()] };
         assert!(allows(
             &open,

@@ -8,7 +8,7 @@ use inflight_options::{ListenAt, duration};
 #[derive(Debug, Clone, clap::Args)]
 pub struct HttpOptions {
     /// Address on which to listen for HTTP clients (OpenAI's and Anthropic's APIs), or `off`; port 0 picks a
-    /// free one
+    /// free one. The gRPC port then takes these clients, too
     #[arg(
         id = "http_listen",
         long = "http-listen",

@@ -27,27 +27,27 @@ use crate::tenants::{Folder, digest, with_key};
 use inflight_scripted::{ScriptedWorker, WorkerProfile};
 
 /// Certificate authority.
-struct Authority(CertifiedIssuer<'static, KeyPair>);
+pub struct Authority(CertifiedIssuer<'static, KeyPair>);
 
 /// Certificate and key in PEM.
-struct Issued {
+pub struct Issued {
     certificate: String,
     key: String,
 }
 
 impl Authority {
-    fn new() -> Self {
+    pub fn new() -> Self {
         let mut params = CertificateParams::default();
         params.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
         Self(CertifiedIssuer::self_signed(params, KeyPair::generate().unwrap()).unwrap())
     }
 
-    fn pem(&self) -> String {
+    pub fn pem(&self) -> String {
         self.0.pem()
     }
 
     /// Issues a certificate for a host name or a URI.
-    fn issue(&self, name: &str) -> Issued {
+    pub fn issue(&self, name: &str) -> Issued {
         let mut params = CertificateParams::new(Vec::new()).unwrap();
         let name = name.try_into().unwrap();
         params.subject_alt_names.push(SanType::DnsName(name));
@@ -67,7 +67,7 @@ impl Authority {
     }
 }
 
-fn files(folder: &Folder, authority: &Authority, issued: &Issued) -> ServerTlsFiles {
+pub fn files(folder: &Folder, authority: &Authority, issued: &Issued) -> ServerTlsFiles {
     ServerTlsFiles {
         certificate: folder.write("tls.crt", &issued.certificate),
         key: folder.write("tls.key", &issued.key),

@@ -14,9 +14,14 @@ pub fn frame(kind: u8, flags: u8, stream: u32, payload: &[u8]) -> Vec<u8> {
     [&length[..], &[kind, flags], &stream.to_be_bytes(), payload].concat()
 }
 
-/// HPACK headers without indexing: POST, http, a path, and the authority `a`.
+/// HPACK headers without indexing of a gRPC call: POST, http, a path, and the authority `a`.
 pub fn headers(path: &str) -> Vec<u8> {
-    [&[0x83, 0x86, 0x04, path.len() as u8], path.as_bytes(), &[0x01, 1, b'a']].concat()
+    let head = [&[0x83, 0x86, 0x04, path.len() as u8], path.as_bytes(), &[0x01, 1, b'a']].concat();
+    [head, header("content-type", "application/grpc"), header("te", "trailers")].concat()
+}
+
+fn header(name: &str, value: &str) -> Vec<u8> {
+    [&[0, name.len() as u8], name.as_bytes(), &[value.len() as u8], value.as_bytes()].concat()
 }
 
 /// Frame as it is received.
@@ -75,12 +80,7 @@ impl Frames {
         message: &impl prost::Message,
     ) {
         let mut head = headers(path);
-        for (name, value) in [("content-type", "application/grpc"), ("te", "trailers")].iter().chain(more) {
-            head.extend([0, name.len() as u8]);
-            head.extend(name.bytes());
-            head.push(value.len() as u8);
-            head.extend(value.bytes());
-        }
+        more.iter().for_each(|(name, value)| head.extend(header(name, value)));
         let message = message.encode_to_vec();
         let length = u32::try_from(message.len()).unwrap().to_be_bytes();
         let data = [&[0], &length[..], &message].concat();

@@ -6,6 +6,7 @@
 
 mod administrators;
 mod agent_loops;
+mod both_ports;
 mod chaos;
 mod cluster;
 mod connections;

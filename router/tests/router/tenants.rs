@@ -601,7 +601,8 @@ const OPEN_METHODS: [&str; 2] =
     ["/inference.GRPCInferenceService/ServerLive", "/inference.GRPCInferenceService/ServerReady"];
 
 /// HTTP paths that need no key.
-const OPEN_PATHS: [&str; 7] = ["/health", "/livez", "/metrics", "/ready", "/readyz", "/ui", "/version"];
+const OPEN_PATHS: [&str; 8] =
+    ["/health", "/livez", "/metrics", "/openapi.json", "/ready", "/readyz", "/ui", "/version"];
 
 #[tokio::test]
 async fn every_method_and_path_but_the_documented_ones_needs_a_key() {
@@ -609,24 +610,30 @@ async fn every_method_and_path_but_the_documented_ones_needs_a_key() {
         let http = HttpOptions { metrics: true, ..HttpOptions::default() };
         let options = Options { admin: Admin::On, ..with_http(http) };
         let (cluster, _session, _folder, _worker) = started(&tenant("acme", ""), options).await;
+        // Both ports take both protocols.
+        let http = cluster.http.unwrap();
+        let at_http =
+            tonic::transport::Endpoint::from_shared(format!("http://{http}")).unwrap().connect_lazy();
         let files = prost_types::FileDescriptorSet::decode(inflight_proto::FILE_DESCRIPTOR_SET).unwrap();
-        let mut open = Vec::new();
-        for file in files.file {
-            for service in &file.service {
-                for method in &service.method {
-                    let path = format!("/{}.{}/{}", file.package(), service.name(), method.name());
-                    let mut client = tonic::client::Grpc::new(cluster.channel.clone());
-                    client.ready().await.unwrap();
-                    let codec = StrictCodec::<v1::ListModelsRequest, v1::ListModelsRequest>::default();
-                    let call = Request::new(v1::ListModelsRequest {});
-                    let answer = client.unary(call, path.parse().unwrap(), codec).await;
-                    if answer.err().is_none_or(|status| status.code() != Code::Unauthenticated) {
-                        open.push(path);
+        for channel in [cluster.channel.clone(), at_http] {
+            let mut open = Vec::new();
+            for file in &files.file {
+                for service in &file.service {
+                    for method in &service.method {
+                        let path = format!("/{}.{}/{}", file.package(), service.name(), method.name());
+                        let mut client = tonic::client::Grpc::new(channel.clone());
+                        client.ready().await.unwrap();
+                        let codec = StrictCodec::<v1::ListModelsRequest, v1::ListModelsRequest>::default();
+                        let call = Request::new(v1::ListModelsRequest {});
+                        let answer = client.unary(call, path.parse().unwrap(), codec).await;
+                        if answer.err().is_none_or(|status| status.code() != Code::Unauthenticated) {
+                            open.push(path);
+                        }
                     }
                 }
             }
+            assert_eq!(open, OPEN_METHODS);
         }
-        assert_eq!(open, OPEN_METHODS);
         let guarded = [
             "/",
             "/v1/chat/completions",
@@ -650,9 +657,11 @@ async fn every_method_and_path_but_the_documented_ones_needs_a_key() {
         for (path, needs_key) in
             guarded.map(|path| (path, true)).into_iter().chain(OPEN_PATHS.map(|path| (path, false)))
         {
-            for method in ["GET", "POST"] {
-                let mut call = Call::send(cluster.http.unwrap(), method, path, &[], b"").await;
-                assert_eq!(call.head().await.0 == 401, needs_key, "{method} {path}");
+            for (method, address) in
+                ["GET", "POST"].into_iter().flat_map(|method| [(method, http), (method, cluster.address)])
+            {
+                let mut call = Call::send(address, method, path, &[], b"").await;
+                assert_eq!(call.head().await.0 == 401, needs_key, "{method} {path} at {address}");
             }
         }
     })
