@@ -103,12 +103,15 @@ impl Grpc {
                 ErrorKind::Unavailable,
                 format!("{} serves no model: no worker is connected", self.url),
             )),
-            (Some(name), models) => models.iter().find(|model| model.name == name).ok_or_else(|| {
-                BenchError::new(
-                    ErrorKind::Refused,
-                    format!("{} serves no model {name:?}; it serves {}", self.url, names()),
-                )
-            }),
+            (Some(name), models) => models
+                .iter()
+                .find(|model| model.name == name || model.aliases.iter().any(|alias| alias == name))
+                .ok_or_else(|| {
+                    BenchError::new(
+                        ErrorKind::Refused,
+                        format!("{} serves no model {name:?}; it serves {}", self.url, names()),
+                    )
+                }),
             (None, [only]) => Ok(only),
             (None, _) => Err(BenchError::new(
                 ErrorKind::Usage,

@@ -74,6 +74,7 @@ async fn worker(index: usize, shared: Rc<SimulationState>) -> Result<(), Failure
         prior: Some(CostPrior::default()),
         self_test_interval: None,
         name: "tiny".to_owned(),
+        aliases: Vec::new(),
         architecture: "LlamaForCausalLM".to_owned(),
         eos_token_ids: device::EOS.to_vec(),
         bundle: Bundle::new(files.map(|(name, text)| (name.to_owned(), text.as_bytes().to_vec())).to_vec()),

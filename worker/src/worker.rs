@@ -129,6 +129,8 @@ pub struct Served {
     pub self_test_interval: Option<Duration>,
     /// Model name that clients request.
     pub name: String,
+    /// Further names.
+    pub aliases: Vec<String>,
     /// Architecture name from config.json, such as "LlamaForCausalLM".
     pub architecture: String,
     /// Ids of EOS tokens.
@@ -182,11 +184,13 @@ impl Worker {
             }
         };
         let loaded = device::load_runtime(options, &model, &ledger, progress)?;
+        let mut names = options.compute.model_names.iter().cloned();
         let served = Served {
             runtime: loaded.runtime,
             prior: loaded.prior,
             self_test_interval: loaded.self_test_interval,
-            name: options.compute.model_name.clone().unwrap_or_else(|| model.name().to_owned()),
+            name: names.next().unwrap_or_else(|| model.name().to_owned()),
+            aliases: names.collect(),
             architecture: model.architecture().to_owned(),
             eos_token_ids: model.eos_token_ids().to_vec(),
             bundle: Bundle::new(model.bundle_files().to_vec()),
@@ -248,7 +252,8 @@ impl Core {
     /// The limits contradict each other, the recording can't be created, or the device fails during
     /// calibration.
     pub fn new(options: &Options, served: Served, incarnation: String) -> Result<Self, Error> {
-        let Served { runtime, prior, self_test_interval, name, architecture, eos_token_ids, bundle } = served;
+        let Served { runtime, prior, self_test_interval, name, aliases, architecture, eos_token_ids, bundle } =
+            served;
         let recording = options.record.as_ref().map(|path| {
             let create = create_private_file(path);
             create.map_err(|source| Error::Record { path: path.clone(), source })
@@ -299,6 +304,7 @@ impl Core {
             }),
             heartbeat_interval_ms: u32::try_from(options.heartbeat.as_millis()).unwrap_or(u32::MAX),
             secret_proof: Vec::new(),
+            model_aliases: aliases,
         };
         let service_tables = ServiceTables::new(&hello.incarnation);
         let (sender, messages) = mpsc::channel(COMMANDS_MAX);

@@ -37,6 +37,8 @@ const FETCH_BUNDLE_PATH: &str = "/inflight.v1.Worker/FetchBundle";
 const BUNDLE_TIME_MAX: Duration = Duration::from_secs(60);
 /// Maximum bytes of a name in a worker's hello: routers keep them as labels of metrics.
 const HELLO_NAME_BYTES_MAX: usize = 512;
+/// Maximum further names of a worker's model.
+const MODEL_ALIASES_MAX: usize = 64;
 
 /// Failure to open a session, or end of one.
 #[derive(Debug, thiserror::Error)]
@@ -268,7 +270,8 @@ impl SessionTask {
         let overflowed = overflow.clone();
         let pool = Arc::new(ReportedPool::new(capacity.blocks));
         let address = self.address.clone();
-        let connection = WorkerConnection { address, model, commands, overflow, pool: pool.clone() };
+        let aliases = hello.model_aliases;
+        let connection = WorkerConnection { address, model, aliases, commands, overflow, pool: pool.clone() };
         let session = self.dispatch.open(info, connection);
         let mut guard = OpenSession { task: self, session, reason: ResubmissionReason::SessionLost };
         *opened = Some(clock::now());
@@ -431,7 +434,19 @@ pub(super) fn check_hello(hello: &v1::Hello) -> Result<(ModelLimits, u32, Credit
         ("architecture", &hello.architecture),
         ("bundle digest", &hello.bundle_digest),
     ];
-    if let Some((what, name)) = names.into_iter().find(|(_, name)| name.len() > HELLO_NAME_BYTES_MAX) {
+    let aliases = hello.model_aliases.len();
+    if aliases > MODEL_ALIASES_MAX {
+        return violation(format!(
+            "hello with {aliases} model aliases; at most {MODEL_ALIASES_MAX} are allowed"
+        ));
+    }
+    if hello.model_aliases.iter().any(String::is_empty) {
+        return violation("hello with an empty model alias".to_owned());
+    }
+    let aliases = hello.model_aliases.iter().map(|alias| ("model alias", alias));
+    if let Some((what, name)) =
+        names.into_iter().chain(aliases).find(|(_, name)| name.len() > HELLO_NAME_BYTES_MAX)
+    {
         let (bytes, most) = (name.len(), HELLO_NAME_BYTES_MAX);
         return violation(format!("hello with a {what} of {bytes} bytes; at most {most} are allowed"));
     }
@@ -497,6 +512,15 @@ mod tests {
             (v1::Hello { model: String::new(), ..hello.clone() }, "hello without a model name".to_owned()),
             (v1::Hello { limits: None, ..hello.clone() }, "hello without limits".to_owned()),
             (v1::Hello { model: "m".repeat(513), ..hello.clone() }, "a model of 513 bytes".to_owned()),
+            (v1::Hello { model_aliases: vec!["m".repeat(513)], ..hello.clone() }, "alias of 513".to_owned()),
+            (
+                v1::Hello { model_aliases: vec![String::new()], ..hello.clone() },
+                "empty model alias".to_owned(),
+            ),
+            (
+                v1::Hello { model_aliases: vec!["m".to_owned(); 65], ..hello.clone() },
+                "65 model aliases".to_owned(),
+            ),
             (v1::Hello { fingerprint: "f".repeat(513), ..hello.clone() }, "a fingerprint of 513".to_owned()),
             (v1::Hello { limits: Some(empty), ..hello.clone() }, "limits of zero".to_owned()),
         ] {

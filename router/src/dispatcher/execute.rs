@@ -72,6 +72,8 @@ impl SharedDispatcher {
                 Command::TopologyChanged => self.publish(state),
                 Command::LaneForgotten { lane } => {
                     state.models.remove(&lane);
+                    let DispatcherState { core, aliases, .. } = &mut *state;
+                    aliases.retain(|name| core.lane_loads().any(|(model, ..)| model == name));
                 }
                 Command::RoutersChanged { routers } => {
                     self.routers.store(routers, Ordering::Relaxed);
@@ -152,13 +154,15 @@ impl SharedDispatcher {
         self.ready.send_if_modified(|now| std::mem::replace(now, ready) != ready);
         let names: BTreeSet<String> =
             state.core.served_lanes().map(|(_, lane)| lane.name().to_owned()).collect();
+        let aliases = names.iter().flat_map(|name| state.aliases.aliases_of(name)).map(str::to_owned);
+        let served: BTreeSet<String> = names.iter().cloned().chain(aliases).collect();
         if let Some(hub) = &self.live {
             hub.set_models(names.iter().cloned());
             hub.set_mixed_models(mixed);
         }
         self.served.send_if_modified(|now| {
-            let changed = *now != names;
-            *now = names;
+            let changed = *now != served;
+            *now = served;
             changed
         });
     }

@@ -2,6 +2,7 @@
 
 mod execute;
 mod handoff;
+mod model_aliases;
 pub(crate) mod model_counters;
 mod notices;
 pub(crate) mod observer;
@@ -198,7 +199,7 @@ impl SharedDispatcher {
         }
     }
 
-    /// Resolves a model name; of several lanes, the one with workers of the required fingerprint.
+    /// Resolves a name of a model; of several lanes, the one with workers of the required fingerprint.
     pub(crate) fn resolve(
         &self,
         asked: &str,
@@ -207,7 +208,8 @@ impl SharedDispatcher {
     ) -> Result<ServedModel, Outcome> {
         let waited = self.options.dispatcher.no_worker_timeout;
         let state = self.lock();
-        let resolved = state.core.resolve(asked, fingerprint, self.since_epoch(now));
+        let name = state.model_of(asked);
+        let resolved = state.core.resolve(name, fingerprint, self.since_epoch(now));
         let served = resolved.map(|lane| state.served_model(lane));
         match served {
             Ok(Some(served)) => Ok(served),
@@ -235,6 +237,11 @@ impl SharedDispatcher {
             }
         }
         models.into_values().collect()
+    }
+
+    /// Returns the further names of a model, sorted.
+    pub(crate) fn aliases(&self, model: &str) -> Vec<String> {
+        self.lock().aliases.aliases_of(model).map(str::to_owned).collect()
     }
 
     /// Queues a request, and dispatches it at once if a worker has room. `span` is recorded until the end of its stream; spans of its
@@ -308,6 +315,7 @@ impl SharedDispatcher {
         let mut state = self.lock();
         let worker = info.worker;
         let (session, model) = (state.next_session(), connection.model.clone());
+        state.name(&info, &connection);
         state.connect(worker, session, connection);
         let aftermath = self.apply(&mut state, Event::SessionOpened { session, worker: Box::new(info) });
         state.set_model(worker, model);

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use inflight_contract::ModelLimits;
 use inflight_router_core::{
-    Command, Dispatcher, LaneId, RequestId, SessionId, WorkerCommand, WorkerId, WorkerUsage,
+    Command, Dispatcher, LaneId, RequestId, SessionId, WorkerCommand, WorkerId, WorkerInfo, WorkerUsage,
 };
 use metrics::Gauge;
 use slotmap::SlotMap;
@@ -16,6 +16,7 @@ use tokio::sync::mpsc;
 use tokio::sync::mpsc::error::TrySendError;
 use tokio_util::sync::CancellationToken;
 
+use super::model_aliases::ModelAliases;
 use super::recorder::Recorder;
 use super::request::ActiveRequest;
 use crate::cluster::bundle::Model;
@@ -45,6 +46,8 @@ pub(crate) struct WorkerMessage {
 pub(crate) struct WorkerConnection {
     pub(crate) address: String,
     pub(crate) model: Arc<Model>,
+    /// Further names of the model.
+    pub(crate) aliases: Vec<String>,
     /// Queue of the messages that the worker has not read.
     pub(crate) commands: mpsc::Sender<WorkerMessage>,
     /// Cancelled when `commands` is full: the session must then be closed, as it has missed a message.
@@ -135,6 +138,7 @@ pub(super) struct DispatcherState {
     pub(super) ended: Vec<RequestId>,
     workers: BTreeMap<WorkerId, ConnectedWorker>,
     pub(super) models: BTreeMap<LaneId, Arc<Model>>,
+    pub(super) aliases: ModelAliases,
     next_session: SessionId,
     ticks: u32,
     gauges: QueueGauges,
@@ -166,6 +170,7 @@ impl DispatcherState {
             ended: Vec::new(),
             workers: BTreeMap::new(),
             models: BTreeMap::new(),
+            aliases: ModelAliases::default(),
             next_session: SessionId(0),
             ticks: 0,
             gauges,
@@ -182,7 +187,7 @@ impl DispatcherState {
     }
 
     pub(super) fn connect(&mut self, worker: WorkerId, session: SessionId, connection: WorkerConnection) {
-        let WorkerConnection { address, commands, overflow, pool, model: _ } = connection;
+        let WorkerConnection { address, commands, overflow, pool, model: _, aliases: _ } = connection;
         let gauges = WorkerGauges::new(&address);
         self.workers.insert(worker, ConnectedWorker { session, address, commands, overflow, pool, gauges });
     }
@@ -194,7 +199,42 @@ impl DispatcherState {
         {
             connected.gauges.set(WorkerUsage::default());
             connected.gauges.commands.set(0.0);
+            self.aliases.release(worker);
         }
+    }
+
+    /// Keeps the names that a worker gives its model.
+    pub(super) fn name(&mut self, info: &WorkerInfo, connection: &WorkerConnection) {
+        for alias in &connection.aliases {
+            let own = self.core.lane_loads().map(|(model, ..)| model).find(|model| model == alias);
+            let other =
+                own.into_iter().chain(self.aliases.models_of(alias)).find(|model| *model != info.model);
+            if let Some(other) = other {
+                let worker = &connection.address;
+                tracing::warn!(
+                    worker,
+                    model = info.model,
+                    other,
+                    alias,
+                    "alias is a name of another model too"
+                );
+            }
+        }
+        self.aliases.set(info.worker, &info.model, &connection.aliases);
+    }
+
+    /// Returns the first name of the model that is asked for: a model's first name goes before an alias; of several models with an
+    /// alias, the one with most workers is meant.
+    pub(super) fn model_of<'a>(&'a self, asked: &'a str) -> &'a str {
+        let mut candidates = self.aliases.models_of(asked).peekable();
+        if candidates.peek().is_none() || self.core.lane_loads().any(|(model, ..)| model == asked) {
+            return asked;
+        }
+        let workers = |name: &str| -> usize {
+            let lanes = self.core.lane_loads().filter(|(model, ..)| *model == name);
+            lanes.map(|(_, workers, _)| workers).sum()
+        };
+        candidates.max_by_key(|name| (workers(name), std::cmp::Reverse(*name))).unwrap_or(asked)
     }
 
     /// Keeps the model of a worker's lane, for requests that resolve to it.

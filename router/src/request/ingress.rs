@@ -66,6 +66,11 @@ impl Ingress {
         self.resources.dispatch.models()
     }
 
+    /// Returns the further names of a model, sorted.
+    pub(crate) fn aliases(&self, model: &str) -> Vec<String> {
+        self.resources.dispatch.aliases(model)
+    }
+
     /// Returns the counters of a model's ended requests.
     pub(crate) fn counters(&self, model: &str) -> ModelCounters {
         self.resources.dispatch.counters().of(model)

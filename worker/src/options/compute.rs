@@ -16,11 +16,19 @@ use crate::self_test_interval::SelfTestInterval;
 pub struct ComputeOptions {
     /// Model of the Hugging Face Hub (org/name, org/name@revision, org/name:Q4_K_M), a directory in its layout (config.json,
     /// *.safetensors, tokenizer.json) or a .gguf file [default: the embedded demo model]
-    #[arg(long, value_name = "MODEL", env = "INFLIGHT_WORKER_MODEL")]
+    #[arg(long, short, value_name = "MODEL", env = "INFLIGHT_WORKER_MODEL")]
     pub model: Option<PathBuf>,
-    /// Served model name [default: org/name, or the directory's name]
-    #[arg(long, value_name = "NAME", env = "INFLIGHT_WORKER_MODEL_NAME")]
-    pub model_name: Option<String>,
+    /// Names of the served model, separated by commas or in several flags; responses and metrics have the first one
+    /// [default: org/name, or the directory's name]
+    #[arg(
+        id = "model_name",
+        long = "model-name",
+        visible_alias = "served-model-name",
+        value_name = "NAME,...",
+        value_delimiter = ',',
+        env = "INFLIGHT_WORKER_MODEL_NAME"
+    )]
+    pub model_names: Vec<String>,
     /// File with a chat template (Jinja) in place of the model's own ones, for conversations with and without
     /// tools
     #[arg(long, value_name = "FILE", env = "INFLIGHT_WORKER_CHAT_TEMPLATE")]

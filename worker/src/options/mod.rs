@@ -91,6 +91,10 @@ impl Default for Options {
 impl Options {
     /// Allowed KV cache dtypes on CPUs and on GPUs, as error sentences.
     pub(crate) const KV_CACHE_DTYPES_ON_CPUS: &str = "auto or int8 on CPUs: only GPUs compute with fp8";
+    /// Maximum names of the model, the first one included.
+    pub const MODEL_NAMES_MAX: usize = 65;
+    /// Maximum length of a name, as routers take it.
+    pub const MODEL_NAME_BYTES_MAX: usize = 512;
     /// Maximum of [`SchedulingOptions::kv_watermark`](inflight_worker_core::SchedulingOptions::kv_watermark).
     pub const KV_WATERMARK_MAX: f64 = 0.5;
     /// Maximum of [`SchedulingOptions::bypass_max`](inflight_worker_core::SchedulingOptions::bypass_max): more would let a stream of small requests keep a large one waiting for
@@ -200,6 +204,7 @@ impl Options {
             &gpus,
             "a list that begins with the GPU that device names; or give --device cuda",
         )?;
+        self.validate_names()?;
         let heartbeat =
             self.heartbeat >= Duration::from_millis(10) && self.heartbeat <= Duration::from_secs(60);
         check(heartbeat, "heartbeat", &format!("{:?}", self.heartbeat), "from 10 ms to 60 s")
@@ -207,6 +212,26 @@ impl Options {
 }
 
 impl Options {
+    /// Checks the names of the model.
+    fn validate_names(&self) -> Result<(), OptionsError> {
+        let names = &self.compute.model_names;
+        let refused = |value: &str, range| {
+            Err(OptionsError::OutOfRange { name: "model_name", value: format!("{value:?}"), range })
+        };
+        if names.len() > Self::MODEL_NAMES_MAX {
+            return refused(&format!("{} names", names.len()), "at most 65 names");
+        }
+        for (at, name) in names.iter().enumerate() {
+            if name.is_empty() || name.trim() != name || name.len() > Self::MODEL_NAME_BYTES_MAX {
+                return refused(name, "a name of 1 to 512 bytes without spaces around it");
+            }
+            if names[..at].contains(name) {
+                return refused(name, "given once: each name of a model differs from the others");
+            }
+        }
+        Ok(())
+    }
+
     /// Checks the parameters of aging.
     fn validate_aging(&self) -> Result<(), OptionsError> {
         let check = |ok: bool, name, value: String, range| {
@@ -289,6 +314,8 @@ mod tests {
             (&["--slo-gap=0s"], &["slo_gap"]),
             (&["--step-target=off", "--slo-ttft=1s"], &["need --step-target auto, not off"]),
             (&["--listen=0.0.0.0:8652"], &["0.0.0.0:8652", "--secret-file"]),
+            (&["--model-name=a,b", "--model-name=a"], &["model_name is \"a\"", "given once"]),
+            (&["--model-name=a,,b"], &["model_name is \"\"", "1 to 512 bytes"]),
         ] {
             let refused = refused(&of(flags));
             for clue in clues {
@@ -303,6 +330,7 @@ mod tests {
             &["--kv-watermark=0", "--bypass-max=0", "--preemption-threshold=4294967295"],
             &["--kv-watermark=0.5", "--bypass-max=10000"],
             &["--host-cache-bytes=0"],
+            &["--model-name=a,b", "--served-model-name=org/c"],
             &["--listen=0.0.0.0:8652", "--insecure"],
         ] {
             assert_eq!(of(flags).validate(), Ok(()), "{flags:?}");

@@ -50,6 +50,7 @@ impl Router {
             prior: Some(profile.prior(16)),
             self_test_interval: None,
             name: "sim".to_owned(),
+            aliases: Vec::new(),
             architecture: "none".to_owned(),
             eos_token_ids: Vec::new(),
             bundle: Bundle::new(vec![(BUNDLE_FILE.to_owned(), vec![b'x'; BUNDLE_BYTES])]),

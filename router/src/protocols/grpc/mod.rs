@@ -305,6 +305,7 @@ impl Inference for Grpc {
         let model = |(served, fingerprints): (ServedModel, Vec<String>)| v1::Model {
             workers: fingerprints.len() as u32,
             fingerprints: fingerprints.into_iter().collect::<BTreeSet<_>>().into_iter().collect(),
+            aliases: self.ingress.aliases(&served.name),
             name: served.name,
             architecture: served.architecture,
             context_tokens: served.limits.sequence_tokens(),

@@ -327,7 +327,8 @@ impl GrpcInferenceService for Kserve {
         request: Request<ModelReadyRequest>,
     ) -> Result<Response<ModelReadyResponse>, Status> {
         let ModelReadyRequest { name, version } = request.into_inner();
-        let ready = self.ingress.models().iter().any(|(served, _)| served.name == name);
+        let names = |model: &str| model == name || self.ingress.aliases(model).contains(&name);
+        let ready = self.ingress.models().iter().any(|(served, _)| names(&served.name));
         if !ready {
             // A known model is not ready; any other is not found.
             match self.ingress.resolve(&name) {

@@ -44,7 +44,8 @@ struct List {
 }
 
 impl ModelBody {
-    fn new(served: ServedModel, started_at: u64) -> Self {
+    /// Describes a model under one of its names, `id`; its first name is the root.
+    fn new(served: &ServedModel, id: &str, started_at: u64) -> Self {
         let since =
             i64::try_from(started_at).ok().and_then(|at| OffsetDateTime::from_unix_timestamp(at).ok());
         let created_at = since.and_then(|at| at.format(&Rfc3339).ok()).unwrap_or_default();
@@ -57,17 +58,22 @@ impl ModelBody {
             max_model_len: served.limits.sequence_tokens(),
             context_length: served.limits.sequence_tokens(),
             kind: "model",
-            display_name: served.name.clone(),
+            display_name: id.to_owned(),
             created_at,
-            id: served.name,
+            id: id.to_owned(),
         }
     }
 }
 
-/// Lists the models with serving workers.
+/// Lists the models with serving workers, each under all of its names.
 pub(crate) async fn list(State(api): State<Arc<HttpApi>>) -> AxumResponse {
-    let models = api.ingress.models().into_iter();
-    let data: Vec<_> = models.map(|(served, _)| ModelBody::new(served, api.started_at)).collect();
+    let mut data: Vec<ModelBody> = Vec::new();
+    for (served, _) in api.ingress.models() {
+        let aliases = api.ingress.aliases(&served.name);
+        for name in std::iter::once(&served.name).chain(&aliases) {
+            data.push(ModelBody::new(&served, name, api.started_at));
+        }
+    }
     let id = |model: Option<&ModelBody>| model.map(|model| model.id.clone());
     let list =
         List { object: "list", first_id: id(data.first()), last_id: id(data.last()), has_more: false, data };
@@ -80,8 +86,11 @@ pub(crate) async fn retrieve(
     id: Result<Path<String>, PathRejection>,
 ) -> AxumResponse {
     let id = id.map_err(|_| Outcome::invalid("the model's name in the path is not percent-encoded UTF-8"));
-    let served = id.and_then(|Path(id)| api.ingress.resolve(&id));
-    finish(served.and_then(|served| json(&ModelBody::new(served, api.started_at))))
+    let model = id.and_then(|Path(id)| {
+        let served = api.ingress.resolve(&id)?;
+        json(&ModelBody::new(&served, &id, api.started_at))
+    });
+    finish(model)
 }
 
 fn finish(answer: Result<Response<Body>, Outcome>) -> AxumResponse {

@@ -12,6 +12,8 @@ type Files = BTreeMap<&'static str, Vec<u8>>;
 pub struct WorkerProfile {
     /// Name of the model.
     pub model: &'static str,
+    /// Further names of the model.
+    pub model_aliases: &'static [&'static str],
     /// Numerics fingerprint.
     pub fingerprint: &'static str,
     /// Context window of the model in tokens.
@@ -43,6 +45,7 @@ impl Default for WorkerProfile {
         ]);
         Self {
             model: "tiny",
+            model_aliases: &[],
             fingerprint: "f1",
             context_tokens: 256,
             heartbeat_interval_ms: 60_000,
@@ -106,6 +109,7 @@ impl From<WorkerProfile> for Script {
             }),
             heartbeat_interval_ms: profile.heartbeat_interval_ms,
             secret_proof: Vec::new(),
+            model_aliases: profile.model_aliases.iter().map(|alias| (*alias).to_owned()).collect(),
         };
         let pieces = files.iter().flat_map(|(file, data)| data.chunks(1000).map(move |data| (*file, data)));
         let piece = |(file, data): (&str, &[u8])| v1::FetchBundleResponse {
