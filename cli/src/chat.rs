@@ -4,6 +4,7 @@ use std::io::{self, BufRead as _, IsTerminal as _, Write as _};
 use std::path::PathBuf;
 
 use inflight_client::GenerateStream;
+use inflight_options::ServerAddress;
 use inflight_proto::v1::{
     Chat, FinishReason, GenerateRequest, ListModelsRequest, Model, ToolCall, ToolUse,
     generate_request::Input, generate_response::Event, inference_client::InferenceClient,
@@ -35,10 +36,10 @@ A message that starts with / needs a space before it.";
 #[command(after_help = EXIT_CODES)]
 pub struct Args {
     /// Address of a router
-    #[arg(long, value_name = "URL", default_value = "http://127.0.0.1:8650", env = "INFLIGHT_ENDPOINT")]
-    pub endpoint: String,
+    #[arg(long, value_name = "ADDRESS", default_value = "http://127.0.0.1:8650", env = "INFLIGHT_ENDPOINT")]
+    pub endpoint: ServerAddress,
     /// Name of the model [default: the only one served]
-    #[arg(long, value_name = "NAME", env = "INFLIGHT_MODEL")]
+    #[arg(long, short, value_name = "NAME", env = "INFLIGHT_MODEL")]
     pub model: Option<String>,
     /// System message of the conversation
     #[arg(long, value_name = "TEXT")]
@@ -84,9 +85,9 @@ impl From<Status> for AnswerError {
 /// The router is unreachable, serves no model to converse with, or input or output fail.
 pub async fn run(args: Args) -> Result<(), CommandError> {
     let tools = args.tools.as_deref().map(tool_file::read).transpose()?;
-    let channel = connect_with(&args.endpoint, &args.connection).await?;
+    let channel = connect_with(args.endpoint.url(), &args.connection).await?;
     let key = ApiKey::new(args.connection.api_key.as_deref())?;
-    args.connection.warn_of_plaintext_key([args.endpoint.as_str()]);
+    args.connection.warn_of_plaintext_key([args.endpoint.url()]);
     let mut client = InferenceClient::with_interceptor(channel, key);
     let model = chat_model(&mut client, args.model.as_deref()).await?;
     let terminal = io::stdin().is_terminal();

@@ -17,6 +17,7 @@ use toml::{Spanned, Value};
 
 use crate::Cli;
 use crate::exit::{CommandError, Exit};
+use crate::foreign;
 use crate::renamed;
 
 /// Value name with which options of byte sizes are shown in the usage text.
@@ -98,8 +99,10 @@ pub enum Error {
 /// The error of clap, or [`Error`] as a message with exit code 2.
 pub fn parse(arguments: impl IntoIterator<Item = OsString>) -> Result<Invocation, CommandError> {
     let mut arguments: Vec<OsString> = arguments.into_iter().collect();
+    foreign::replace_command(&mut arguments);
     renamed::check(&arguments, std::env::vars_os())?;
-    let first = Cli::command().try_get_matches_from(&arguments).map_err(CommandError::Clap)?;
+    let refused = |error| foreign::explain(error, &arguments, &Cli::command());
+    let first = Cli::command().try_get_matches_from(&arguments).map_err(refused)?;
     if let Some((role, matches)) = first.subcommand()
         && let Some(path) = configuration_file(matches)
     {
@@ -199,10 +202,13 @@ pub(crate) fn text_flags(
         };
         let given = key_flags(argument, &name, value.get_ref()).map_err(refuse)?;
         check(role, &given).map_err(refuse)?;
-        let unset = !matches!(
-            matches.value_source(argument.get_id().as_str()),
-            Some(ValueSource::CommandLine | ValueSource::EnvVariable)
-        );
+        let id = argument.get_id().as_str();
+        // `up` takes its model without a flag, too.
+        let positional = format!("{id}_argument");
+        let positional = role.get_arguments().any(|other| *other.get_id() == positional.as_str())
+            && matches.contains_id(&positional);
+        let unset = !positional
+            && !matches!(matches.value_source(id), Some(ValueSource::CommandLine | ValueSource::EnvVariable));
         if unset {
             flags.extend(given);
         }

@@ -5,16 +5,16 @@ mod cluster;
 use std::io::Write as _;
 
 use inflight_net::SecretFile;
-use inflight_proto::prove;
 use inflight_proto::v1::worker_client::WorkerClient;
 use inflight_proto::v1::{DiagnoseRequest, DiagnoseResponse, Finding, IterationSummary, Load};
+use inflight_proto::{ProveError, prove};
 use serde_json::json;
 
 use crate::exit::{self, CommandError, Exit};
 use crate::generate::connect;
 use crate::tls::ClientArgs;
 use crate::worker_secret::WorkerSecretArgs;
-use inflight_options::Span;
+use inflight_options::{ServerAddress, Span};
 
 /// Path of the method that reports bottlenecks.
 const DIAGNOSE_PATH: &str = "/inflight.v1.Worker/Diagnose";
@@ -25,13 +25,13 @@ const DEFAULT_ROUTER: &str = "127.0.0.1:8650";
 /// Options of `inflight diagnose`.
 #[derive(Debug, Clone, clap::Args)]
 pub struct Args {
-    /// Addresses of workers, such as 127.0.0.1:8652, to diagnose without a router
+    /// Addresses of workers, such as 127.0.0.1:8652, to diagnose without a router; one of a router does the same as --router
     #[arg(value_name = "ADDRESS")]
-    pub workers: Vec<String>,
+    pub workers: Vec<ServerAddress>,
     /// Address of a router: diagnoses it and all workers that it is connected to. It must run with --admin, and
     /// --api-key must be an administrator's [default, without addresses of workers: 127.0.0.1:8650]
     #[arg(long, value_name = "ADDRESS", conflicts_with = "workers", env = "INFLIGHT_DIAGNOSE_ROUTER")]
-    pub router: Option<String>,
+    pub router: Option<ServerAddress>,
     /// Also print this many of the last iterations
     #[arg(long, value_name = "N", default_value_t = 0, value_parser = clap::value_parser!(u32).range(0..=1024))]
     pub iterations: u32,
@@ -54,8 +54,12 @@ pub struct Args {
 pub async fn run(args: Args) -> Result<(), CommandError> {
     let objective = u64::try_from(args.slo_queue.0.as_micros()).unwrap_or(u64::MAX);
     let request = DiagnoseRequest { iterations: args.iterations, queue_objective_us: objective };
-    let default = args.workers.is_empty().then(|| DEFAULT_ROUTER.to_owned());
-    if let Some(router) = args.router.clone().or(default) {
+    if let Some(router) = &args.router {
+        return cluster::run(router, request, &args).await;
+    }
+    if args.workers.is_empty() {
+        let router =
+            DEFAULT_ROUTER.parse().map_err(|error: String| CommandError::new(Exit::Failure, error))?;
         return cluster::run(&router, request, &args).await;
     }
     let secret = args.secret.open()?;
@@ -63,13 +67,23 @@ pub async fn run(args: Args) -> Result<(), CommandError> {
     let mut outcome = Ok(());
     for worker in &args.workers {
         match diagnose(worker, request, &secrets).await {
+            // The service of workers is unknown there, so it is a router.
+            Err(DiagnoseError::Unimplemented) => match cluster::run(worker, request, &args).await {
+                Ok(()) => {}
+                Err(failure @ CommandError::Silent(_)) => outcome = Err(failure),
+                Err(failure) => {
+                    exit::print_stderr(format_args!("{worker} is no worker: {failure}"));
+                    outcome = Err(CommandError::Silent(Exit::Unavailable));
+                }
+            },
             Ok(answer) => {
-                let text = if args.json { json_line(worker, &answer) } else { render(worker, &answer) };
+                let name = worker.to_string();
+                let text = if args.json { json_line(&name, &answer) } else { render(&name, &answer) };
                 if std::io::stdout().lock().write_all(text.as_bytes()).is_err() {
                     return Ok(()); // the pipe is closed
                 }
             }
-            Err(failure) => {
+            Err(DiagnoseError::Failure(failure)) => {
                 exit::print_stderr(format_args!("{worker}: {failure}"));
                 outcome = Err(CommandError::Silent(Exit::Unavailable));
             }
@@ -78,24 +92,39 @@ pub async fn run(args: Args) -> Result<(), CommandError> {
     outcome
 }
 
-/// Returns an address as a URL.
-fn url_of(address: &str) -> String {
-    if address.contains("://") { address.to_owned() } else { format!("http://{address}") }
+/// Why a worker reported no diagnosis.
+enum DiagnoseError {
+    /// The server has no service of workers.
+    Unimplemented,
+    /// Any other reason.
+    Failure(CommandError),
+}
+
+impl From<tonic::Status> for DiagnoseError {
+    fn from(status: tonic::Status) -> Self {
+        if status.code() == tonic::Code::Unimplemented {
+            return Self::Unimplemented;
+        }
+        let message = format!("{:?}: {}", status.code(), status.message());
+        Self::Failure(CommandError::new(Exit::Unavailable, message))
+    }
 }
 
 async fn diagnose(
-    worker: &str,
+    worker: &ServerAddress,
     request: DiagnoseRequest,
     secrets: &[Vec<u8>],
-) -> Result<DiagnoseResponse, CommandError> {
-    let mut client = WorkerClient::new(connect(&url_of(worker)).await?);
+) -> Result<DiagnoseResponse, DiagnoseError> {
+    let channel = connect(worker.url()).await.map_err(DiagnoseError::Failure)?;
+    let mut client = WorkerClient::new(channel);
     let request = prove(&mut client, secrets, DIAGNOSE_PATH, request).await;
-    let (request, _) = request.map_err(|error| CommandError::new(Exit::Unavailable, error.to_string()))?;
-    let answer = client.diagnose(request).await;
-    answer.map(tonic::Response::into_inner).map_err(|status| {
-        let message = format!("{:?}: {}", status.code(), status.message());
-        CommandError::new(Exit::Unavailable, message)
-    })
+    let (request, _) = request.map_err(|error| match error {
+        ProveError::Challenge(status) if status.code() == tonic::Code::Unimplemented => {
+            DiagnoseError::Unimplemented
+        }
+        error => DiagnoseError::Failure(CommandError::new(Exit::Unavailable, error.to_string())),
+    })?;
+    Ok(client.diagnose(request).await?.into_inner())
 }
 
 fn render(worker: &str, answer: &DiagnoseResponse) -> String {

@@ -19,7 +19,7 @@ use crate::exit::{CommandError, Exit};
 use crate::sampling::SamplingArgs;
 use crate::tls::ClientArgs;
 use crate::transcript::{JsonTranscript, TextTranscript, Transcript};
-use inflight_options::Span;
+use inflight_options::{ServerAddress, Span};
 
 /// Timeout of connecting to the server.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
@@ -45,14 +45,14 @@ pub struct Args {
     /// one once it is back
     #[arg(
         long,
-        value_name = "URL",
+        value_name = "ADDRESS",
         value_delimiter = ',',
         default_value = "http://127.0.0.1:8650",
         env = "INFLIGHT_ENDPOINT"
     )]
-    pub endpoint: Vec<String>,
+    pub endpoint: Vec<ServerAddress>,
     /// Name of the model [default: the only one served]
-    #[arg(long, value_name = "NAME", env = "INFLIGHT_MODEL")]
+    #[arg(long, short, value_name = "NAME", env = "INFLIGHT_MODEL")]
     pub model: Option<String>,
     /// Print events as JSON lines
     #[arg(long)]
@@ -190,7 +190,7 @@ fn read_prompt(given: Option<&str>) -> Result<String, CommandError> {
 
 async fn generate(args: &Args, prompt: String, transcript: &mut dyn Transcript) -> Result<(), GenerateError> {
     let key = ApiKey::new(args.connection.api_key.as_deref()).map_err(GenerateError::Failure)?;
-    args.connection.warn_of_plaintext_key(args.endpoint.iter().map(String::as_str));
+    args.connection.warn_of_plaintext_key(args.endpoint.iter().map(ServerAddress::url));
     let channels = connect_any(&args.endpoint, &args.connection).await.map_err(GenerateError::Failure)?;
     let client = |channel| InferenceClient::with_interceptor(channel, key.clone());
     let mut clients: Vec<_> = channels.into_iter().map(client).collect();
@@ -224,12 +224,15 @@ pub async fn connect(url: &str) -> Result<Channel, CommandError> {
 }
 
 /// Returns the channels of several routers, the first of which is connected.
-async fn connect_any(urls: &[String], connection: &ClientArgs) -> Result<Vec<Channel>, CommandError> {
-    let lazy = urls.iter().map(|url| Ok(endpoint(url, connection)?.connect_lazy()));
+async fn connect_any(
+    routers: &[ServerAddress],
+    connection: &ClientArgs,
+) -> Result<Vec<Channel>, CommandError> {
+    let lazy = routers.iter().map(|router| Ok(endpoint(router.url(), connection)?.connect_lazy()));
     let mut channels: Vec<Channel> = lazy.collect::<Result<_, CommandError>>()?;
     let mut failure = CommandError::new(Exit::Usage, "--endpoint names no router");
-    for (at, url) in urls.iter().enumerate() {
-        match connect_with(url, connection).await {
+    for (at, router) in routers.iter().enumerate() {
+        match connect_with(router.url(), connection).await {
             Ok(channel) => {
                 channels[at] = channel;
                 channels.rotate_left(at);
@@ -264,7 +267,7 @@ pub async fn connect_with(url: &str, connection: &ClientArgs) -> Result<Channel,
 /// The URL is malformed, or a certificate cannot be used.
 pub fn endpoint(url: &str, connection: &ClientArgs) -> Result<Endpoint, CommandError> {
     let mut endpoint = Endpoint::from_shared(url.to_owned()).map_err(|error| {
-        CommandError::new(Exit::Usage, format!("--endpoint {url:?}: {error}; write it like http://HOST:PORT"))
+        CommandError::new(Exit::Usage, format!("{url:?}: {error}; write it as HOST:PORT or http://HOST:PORT"))
     })?;
     if let Some(tls) = connection.tls()? {
         let config = tls.load().map_err(|error| CommandError::new(Exit::Usage, error.to_string()))?;
@@ -343,7 +346,9 @@ async fn request_input(
 /// ambiguous.
 pub fn select_model<'a>(models: &'a [Model], name: Option<&str>) -> Option<&'a Model> {
     match (name, models) {
-        (Some(name), _) => models.iter().find(|model| model.name == name),
+        (Some(name), _) => {
+            models.iter().find(|model| model.name == name || model.aliases.iter().any(|alias| alias == name))
+        }
         (None, [only]) => Some(only),
         // Ambiguous: the router rejects the request with a list of its models.
         (None, _) => None,
@@ -372,6 +377,9 @@ fn request_message(args: &Args, input: Input) -> GenerateRequest {
     }
 }
 
+/// Messages of tonic's client about a connection that broke, or on which the other side speaks no HTTP/2.
+const BROKEN: [&str; 2] = ["h2 protocol error", "transport error"];
+
 /// Corrects status codes of tonic's client, which reports its timeout as CANCELLED and a broken connection as
 /// UNKNOWN.
 pub fn normalize_status(status: Status, timeout: Option<Span>) -> Status {
@@ -379,8 +387,12 @@ pub fn normalize_status(status: Status, timeout: Option<Span>) -> Status {
         Code::Cancelled if timeout.is_some() && status.message().contains("Timeout") => {
             Status::deadline_exceeded("the deadline passed before the router answered")
         }
-        Code::Unknown if status.message().contains("h2 protocol error") => {
-            Status::unavailable("the connection to the router broke")
+        Code::Unknown if BROKEN.iter().any(|sign| status.message().contains(sign)) => Status::unavailable(
+            "the connection to the router broke, or this is no gRPC port (of `inflight up` it is 8650)",
+        ),
+        // Such as `{`, the first byte of JSON.
+        Code::Internal | Code::Unknown if status.message().contains("invalid compression flag") => {
+            Status::failed_precondition("this is an HTTP port, not one of gRPC (of `inflight up` it is 8650)")
         }
         _ => status,
     }

@@ -16,6 +16,7 @@ mod documents;
 mod event;
 mod exit;
 mod exposition;
+mod foreign;
 #[doc(hidden)]
 pub mod fuzz;
 mod generate;
@@ -35,6 +36,7 @@ mod replay;
 mod role;
 mod router;
 mod sampling;
+mod set_by_up;
 mod signals;
 mod supervisor;
 mod telemetry;
@@ -66,6 +68,7 @@ struct Cli {
 #[derive(Debug, clap::Subcommand)]
 enum Subcommand {
     /// Starts a router and workers on this machine
+    #[command(visible_aliases = ["run", "serve"])]
     Up(Box<up::Args>),
     /// Generates text, streaming it to the terminal
     Generate(Box<generate::Args>),

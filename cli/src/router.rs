@@ -10,6 +10,7 @@ use inflight_router::{Options, Router};
 
 use crate::event::{self, RoleEvent};
 use crate::exit::{CommandError, Exit};
+use crate::foreign;
 use crate::grammar_helper;
 use crate::metrics_endpoint;
 use crate::quick_build;
@@ -24,6 +25,7 @@ const CLOSE_MARGIN: Duration = Duration::from_secs(1);
 
 /// Options of `inflight router`: those of the router, and those of its process.
 #[derive(Debug, Clone, clap::Args)]
+#[command(mut_args = foreign::alias)]
 pub struct Args {
     #[command(flatten)]
     pub router: Options,

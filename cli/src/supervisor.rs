@@ -57,6 +57,8 @@ pub struct ChildSpec {
     pub drain_timeout: Duration,
     /// Where the child records, if it does: each start in a file of its own.
     pub record: Option<RecordingDir>,
+    /// Environment variables that the child does not inherit.
+    pub unset: &'static [&'static str],
 }
 
 /// Lifecycle event of a child process.
@@ -248,7 +250,11 @@ struct RunningChild {
 impl RunningChild {
     /// Starts the child; `starts` counts the starts so far, this one included.
     fn start(spec: &ChildSpec, starts: u32, log_sink: &LogSink) -> io::Result<Self> {
-        let mut child = Command::new(program()?)
+        let mut command = Command::new(program()?);
+        for variable in spec.unset {
+            command.env_remove(variable);
+        }
+        let mut child = command
             .args(&spec.arguments)
             .arg(format!("--listen={}", spec.listen))
             .arg(format!("--metrics-listen={}", spec.metrics))

@@ -1,15 +1,17 @@
 //! `inflight up`: a router and workers on this machine, as supervised child processes.
 
 mod announcement;
+mod options;
 
 use std::collections::BTreeMap;
-use std::ffi::OsString;
+use std::ffi::{OsStr, OsString};
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
-use clap::{ArgMatches, Command};
+use clap::ArgMatches;
+use clap::parser::ValueSource;
 use indicatif::{MultiProgress, ProgressBar, ProgressStyle};
 use inflight_proto::v1::{ListModelsRequest, Model, inference_client::InferenceClient};
 use inflight_worker::{ComputeOptions, Device};
@@ -19,7 +21,6 @@ use tokio_util::task::AbortOnDropHandle;
 
 use crate::chat_template;
 use crate::child_log;
-use crate::config::given_flags;
 use crate::control_socket::{self, ControlSocket};
 use crate::event::{self, ClusterEvent, ClusterMember};
 use crate::exit::{self, CommandError, Exit};
@@ -33,6 +34,7 @@ use crate::telemetry;
 use crate::temporary_secret::SecretPath;
 use announcement::Announcement;
 use inflight_options::{OptionalPort, Span};
+use options::{ROUTER_VARIABLES, RoleFlags, RoleOptions};
 
 /// Index of the router among the members; worker N has index N + 1.
 const ROUTER: usize = 0;
@@ -40,12 +42,23 @@ const ROUTER: usize = 0;
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(30);
 /// Difference of the router's port and that of its HTTP APIs.
 const HTTP_PORT_OFFSET: u16 = 10;
+/// What the help shows after the options.
+const EXAMPLES: &str = "Examples:
+  inflight up                                        the embedded demo model, on two workers without a GPU
+  inflight up models/qwen3 --workers 1               a model of your own
+  inflight up models/qwen3 --max-context-tokens 8192 --tool-call-format hermes --http-cors '*'
+
+Options of the router and the workers beyond these: inflight up --help";
 /// Capacity of the channel of child events.
 const EVENTS_MAX: usize = 64;
 
-/// Options of `inflight up`.
+/// Options of `inflight up`: its own, and those of the router and the workers.
 #[derive(Debug, Clone, clap::Args)]
+#[command(mut_args = options::arrange, after_help = EXAMPLES)]
 pub struct Args {
+    /// Model to serve, as --model takes it
+    #[arg(id = "model_argument", value_name = "MODEL")]
+    pub model_argument: Option<PathBuf>,
     /// Number of workers to start [default: one per GPU; 2 without GPUs]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=256), env = "INFLIGHT_UP_WORKERS")]
     pub workers: Option<u32>,
@@ -65,18 +78,6 @@ pub struct Args {
     /// IP address of the Prometheus endpoints, which need no key and name tenants
     #[arg(long, value_name = "IP", default_value_t = IpAddr::V4(Ipv4Addr::LOCALHOST), env = "INFLIGHT_UP_METRICS_HOST")]
     pub metrics_host: IpAddr,
-    /// File of tenants with their API keys and limits; without it no authentication is required
-    #[arg(long, value_name = "FILE", env = "INFLIGHT_ROUTER_TENANTS_FILE")]
-    pub tenants_file: Option<PathBuf>,
-    /// Directory of the router's usage log, one line per request
-    #[arg(long, value_name = "DIR", env = "INFLIGHT_ROUTER_USAGE_LOG")]
-    pub usage_log: Option<PathBuf>,
-    /// File with the secrets that sign the cursors of streams [default: a random one until `up` ends]
-    #[arg(long, value_name = "FILE", env = "INFLIGHT_ROUTER_RESUME_KEY_FILE")]
-    pub resume_key_file: Option<PathBuf>,
-    /// File with the secret that router and workers share [default: a random one until `up` ends]
-    #[arg(long, value_name = "FILE", env = "INFLIGHT_WORKER_SECRET_FILE")]
-    pub worker_secret_file: Option<PathBuf>,
     /// Directory in which router and workers record their decisions, for `inflight replay`; a process that is started
     /// again begins a new file there
     #[arg(long, value_name = "DIR", env = "INFLIGHT_UP_RECORD")]
@@ -98,17 +99,36 @@ pub struct Args {
     pub compute: ComputeOptions,
     #[command(flatten)]
     pub telemetry: telemetry::Args,
+    #[command(flatten)]
+    pub roles: RoleOptions,
+}
+
+impl Args {
+    /// Takes the model that was given without a flag. It goes before the one of environment and file.
+    ///
+    /// # Errors
+    /// The command line has --model, too.
+    fn take_model_argument(&mut self, matches: &ArgMatches) -> Result<(), CommandError> {
+        let Some(model) = self.model_argument.take() else { return Ok(()) };
+        if matches.value_source("model") == Some(ValueSource::CommandLine) {
+            let message =
+                format!("the model is given twice, as {} and with --model: leave one out", model.display());
+            return Err(CommandError::new(Exit::Usage, message));
+        }
+        self.compute.model = Some(model);
+        Ok(())
+    }
 }
 
 /// Starts the cluster and runs until it is signalled to stop.
 ///
 /// # Errors
 /// A port is taken, the model is missing, or a member does not start. All children have exited then.
-pub async fn run(args: Args, matches: &ArgMatches) -> Result<(), CommandError> {
+pub async fn run(mut args: Args, matches: &ArgMatches) -> Result<(), CommandError> {
+    args.take_model_argument(matches)?;
     // The children inherit it.
     inflight_net::raise_open_file_limit();
     // Once, and not by each worker; before signals are watched, so that Ctrl-C ends a download at once.
-    let mut args = args;
     hub::resolve(&mut args.compute, &hub::Display::of_command())?;
     let plan = ClusterPlan::new(&args, matches)?;
     let stop =
@@ -148,7 +168,10 @@ struct ClusterPlan {
     /// Additional flags of each worker: its GPUs and fraction of their memory.
     gpu_flags: Vec<Vec<OsString>>,
     router_flags: Vec<OsString>,
-    telemetry_flags: Vec<OsString>,
+    /// Flags of every process.
+    shared_flags: Vec<OsString>,
+    /// Scheme of the router's addresses: https with TLS.
+    scheme: &'static str,
     drain_timeout: Duration,
     /// Where the processes record, if they do.
     record: Option<RecordingDir>,
@@ -200,14 +223,14 @@ impl ClusterPlan {
         }
         drop(probes);
         let record = args.record.as_deref().map(RecordingDir::open).transpose()?;
-        let group = |augment: fn(Command) -> Command| given_flags(&augment(Command::new("group")), matches);
-        let mut worker_flags = group(<ComputeOptions as clap::Args>::augment_args);
-        // As it was found, and not as it was named.
-        worker_flags.retain(|flag| !flag.to_string_lossy().starts_with("--model="));
-        worker_flags.extend(args.compute.model.as_deref().map(|model| path_flag("--model=", model)));
+        let RoleFlags { router: mut router_flags, worker: mut worker_flags, shared: mut shared_flags } =
+            RoleFlags::given(matches);
+        if let Some(model) = &args.compute.model {
+            // As it was found, and not as it was named.
+            replace_flag(&mut worker_flags, "--model", model);
+        }
         if !worker_flags.iter().any(|flag| flag.to_string_lossy().starts_with("--model-name=")) {
-            worker_flags
-                .extend(args.compute.model_name.iter().map(|name| format!("--model-name={name}").into()));
+            worker_flags.extend(args.compute.model_names.iter().map(|name| format!("--model-name={name}").into()));
         }
         if args.compute.threads.is_none() {
             let cores = std::thread::available_parallelism().map_or(1, usize::from);
@@ -215,18 +238,22 @@ impl ClusterPlan {
             worker_flags.push(format!("--threads={threads}").into());
         }
         worker_flags.extend(memory_share::flags(&args.compute, &worker_flags, workers));
-        let resume_key = SecretPath::new(args.resume_key_file.as_deref(), "resume-key")?;
-        let worker_secret = SecretPath::new(args.worker_secret_file.as_deref(), "worker-secret")?;
+        let file = |id: &str| matches.get_one::<PathBuf>(id).map(PathBuf::as_path);
+        let resume_key = SecretPath::new(file("resume_key_file"), "resume-key")?;
+        let worker_secret = SecretPath::new(file("worker_secret_file"), "worker-secret")?;
         let control = ControlSocket::create()
             .map_err(|error| CommandError::chain("cannot create a folder for the control socket", &error))?;
-        let mut router_flags = router_flags(args, resume_key.path(), worker_secret.path());
+        replace_flag(&mut router_flags, "--resume-key-file", resume_key.path());
+        replace_flag(&mut router_flags, "--worker-secret-file", worker_secret.path());
         // On an address of the network, only who has a key may kill workers.
-        let admin = if args.host.is_loopback() || args.tenants_file.is_some() { "on" } else { "read-only" };
-        router_flags.push(format!("--admin={admin}").into());
+        if !router_flags.iter().any(|flag| is_flag(flag, "--admin")) {
+            let admin =
+                if args.host.is_loopback() || file("tenants_file").is_some() { "on" } else { "read-only" };
+            router_flags.push(format!("--admin={admin}").into());
+        }
         router_flags.push(path_flag("--supervisor=", control.path()));
         worker_flags.push(path_flag("--secret-file=", worker_secret.path()));
-        let given = |flag: &OsString| flag.to_string_lossy().starts_with("--gpu-memory-utilization");
-        let divide_memory = !worker_flags.iter().any(given);
+        let divide_memory = !worker_flags.iter().any(|flag| is_flag(flag, "--gpu-memory-utilization"));
         let gpu_flags = (0..workers).map(|worker| -> Vec<OsString> {
             let utilization = args.compute.gpu_memory_utilization * gpus::share(&gpus, worker);
             let memory_flag = divide_memory.then(|| format!("--gpu-memory-utilization={utilization}").into());
@@ -235,10 +262,8 @@ impl ClusterPlan {
             memory_flag.into_iter().chain(gpu_flag).collect()
         });
         let gpu_flags = gpu_flags.collect();
-        let mut telemetry_flags = group(<telemetry::Args as clap::Args>::augment_args);
-        telemetry_flags.retain(|flag| !flag.to_string_lossy().starts_with("--log-format"));
-        telemetry_flags.push("--log-format=json".into());
-        telemetry_flags.push(format!("--drain-timeout={}", args.drain_timeout).into());
+        shared_flags.push("--log-format=json".into());
+        shared_flags.push(format!("--drain-timeout={}", args.drain_timeout).into());
         Ok(Self {
             workers,
             router_address,
@@ -248,7 +273,8 @@ impl ClusterPlan {
             worker_flags,
             gpu_flags,
             router_flags,
-            telemetry_flags,
+            shared_flags,
+            scheme: if file("tls_cert").is_some() { "https" } else { "http" },
             drain_timeout: args.drain_timeout.0,
             record,
             worker_secret,
@@ -261,7 +287,7 @@ impl ClusterPlan {
         let name = format!("worker-{number}");
         let mut arguments: Vec<OsString> = vec!["worker".into(), format!("--worker-id={name}").into()];
         let own = &self.gpu_flags[number];
-        arguments.extend(self.worker_flags.iter().chain(own).chain(&self.telemetry_flags).cloned());
+        arguments.extend(self.worker_flags.iter().chain(own).chain(&self.shared_flags).cloned());
         let listen = SocketAddr::from((Ipv4Addr::LOCALHOST, 0));
         ChildSpec {
             name,
@@ -271,6 +297,7 @@ impl ClusterPlan {
             http: None,
             drain_timeout: self.drain_timeout,
             record: self.record.clone(),
+            unset: &ROUTER_VARIABLES,
         }
     }
 
@@ -278,7 +305,7 @@ impl ClusterPlan {
         let workers: Vec<String> = workers.iter().map(ToString::to_string).collect();
         let mut arguments: Vec<OsString> =
             vec!["router".into(), format!("--workers={}", workers.join(",")).into()];
-        arguments.extend(self.router_flags.iter().chain(&self.telemetry_flags).cloned());
+        arguments.extend(self.router_flags.iter().chain(&self.shared_flags).cloned());
         ChildSpec {
             name: "router".to_owned(),
             arguments,
@@ -287,19 +314,20 @@ impl ClusterPlan {
             http: self.router_http,
             drain_timeout: self.drain_timeout,
             record: self.record.clone(),
+            unset: &[],
         }
     }
 }
 
-/// Returns the router's flags that name files.
-fn router_flags(args: &Args, resume_key_file: &Path, worker_secret_file: &Path) -> Vec<OsString> {
-    let files = [
-        ("--tenants-file=", args.tenants_file.as_deref()),
-        ("--usage-log=", args.usage_log.as_deref()),
-        ("--resume-key-file=", Some(resume_key_file)),
-        ("--worker-secret-file=", Some(worker_secret_file)),
-    ];
-    files.into_iter().filter_map(|(name, path)| Some(path_flag(name, path?))).collect()
+/// Whether an argument is the flag of this name, with or without a value.
+fn is_flag(argument: &OsStr, name: &str) -> bool {
+    argument.to_string_lossy().strip_prefix(name).is_some_and(|rest| rest.is_empty() || rest.starts_with('='))
+}
+
+/// Sets a flag to a path, whatever it was.
+fn replace_flag(flags: &mut Vec<OsString>, name: &str, path: &Path) {
+    flags.retain(|flag| !is_flag(flag, name));
+    flags.push(path_flag(&format!("{name}="), path));
 }
 
 fn path_flag(name: &str, path: &Path) -> OsString {
@@ -456,6 +484,10 @@ impl LocalCluster {
 
     /// Waits until the router has a session with every worker; returns `None` when the cluster is to stop.
     async fn wait_until_connected(&mut self) -> Result<Option<Vec<Model>>, CommandError> {
+        if self.plan.scheme == "https" {
+            // Its certificate may be for a name alone, or clients need one: the router's readiness must suffice.
+            return Ok(Some(Vec::new()));
+        }
         let endpoint = format!("http://{}", self.endpoint());
         let wanted = self.plan.workers as u32;
         let connected = tokio::time::timeout(CONNECT_TIMEOUT, wait_for_workers(endpoint, wanted));
@@ -479,10 +511,11 @@ impl LocalCluster {
         let Some(router) = self.members.get(&ROUTER) else { return };
         let workers: Vec<&ClusterMember> =
             self.members.range(ROUTER + 1..).map(|(_, member)| member).collect();
-        let http = router.http.map(|address| format!("http://{}", from_here(address)));
+        let scheme = self.plan.scheme;
+        let http = router.http.map(|address| format!("{scheme}://{}", from_here(address)));
         if self.json {
             event::emit(&ClusterEvent::Ready {
-                endpoint: &format!("http://{endpoint}"),
+                endpoint: &format!("{scheme}://{endpoint}"),
                 http: http.as_deref(),
                 router,
                 workers: &workers,
@@ -491,7 +524,8 @@ impl LocalCluster {
             return;
         }
         let worker_secret = self.plan.worker_secret.path();
-        let text = Announcement { endpoint, http, models, router, workers: &workers, worker_secret }.text();
+        let text =
+            Announcement { endpoint, scheme, http, models, router, workers: &workers, worker_secret }.text();
         // A closed pipe is ignored: the cluster runs without a reader.
         let _ = std::io::Write::write_all(&mut std::io::stdout().lock(), text.as_bytes());
     }

@@ -14,6 +14,7 @@ use inflight_worker::{CONNECTIONS_MAX, Options, Worker};
 use crate::chat_template;
 use crate::event::{self, RoleEvent};
 use crate::exit::{CommandError, Exit};
+use crate::foreign;
 use crate::grammar_helper;
 use crate::hub;
 use crate::metrics_endpoint;
@@ -32,6 +33,7 @@ const PROGRESS_INTERVAL: Duration = Duration::from_millis(100);
 
 /// Options of `inflight worker`: those of the worker, and those of its process.
 #[derive(Debug, Clone, clap::Args)]
+#[command(mut_args = foreign::alias)]
 pub struct Args {
     #[command(flatten)]
     pub worker: Options,

@@ -3,6 +3,8 @@
 
 mod defaults;
 mod quantities;
+mod server_address;
 
 pub use defaults::{defaults, parse};
 pub use quantities::{ByteSize, ListenAt, OptionalPort, Span, SpanOrOff, bytes, duration};
+pub use server_address::ServerAddress;

@@ -3,6 +3,7 @@
 mod bench;
 mod chaos;
 mod chat;
+mod command_line;
 mod confined_host;
 mod documented_tour;
 mod failover;

@@ -6,7 +6,7 @@ use std::time::Duration;
 use clap::builder::{PossibleValue, PossibleValuesParser, TypedValueParser};
 use inflight_bench::{Endpoint, Lengths, LoadPattern, PromptForm, Quota, Tenant};
 
-use inflight_options::Span;
+use inflight_options::{ServerAddress, Span};
 
 /// Concurrent streams of the default closed loop.
 pub const STREAMS_DEFAULT: u32 = 4;
@@ -27,12 +27,18 @@ that cannot be read; 3 an endpoint is unreachable; 4 no such model; 5 all reques
 #[command(after_help = EXIT_CODES)]
 #[command(group = clap::ArgGroup::new("slo").multiple(true), group = clap::ArgGroup::new("open_loop"))]
 pub struct Args {
-    /// Server under test, as [NAME=]URL: a router (http://HOST:PORT) or, with a path, an OpenAI-compatible
+    /// Server under test, as [NAME=]ADDRESS: a router (HOST:PORT) or, with a path, an OpenAI-compatible
     /// API (http://HOST:PORT/v1). Several are measured in turns and compared with the first
-    #[arg(long, value_name = "URL", default_value = "http://127.0.0.1:8650", env = "INFLIGHT_ENDPOINT")]
+    #[arg(
+        long,
+        value_name = "ADDRESS",
+        default_value = "http://127.0.0.1:8650",
+        value_parser = endpoint,
+        env = "INFLIGHT_ENDPOINT"
+    )]
     pub endpoint: Vec<Endpoint>,
     /// Model name [default: the only one served]
-    #[arg(long, value_name = "NAME")]
+    #[arg(long, short, value_name = "NAME")]
     pub model: Option<String>,
     /// Closed loop with this many concurrent streams; a list is measured one by one [default: 4]
     #[arg(long, value_name = "N,…", value_delimiter = ',', value_parser = clap::value_parser!(u32).range(1..=100_000))]
@@ -153,6 +159,15 @@ fn prompt_form() -> impl TypedValueParser<Value = PromptForm> {
 /// Returns the name of a form of prompts.
 pub fn form_name(form: PromptForm) -> &'static str {
     FORMS.iter().find(|(_, known, _)| *known == form).map_or("auto", |(name, ..)| name)
+}
+
+/// Parses `[NAME=]ADDRESS`.
+fn endpoint(text: &str) -> Result<Endpoint, String> {
+    let (name, address) = match text.split_once('=') {
+        Some((name, address)) if !name.contains("://") => (format!("{name}="), address),
+        _ => (String::new(), text),
+    };
+    format!("{name}{}", ServerAddress::url_with_path(address)?).parse()
 }
 
 fn positive(text: &str) -> Result<f64, String> {

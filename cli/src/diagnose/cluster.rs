@@ -2,11 +2,12 @@
 
 use std::io::Write as _;
 
+use inflight_options::ServerAddress;
 use inflight_proto::v1::admin_client::AdminClient;
 use inflight_proto::v1::{DiagnoseClusterRequest, DiagnoseClusterResponse, DiagnoseRequest};
 use serde_json::json;
 
-use super::{Args, finding_json, finding_lines, json_line, render, url_of};
+use super::{Args, finding_json, finding_lines, json_line, render};
 use crate::exit::{self, CommandError, Exit};
 use crate::generate::{ApiKey, connect_with, status_error};
 
@@ -17,10 +18,13 @@ const MESSAGE_BYTES_MAX: usize = 64 << 20;
 ///
 /// # Errors
 /// The router does not answer, or a worker did not answer it; the others are printed nevertheless.
-pub(super) async fn run(router: &str, request: DiagnoseRequest, args: &Args) -> Result<(), CommandError> {
-    let url = url_of(router);
-    args.connection.warn_of_plaintext_key([url.as_str()]);
-    let channel = connect_with(&url, &args.connection).await?;
+pub(super) async fn run(
+    router: &ServerAddress,
+    request: DiagnoseRequest,
+    args: &Args,
+) -> Result<(), CommandError> {
+    args.connection.warn_of_plaintext_key([router.url()]);
+    let channel = connect_with(router.url(), &args.connection).await?;
     let key = ApiKey::new(args.connection.api_key.as_deref())?;
     let mut client = AdminClient::with_interceptor(channel, key).max_decoding_message_size(MESSAGE_BYTES_MAX);
     let request = DiagnoseClusterRequest { worker: Some(request) };
@@ -32,7 +36,8 @@ pub(super) async fn run(router: &str, request: DiagnoseRequest, args: &Args) -> 
         _ => status_error(&status),
     })?;
     let answer = answer.into_inner();
-    let text = if args.json { json_lines(router, &answer) } else { text(router, &answer) };
+    let name = router.to_string();
+    let text = if args.json { json_lines(&name, &answer) } else { text(&name, &answer) };
     if std::io::stdout().lock().write_all(text.as_bytes()).is_err() {
         return Ok(()); // the pipe is closed
     }

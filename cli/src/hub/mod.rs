@@ -23,8 +23,8 @@ pub fn resolve(compute: &mut ComputeOptions, display: &Display) -> Result<(), Co
     let Located { path, name, .. } = locate(argument, &Settings::of_environment(), display)
         .map_err(|error| CommandError::chain("--model", &error))?;
     compute.model = Some(path);
-    if let (Some(name), None) = (name, &compute.model_name) {
-        compute.model_name = Some(name.repo().to_owned());
+    if let (Some(name), true) = (name, compute.model_names.is_empty()) {
+        compute.model_names.push(name.repo().to_owned());
     }
     Ok(())
 }

@@ -163,7 +163,11 @@ async fn watch(
 fn is_final(status: &Status) -> bool {
     matches!(
         status.code(),
-        Code::Unimplemented | Code::Unauthenticated | Code::PermissionDenied | Code::InvalidArgument
+        Code::Unimplemented
+            | Code::Unauthenticated
+            | Code::PermissionDenied
+            | Code::InvalidArgument
+            | Code::FailedPrecondition
     )
 }
 

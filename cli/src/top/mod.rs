@@ -27,7 +27,7 @@ use self::model::Model;
 use crate::exit::{self, CommandError, Exit};
 use crate::generate::EXIT_CODES;
 use crate::tls::ClientArgs;
-use inflight_options::Span;
+use inflight_options::{ServerAddress, Span};
 
 /// Width of a snapshot that is written to a file or pipe.
 const SNAPSHOT_WIDTH: usize = 160;
@@ -44,12 +44,12 @@ pub struct Args {
     #[arg(
         long,
         visible_alias = "endpoint",
-        value_name = "URL",
+        value_name = "ADDRESS",
         value_delimiter = ',',
         default_value = "http://127.0.0.1:8650",
         env = "INFLIGHT_ENDPOINT"
     )]
-    pub router: Vec<String>,
+    pub router: Vec<ServerAddress>,
     /// Time between two updates of the display, 100ms to 1m; routers send 1 to 10 updates a second
     #[arg(long, value_name = "DURATION", default_value = "500ms", value_parser = interval)]
     pub interval: Span,
@@ -83,12 +83,13 @@ fn updates_per_second(interval: Duration) -> u32 {
 
 impl Args {
     fn source(&self) -> Source {
-        let url = |address: &String| {
-            if address.contains("://") { address.clone() } else { format!("http://{address}") }
-        };
         let updates_per_second = updates_per_second(self.interval.0);
         let watch = WatchRequest { updates_per_second, omit_iterations: self.omit_iterations };
-        Source { routers: self.router.iter().map(url).collect(), connection: self.connection.clone(), watch }
+        Source {
+            routers: self.router.iter().map(|router| router.url().to_owned()).collect(),
+            connection: self.connection.clone(),
+            watch,
+        }
     }
 }
 

@@ -11,6 +11,8 @@ use crate::quick_build;
 pub(super) struct Announcement<'a> {
     /// `HOST:PORT` of the router.
     pub(super) endpoint: String,
+    /// Scheme of URLs.
+    pub(super) scheme: &'a str,
     /// URL of the HTTP APIs, if served.
     pub(super) http: Option<String>,
     pub(super) models: &'a [Model],
@@ -23,21 +25,23 @@ pub(super) struct Announcement<'a> {
 impl Announcement<'_> {
     /// Returns it as text.
     pub(super) fn text(&self) -> String {
-        let Self { endpoint, http, models, router, workers, worker_secret } = self;
+        let Self { endpoint, scheme, http, models, router, workers, worker_secret } = self;
         let command = own_command();
-        let endpoint_flag = if endpoint == "127.0.0.1:8650" {
+        let endpoint_flag = if endpoint == "127.0.0.1:8650" && *scheme == "http" {
             String::new()
         } else {
-            format!("--endpoint http://{endpoint} ")
+            format!("--endpoint {scheme}://{endpoint} ")
         };
         let mut text = String::from("\ninflight is ready\n\n");
         if let Some(notice) = quick_build::notice() {
             text.push_str(&format!("  note     {notice}\n"));
         }
         for model in *models {
-            let Model { name, architecture, context_tokens, .. } = model;
+            let Model { name, architecture, context_tokens, aliases, .. } = model;
+            let also =
+                if aliases.is_empty() { String::new() } else { format!("also {}, ", aliases.join(", ")) };
             text.push_str(&format!(
-                "  model    {name} ({architecture}, context of {context_tokens} tokens)\n"
+                "  model    {name} ({also}{architecture}, context of {context_tokens} tokens)\n"
             ));
         }
         text.push_str(&format!("  gRPC     {endpoint}\n"));

@@ -107,7 +107,7 @@ impl OutputPlan {
 
 fn unknown_format(model: &str) -> Outcome {
     let reason = format!(
-        "the format of the tool calls of {model:?} is unknown, as its chat template has no markers of a known one; set --tool-call-format on the router"
+        "the format of the tool calls of {model:?} is unknown, as its chat template has no markers of a known one; set --tool-call-format of `inflight up` or `inflight router`"
     );
     Outcome::field("tools", reason)
 }
