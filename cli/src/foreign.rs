@@ -320,7 +320,7 @@ fn instead(refused: &str, arguments: &[OsString], cli: &Command) -> Option<Strin
     if owners.is_empty() || has(cli, command, long) {
         return None;
     }
-    unexpected(refused, &format!("`inflight {command}` has no such option; {owners} has"))
+    unexpected(refused, &format!("`inflight {command}` has no such option; it is one of {owners}"))
 }
 
 /// Whether a command has an option.
@@ -433,7 +433,7 @@ mod tests {
         // Options of another role.
         (
             "worker --tool-call-format hermes",
-            &["`inflight worker` has no such option", "`inflight up` and `inflight router` has"],
+            &["`inflight worker` has no such option", "one of `inflight up` and `inflight router`"],
         ),
         ("router --model a", &["`inflight up` and `inflight worker`"]),
         ("up --listen 0.0.0.0:1", &["--host and --port"]),
