@@ -21,6 +21,7 @@ const FOREIGN: &[&str] = &[
     "gpu-image",
     "advisories",
     "without-advisories",
+    "base-url",
 ];
 /// Document whose tables have options of other engines in their first column.
 const COMPARISON: &str = "coming-from.md";

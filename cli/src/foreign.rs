@@ -51,6 +51,7 @@ const PROXY: &str = "there is nothing like it; put a proxy in front";
 /// Options of vLLM.
 const VLLM: &[Row] = &[
     (&["--tokenizer"], Instead(MODEL_HAS_TOKENIZER)),
+    (&["--revision"], Instead("give --model org/name@revision")),
     (&["--served-model-name"], Same("model-name")),
     (&["--api-key"], Instead(TENANTS)),
     (&["--ssl-certfile"], Same("tls-cert")),
@@ -171,10 +172,14 @@ const SGLANG: &[Row] = &[
 
 /// Options of llama.cpp's server.
 const LLAMA_CPP: &[Row] = &[
-    (&["-hf", "--hf-repo", "-hff", "--hf-file"], Instead("give --model, whose help says what it takes")),
+    (
+        &["-hf", "--hf-repo", "-hff", "--hf-file"],
+        Instead("give --model org/name:QUANT, such as --model org/name:Q4_K_M"),
+    ),
     (&["-a", "--alias"], Same("model-name")),
     (&["-c", "--ctx-size"], Same("max-context-tokens")),
     (&["-np", "--parallel"], Same("max-sequences")),
+    (&["-t"], Instead("give --threads N")),
     (
         &["-ub", "--ubatch-size", "-b", "--batch-size"],
         Instead("give --max-batch-tokens, the tokens of an iteration"),
@@ -417,7 +422,7 @@ mod tests {
         ("show qwen3", &["`inflight models`", "`inflight top`"]),
         ("stop", &["Ctrl-C"]),
         // Options of other engines.
-        ("up --api-key x", &["'--api-key'", "--tenants-file", "`inflight key`"]),
+        ("up --admin-api-key x", &["'--admin-api-key'", "--tenants-file", "`inflight key`"]),
         ("router --api-key x", &["--tenants-file"]),
         ("up --tool-call-parser hermes", &["--tool-call-format", "hermes, qwen-xml"]),
         ("up --seed 1", &["'--seed'", "belongs to a request"]),

@@ -387,9 +387,13 @@ pub fn normalize_status(status: Status, timeout: Option<Span>) -> Status {
         Code::Cancelled if timeout.is_some() && status.message().contains("Timeout") => {
             Status::deadline_exceeded("the deadline passed before the router answered")
         }
-        Code::Unknown if BROKEN.iter().any(|sign| status.message().contains(sign)) => Status::unavailable(
-            "the connection to the router broke, or this is no gRPC port (of `inflight up` it is 8650)",
-        ),
+        Code::Unknown | Code::Internal | Code::PermissionDenied
+            if BROKEN.iter().any(|sign| status.message().contains(sign)) =>
+        {
+            Status::unavailable(
+                "the connection to the router broke, or this is no gRPC port (of `inflight up` it is 8650), or it needs https://",
+            )
+        }
         // Such as `{`, the first byte of JSON.
         Code::Internal | Code::Unknown if status.message().contains("invalid compression flag") => {
             Status::failed_precondition("this is an HTTP port, not one of gRPC (of `inflight up` it is 8650)")

@@ -18,6 +18,11 @@ fn hex(bytes: &[u8]) -> String {
     bytes.iter().map(|byte| format!("{byte:02x}")).collect()
 }
 
+/// Returns the digest of a key, as the tenants file has it.
+pub fn digest(key: &str) -> String {
+    hex(&Sha256::digest(key.as_bytes()))
+}
+
 /// Prints a new random key and its digest.
 ///
 /// # Errors
@@ -26,7 +31,7 @@ pub fn run(_: &Args) -> Result<(), CommandError> {
     let mut bytes = [0; KEY_BYTES];
     rand::rng().fill_bytes(&mut bytes);
     let key = format!("inflight-{}", hex(&bytes));
-    let digest = hex(&Sha256::digest(key.as_bytes()));
+    let digest = digest(&key);
     let text = format!("key:    {key}\nsha256: {digest}\n");
     std::io::stdout()
         .lock()

@@ -11,7 +11,7 @@ use crate::exit::CommandError;
 /// Age below which a file without a lock may be one that is just being created.
 const CREATION_TIME: Duration = Duration::from_secs(60);
 
-/// File with a random secret, readable by this user only, which is removed on drop. It is locked until then: files
+/// File with a secret, readable by this user only, which is removed on drop. It is locked until then: files
 /// that killed processes have left behind are not, and the next process removes them.
 #[derive(Debug)]
 pub struct TemporarySecret {
@@ -21,29 +21,37 @@ pub struct TemporarySecret {
 }
 
 impl TemporarySecret {
-    /// Creates the file; `what` is part of its name.
+    /// Creates the file with a random secret; `what` is part of its name.
     ///
     /// # Errors
     /// I/O error.
     pub fn create(what: &str) -> io::Result<Self> {
+        Self::create_with(what, &format!("{:032x}{:032x}\n", rand::random::<u128>(), rand::random::<u128>()))
+    }
+
+    /// Creates the file with this text; `what` is part of its name.
+    ///
+    /// # Errors
+    /// I/O error.
+    pub fn create_with(what: &str, text: &str) -> io::Result<Self> {
         let prefix = format!("inflight-{what}-");
         // Files in a folder of temporary files may be removed by age, while processes that restart need them.
         let runtime =
             std::env::var_os("XDG_RUNTIME_DIR").filter(|folder| !folder.is_empty()).map(PathBuf::from);
         let folders = runtime.into_iter().chain([PathBuf::from("/dev/shm")]);
-        match folders.map(|folder| Self::create_in(&folder, &prefix)).find_map(Result::ok) {
+        match folders.map(|folder| Self::create_in(&folder, &prefix, text)).find_map(Result::ok) {
             Some(created) => Ok(created),
-            None => Self::create_in(&std::env::temp_dir(), &prefix),
+            None => Self::create_in(&std::env::temp_dir(), &prefix, text),
         }
     }
 
-    fn create_in(folder: &Path, prefix: &str) -> io::Result<Self> {
+    fn create_in(folder: &Path, prefix: &str, text: &str) -> io::Result<Self> {
         remove_abandoned(folder, prefix);
         let path = folder.join(format!("{prefix}{:032x}", rand::random::<u128>()));
         let file = OpenOptions::new().write(true).create_new(true).mode(0o600).open(&path)?;
         let mut created = Self { path, file };
         created.file.lock()?;
-        writeln!(created.file, "{:032x}{:032x}", rand::random::<u128>(), rand::random::<u128>())?;
+        created.file.write_all(text.as_bytes())?;
         Ok(created)
     }
 
@@ -134,7 +142,7 @@ mod tests {
     #[test]
     fn files_of_killed_processes_are_removed_and_no_others() {
         let folder = TempDir::new("inflight-secrets").unwrap();
-        let live = TemporarySecret::create_in(folder.path(), "inflight-a-").unwrap();
+        let live = TemporarySecret::create_in(folder.path(), "inflight-a-", "text").unwrap();
         let past = SystemTime::now() - 2 * CREATION_TIME;
         live.file.set_modified(past).unwrap();
         let [killed, other, new] = ["inflight-a-1", "inflight-b-1", "inflight-a-2"].map(|name| {
@@ -143,7 +151,7 @@ mod tests {
             file.set_modified(if name == "inflight-a-2" { SystemTime::now() } else { past }).unwrap();
             path
         });
-        let _second = TemporarySecret::create_in(folder.path(), "inflight-a-").unwrap();
+        let _second = TemporarySecret::create_in(folder.path(), "inflight-a-", "text").unwrap();
         assert!(!killed.exists());
         assert!(other.exists() && new.exists() && live.path().exists());
     }

@@ -2,11 +2,12 @@
 
 mod announcement;
 mod options;
+mod secrets;
 
 use std::collections::BTreeMap;
-use std::ffi::{OsStr, OsString};
+use std::ffi::OsString;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener};
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -31,10 +32,10 @@ use crate::recording_dir::RecordingDir;
 use crate::signals::{self, Stop};
 use crate::supervisor::{ChildEvent, ChildSpec, ChildSupervisor, LogSink};
 use crate::telemetry;
-use crate::temporary_secret::SecretPath;
 use announcement::Announcement;
 use inflight_options::{OptionalPort, Span};
-use options::{ROUTER_VARIABLES, RoleFlags, RoleOptions};
+use options::{ROUTER_VARIABLES, RoleFlags, RoleOptions, is_flag, path_flag, replace_flag};
+use secrets::Secrets;
 
 /// Index of the router among the members; worker N has index N + 1.
 const ROUTER: usize = 0;
@@ -78,6 +79,18 @@ pub struct Args {
     /// IP address of the Prometheus endpoints, which need no key and name tenants
     #[arg(long, value_name = "IP", default_value_t = IpAddr::V4(Ipv4Addr::LOCALHOST), env = "INFLIGHT_UP_METRICS_HOST")]
     pub metrics_host: IpAddr,
+    /// API keys of clients, separated by commas or in several flags: one tenant without limits has them. Other users of this machine
+    /// can read a command line, but no environment variables
+    #[arg(
+        id = "api_key",
+        long = "api-key",
+        value_name = "KEY,...",
+        value_delimiter = ',',
+        value_parser = clap::builder::NonEmptyStringValueParser::new(),
+        env = "INFLIGHT_UP_API_KEY",
+        hide_env_values = true
+    )]
+    pub api_keys: Vec<String>,
     /// Directory in which router and workers record their decisions, for `inflight replay`; a process that is started
     /// again begins a new file there
     #[arg(long, value_name = "DIR", env = "INFLIGHT_UP_RECORD")]
@@ -175,10 +188,7 @@ struct ClusterPlan {
     drain_timeout: Duration,
     /// Where the processes record, if they do.
     record: Option<RecordingDir>,
-    /// File with the secret of the workers.
-    worker_secret: SecretPath,
-    /// Key of the router that outlives its restarts.
-    _resume_key: SecretPath,
+    secrets: Secrets,
     /// Socket over which the router has workers killed.
     control: ControlSocket,
 }
@@ -230,7 +240,8 @@ impl ClusterPlan {
             replace_flag(&mut worker_flags, "--model", model);
         }
         if !worker_flags.iter().any(|flag| flag.to_string_lossy().starts_with("--model-name=")) {
-            worker_flags.extend(args.compute.model_names.iter().map(|name| format!("--model-name={name}").into()));
+            worker_flags
+                .extend(args.compute.model_names.iter().map(|name| format!("--model-name={name}").into()));
         }
         if args.compute.threads.is_none() {
             let cores = std::thread::available_parallelism().map_or(1, usize::from);
@@ -238,21 +249,11 @@ impl ClusterPlan {
             worker_flags.push(format!("--threads={threads}").into());
         }
         worker_flags.extend(memory_share::flags(&args.compute, &worker_flags, workers));
-        let file = |id: &str| matches.get_one::<PathBuf>(id).map(PathBuf::as_path);
-        let resume_key = SecretPath::new(file("resume_key_file"), "resume-key")?;
-        let worker_secret = SecretPath::new(file("worker_secret_file"), "worker-secret")?;
+        let secrets = Secrets::new(args, matches)?;
+        secrets.add_to(&mut router_flags, &mut worker_flags, args.host.is_loopback());
         let control = ControlSocket::create()
             .map_err(|error| CommandError::chain("cannot create a folder for the control socket", &error))?;
-        replace_flag(&mut router_flags, "--resume-key-file", resume_key.path());
-        replace_flag(&mut router_flags, "--worker-secret-file", worker_secret.path());
-        // On an address of the network, only who has a key may kill workers.
-        if !router_flags.iter().any(|flag| is_flag(flag, "--admin")) {
-            let admin =
-                if args.host.is_loopback() || file("tenants_file").is_some() { "on" } else { "read-only" };
-            router_flags.push(format!("--admin={admin}").into());
-        }
         router_flags.push(path_flag("--supervisor=", control.path()));
-        worker_flags.push(path_flag("--secret-file=", worker_secret.path()));
         let divide_memory = !worker_flags.iter().any(|flag| is_flag(flag, "--gpu-memory-utilization"));
         let gpu_flags = (0..workers).map(|worker| -> Vec<OsString> {
             let utilization = args.compute.gpu_memory_utilization * gpus::share(&gpus, worker);
@@ -274,11 +275,10 @@ impl ClusterPlan {
             gpu_flags,
             router_flags,
             shared_flags,
-            scheme: if file("tls_cert").is_some() { "https" } else { "http" },
+            scheme: if matches.contains_id("tls_cert") { "https" } else { "http" },
             drain_timeout: args.drain_timeout.0,
             record,
-            worker_secret,
-            _resume_key: resume_key,
+            secrets,
             control,
         })
     }
@@ -317,23 +317,6 @@ impl ClusterPlan {
             unset: &[],
         }
     }
-}
-
-/// Whether an argument is the flag of this name, with or without a value.
-fn is_flag(argument: &OsStr, name: &str) -> bool {
-    argument.to_string_lossy().strip_prefix(name).is_some_and(|rest| rest.is_empty() || rest.starts_with('='))
-}
-
-/// Sets a flag to a path, whatever it was.
-fn replace_flag(flags: &mut Vec<OsString>, name: &str, path: &Path) {
-    flags.retain(|flag| !is_flag(flag, name));
-    flags.push(path_flag(&format!("{name}="), path));
-}
-
-fn path_flag(name: &str, path: &Path) -> OsString {
-    let mut flag = OsString::from(name);
-    flag.push(path);
-    flag
 }
 
 fn probe_port(address: SocketAddr, flag: &str) -> Result<TcpListener, CommandError> {
@@ -519,11 +502,11 @@ impl LocalCluster {
                 http: http.as_deref(),
                 router,
                 workers: &workers,
-                worker_secret_file: self.plan.worker_secret.path(),
+                worker_secret_file: self.plan.secrets.worker(),
             });
             return;
         }
-        let worker_secret = self.plan.worker_secret.path();
+        let worker_secret = self.plan.secrets.worker();
         let text =
             Announcement { endpoint, scheme, http, models, router, workers: &workers, worker_secret }.text();
         // A closed pipe is ignored: the cluster runs without a reader.

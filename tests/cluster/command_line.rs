@@ -53,11 +53,14 @@ async fn up_takes_options_of_its_router_and_commands_take_every_form_of_address(
     ensure!(answer["model"] == "demo" && answer["usage"]["completion_tokens"] == 3, "{answer}");
 
     let grpc = cluster.endpoint.strip_prefix("http://").context("no scheme")?;
-    let port = grpc.rsplit(':').next().unwrap_or_default();
     let metrics = cluster.router.metrics.to_string();
     let connected = format!("{grpc}: router, 1 workers connected");
     for (words, code, pieces) in [
         (vec!["generate", "--endpoint", grpc, "-m", "gpt-4o", "Hello"], 0, vec!["3 output tokens"]),
+        // The port of the HTTP APIs takes the gRPC calls of clients, too.
+        (vec!["generate", "--endpoint", http, "Hello"], 0, vec!["3 output tokens"]),
+        (vec!["diagnose", http], 3, vec!["this is the HTTP port"]),
+        (vec!["top", "--once", "--router", http], 1, vec!["this is the HTTP port"]),
         (vec!["generate", "--endpoint", &metrics, "Hello"], 3, vec!["no gRPC port", "8650"]),
         (vec!["diagnose", grpc], 0, vec![&connected]),
         (vec!["diagnose", &cluster.endpoint], 0, vec!["router, 1 workers connected"]),
@@ -70,25 +73,28 @@ async fn up_takes_options_of_its_router_and_commands_take_every_form_of_address(
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn the_certificate_that_up_is_given_is_that_of_its_router() -> Result<()> {
+async fn certificate_and_keys_that_up_is_given_are_those_of_its_router() -> Result<()> {
     let folder = TempDir::new("certificate")?;
     let path = |file: &str| folder.path().join(file);
     let made = rcgen::generate_simple_self_signed(vec!["localhost".to_owned(), "127.0.0.1".to_owned()])?;
     std::fs::write(path("cert.pem"), made.cert.pem())?;
     std::fs::write(path("key.pem"), made.signing_key.serialize_pem())?;
-    let variables =
-        [("INFLIGHT_TLS_CERT", path("cert.pem").into()), ("INFLIGHT_TLS_KEY", path("key.pem").into())];
+    let variables = [
+        ("INFLIGHT_TLS_CERT", path("cert.pem").into()),
+        ("INFLIGHT_TLS_KEY", path("key.pem").into()),
+        ("INFLIGHT_UP_API_KEY", "first,second".into()),
+    ];
     let cluster = LocalCluster::start_with_env(program(), &["--workers=1"], &variables).await?;
     ensure!(cluster.endpoint.starts_with("https://") && cluster.http.starts_with("https://"), "{cluster:?}");
     let authority = path("cert.pem").display().to_string();
-    let generate = |endpoint: String| {
-        let authority = authority.clone();
-        async move {
-            run(program(), &["generate", "--endpoint", &endpoint, "--tls-ca", &authority, "Hello"], "").await
-        }
-    };
-    check(&generate(cluster.endpoint.clone()).await?, 0, &["output tokens"])?;
     let plain = cluster.endpoint.replace("https://", "http://");
-    ensure!(generate(plain).await?.code == Some(3), "the router speaks plaintext");
-    Ok(())
+    let words = |endpoint, key| {
+        ["generate", "--endpoint", endpoint, "--tls-ca", &authority, "--api-key", key, "Hello"]
+    };
+    check(&run(program(), &words(&cluster.endpoint, "second"), "").await?, 0, &["output tokens"])?;
+    check(&run(program(), &words(&cluster.endpoint, "third"), "").await?, 7, &["API key"])?;
+    let plaintext = run(program(), &words(&plain, "second"), "").await?;
+    ensure!(plaintext.code != Some(0) && plaintext.stderr.contains("https://"), "{plaintext:?}");
+    let both = ["up", "--port=0", "--api-key=a", "--tenants-file=b"];
+    check(&run(program(), &both, "").await?, 2, &["--api-key and --tenants-file", "leave one out"])
 }

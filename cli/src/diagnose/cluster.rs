@@ -29,6 +29,10 @@ pub(super) async fn run(
     let mut client = AdminClient::with_interceptor(channel, key).max_decoding_message_size(MESSAGE_BYTES_MAX);
     let request = DiagnoseClusterRequest { worker: Some(request) };
     let answer = client.diagnose_cluster(request).await.map_err(|status| match status.code() {
+        // Another port of the router, which says so.
+        tonic::Code::Unimplemented if status.message().contains("HTTP port") => {
+            CommandError::new(Exit::Refused, format!("{router}: {}", status.message()))
+        }
         tonic::Code::Unimplemented => {
             let message = format!("{router} does not serve operators; start it with --admin read-only or on");
             CommandError::new(Exit::Refused, message)

@@ -175,6 +175,8 @@ fn is_final(status: &Status) -> bool {
 fn failure(router: &str, status: &Status) -> CommandError {
     let message = status.message();
     let text = match status.code() {
+        // Another port of the router, which says so.
+        Code::Unimplemented if message.contains("HTTP port") => format!("{router}: {message}"),
         Code::Unimplemented => {
             format!(
                 "{router} serves no Admin service: start the router with `--admin read-only` or `--admin on`"

@@ -6,7 +6,8 @@
 //! - one of two queues has its plain name for the workers, and `--router-NAME` for the router;
 //! - the certificates of `--tls-*` are those of the router, as workers listen on the loopback address.
 
-use std::ffi::OsString;
+use std::ffi::{OsStr, OsString};
+use std::path::Path;
 
 use clap::{Arg, ArgMatches, Command, FromArgMatches};
 use inflight_worker::ComputeOptions;
@@ -23,7 +24,7 @@ const ROUTER_QUEUE: [(&str, &str); 4] = [
     ("bypass-max", "router-bypass-max"),
 ];
 /// Options that are shown first, each with an example.
-const FIRST: [(&str, &str); 11] = [
+const FIRST: [(&str, &str); 12] = [
     ("model", "--model models/qwen3"),
     ("model-name", "--model-name qwen3,gpt-4o"),
     ("device", "--device cpu"),
@@ -35,6 +36,7 @@ const FIRST: [(&str, &str); 11] = [
     ("kv-cache-bytes", "--kv-cache-bytes 4GiB"),
     ("tool-call-format", "--tool-call-format hermes"),
     ("tenants-file", "--tenants-file tenants.toml"),
+    ("api-key", "--api-key my-secret"),
 ];
 /// Variables that both roles read, and that mean the router alone here.
 pub(super) const ROUTER_VARIABLES: [&str; 4] =
@@ -142,6 +144,24 @@ fn shared_arguments() -> impl Iterator<Item = Arg> {
     group::<role::Args>().filter(|argument| argument.get_long().is_some_and(|long| set_by_up(long).is_none()))
 }
 
+/// Whether an argument is the flag of this name, with or without a value.
+pub(super) fn is_flag(argument: &OsStr, name: &str) -> bool {
+    argument.to_string_lossy().strip_prefix(name).is_some_and(|rest| rest.is_empty() || rest.starts_with('='))
+}
+
+/// Sets a flag to a path, whatever it was.
+pub(super) fn replace_flag(flags: &mut Vec<OsString>, name: &str, path: &Path) {
+    flags.retain(|flag| !is_flag(flag, name));
+    flags.push(path_flag(&format!("{name}="), path));
+}
+
+/// Returns a flag, whose name ends with `=`, with a path as its value.
+pub(super) fn path_flag(name: &str, path: &Path) -> OsString {
+    let mut flag = OsString::from(name);
+    flag.push(path);
+    flag
+}
+
 /// Puts an option of `up` in its place in the help: first those that most users need, with an example; those of `up` itself; then the
 /// others, which only the long help shows.
 pub fn arrange(argument: Arg) -> Arg {
@@ -157,7 +177,7 @@ pub fn arrange(argument: Arg) -> Arg {
         "worker-secret-file" => with_note(argument, "[default: a random one until `up` ends]"),
         "admin" => with_note(
             argument,
-            "[default for `up`: on, but read-only on an address of the network without --tenants-file]",
+            "[default for `up`: on, but read-only on an address of the network without --tenants-file and --api-key]",
         ),
         _ => argument,
     };
@@ -178,7 +198,7 @@ fn with_note(argument: Arg, note: &str) -> Arg {
 #[cfg(test)]
 mod tests {
     use std::collections::BTreeSet;
-    use std::path::{Path, PathBuf};
+    use std::path::PathBuf;
 
     use clap::CommandFactory as _;
 
