@@ -61,7 +61,7 @@ async fn a_model_is_served_by_its_name_and_without_a_network_from_then_on() -> R
 async fn a_killed_download_continues_where_it_ended() -> Result<()> {
     const BYTES: usize = 40 << 20;
     let (hub, cache) = (StandIn::start(), TempDir::new("hub")?);
-    let weights: Vec<u8> = (0..BYTES).map(|at| (at * at >> 7) as u8).collect();
+    let weights: Vec<u8> = (0..BYTES).map(|at| ((at * at) >> 7) as u8).collect();
     hub.add("org/g", "main", &[("m.gguf", weights.clone())]);
     // One of its three parts arrives.
     hub.fault("signature", Fault::Stall, 2);

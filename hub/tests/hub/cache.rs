@@ -56,7 +56,6 @@ if mode == "find":
 
 #[test]
 fn huggingface_hub_finds_what_was_fetched_and_what_it_fetched_is_found() {
-    #[expect(clippy::disallowed_methods, reason = "the interpreter comes from the environment")]
     let Ok(python) = std::env::var("INFLIGHT_TEST_HUB_PYTHON") else {
         inflight_fixtures::skipped(
             "the cache of the Hub",
