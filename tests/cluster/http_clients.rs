@@ -176,6 +176,21 @@ async fn litellm_as_a_proxy_in_front_changes_no_output_usage_or_status() -> Resu
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn generate_works_at_either_port_that_up_prints() -> Result<()> {
+    let cluster = LocalCluster::start(program(), &["--workers=1"]).await?;
+    let mut texts = Vec::new();
+    for port in [&cluster.endpoint, &cluster.http] {
+        let endpoint = format!("--endpoint={port}");
+        let arguments = ["generate", &endpoint, "--max-tokens=8", "--temperature=0", PROMPT];
+        let ended = run(program(), &arguments, "").await?;
+        ensure!(ended.code == Some(0), "{port}: {ended:?}");
+        texts.push(ended.stdout);
+    }
+    ensure!(!texts[0].trim().is_empty() && texts[0] == texts[1], "{texts:?}");
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn the_curl_line_of_up_works() -> Result<()> {
     let mut child = tokio::process::Command::new(program())
         .args(["up", "--port=0", "--workers=1", "--threads=1", "--kv-cache-bytes=64MiB"])
