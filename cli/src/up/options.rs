@@ -25,7 +25,7 @@ const ROUTER_QUEUE: [(&str, &str); 4] = [
 ];
 /// Options that are shown first, each with an example.
 const FIRST: [(&str, &str); 12] = [
-    ("model", "--model models/qwen3"),
+    ("model", "--model Qwen/Qwen3-0.6B"),
     ("model-name", "--model-name qwen3,gpt-4o"),
     ("device", "--device cpu"),
     ("workers", "--workers 1"),
