@@ -46,7 +46,7 @@ const HTTP_PORT_OFFSET: u16 = 10;
 /// What the help shows after the options.
 const EXAMPLES: &str = "Examples:
   inflight up                                        the embedded demo model, on two workers without a GPU
-  inflight up Qwen/Qwen3-0.6B --workers 1             a model of the Hugging Face Hub, or a path
+  inflight up Qwen/Qwen3-0.6B --workers 1            a model of the Hugging Face Hub, or a path
   inflight up models/qwen3 --max-context-tokens 8192 --tool-call-format hermes --http-cors '*'
 
 Options of the router and the workers beyond these: inflight up --help";

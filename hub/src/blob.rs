@@ -153,6 +153,20 @@ impl Digest {
     }
 }
 
+/// Ends the download if a thread of it panics: the one that hashes would wait for its part for ever.
+struct EndOfPanic<'a>(&'a Download<'a>);
+
+impl Drop for EndOfPanic<'_> {
+    fn drop(&mut self) {
+        if std::thread::panicking() {
+            let reason = "the download failed on a fault of this program".to_owned();
+            let error = HubError::Hub { url: self.0.source.url.to_owned(), reason };
+            self.0.lock().failure.get_or_insert(error);
+            self.0.changed.notify_all();
+        }
+    }
+}
+
 impl Download<'_> {
     fn lock(&self) -> MutexGuard<'_, Shared> {
         self.shared.lock().unwrap_or_else(PoisonError::into_inner)
@@ -197,6 +211,7 @@ impl Download<'_> {
 
     /// Fetches parts until there are none, or one has failed.
     fn fetch_parts(&self) {
+        let _guard = EndOfPanic(self);
         loop {
             let (part, range) = {
                 let mut shared = self.lock();
@@ -229,19 +244,17 @@ impl Download<'_> {
             };
             // A connection that brings something is worth another one.
             attempts = if at > before { 1 } else { attempts + 1 };
-            match failure {
-                Failure::Passing(error, pause) if attempts < ATTEMPTS => {
-                    self.progress.note(&format!("{}: {error}; trying again", self.source.file));
-                    let pause = self.transport.pause(attempts - 1, pause);
-                    let shared = self.lock();
-                    // The failure of another part ends the pause.
-                    let wait =
-                        self.changed.wait_timeout_while(shared, pause, |shared| shared.failure.is_none());
-                    if wait.unwrap_or_else(PoisonError::into_inner).0.failure.is_some() {
-                        return Ok(false);
-                    }
-                }
+            let (error, pause) = match failure {
+                Failure::Passing(error, pause) if attempts < ATTEMPTS => (error, pause),
+                Failure::Unreached(error) if attempts < ATTEMPTS => (error, None),
                 failure => return Err(failure.into_error()),
+            };
+            self.progress.note(&format!("{}: {error}; trying again", self.source.file));
+            let pause = self.transport.pause(attempts - 1, pause);
+            // The failure of another part ends the pause.
+            let wait = self.changed.wait_timeout_while(self.lock(), pause, |shared| shared.failure.is_none());
+            if wait.unwrap_or_else(PoisonError::into_inner).0.failure.is_some() {
+                return Ok(false);
             }
         }
     }

@@ -18,6 +18,8 @@ const PATIENCE: Duration = Duration::from_secs(30);
 const JSON_BYTES_MAX: u64 = 32 << 20;
 /// Attempts of a request.
 pub(crate) const ATTEMPTS: u32 = 6;
+/// Attempts of a first request that gets no response.
+const UNREACHED_ATTEMPTS: u32 = 3;
 /// Maximum pause that a server may ask for.
 const PAUSE_MAX: Duration = Duration::from_secs(60);
 
@@ -47,12 +49,14 @@ pub(crate) enum Failure {
     Final(HubError),
     /// It may succeed later, after the pause that the server asks for.
     Passing(HubError, Option<Duration>),
+    /// There was no response.
+    Unreached(HubError),
 }
 
 impl Failure {
     pub(crate) fn into_error(self) -> HubError {
         match self {
-            Self::Final(error) | Self::Passing(error, _) => error,
+            Self::Final(error) | Self::Passing(error, _) | Self::Unreached(error) => error,
         }
     }
 }
@@ -131,7 +135,7 @@ impl Transport {
                     ureq::Error::BadUri(_) | ureq::Error::Http(_) | ureq::Error::InvalidProxyUrl
                 );
                 let error = HubError::Hub { url: without_query(&url), reason: reason(&error) };
-                if is_passing { Failure::Passing(error, None) } else { Failure::Final(error) }
+                if is_passing { Failure::Unreached(error) } else { Failure::Final(error) }
             })?;
             visit(&response);
             let status = response.status();
@@ -177,6 +181,11 @@ impl Transport {
         loop {
             match self.attempt(ask, visit) {
                 Ok(head) => return Ok(head),
+                // Someone may be waiting who has no network.
+                Err(Failure::Unreached(_)) if attempts + 1 < UNREACHED_ATTEMPTS => {
+                    std::thread::sleep(self.pause(attempts, None));
+                    attempts += 1;
+                }
                 Err(Failure::Passing(_, pause)) if attempts + 1 < ATTEMPTS => {
                     std::thread::sleep(self.pause(attempts, pause));
                     attempts += 1;
@@ -270,14 +279,14 @@ fn absolute(url: &str, location: &str) -> String {
 
 /// Says why a request failed, and what to do where that is known.
 fn reason(error: &ureq::Error) -> String {
-    match error {
-        ureq::Error::HostNotFound => {
-            "the host is not known; without a network set HF_HUB_OFFLINE=1, behind a proxy HTTPS_PROXY"
-                .to_owned()
-        }
+    let text = match error {
+        ureq::Error::HostNotFound => "the host is not known".to_owned(),
         ureq::Error::Timeout(_) => format!("no answer for {} s", PATIENCE.as_secs()),
         error => error.to_string(),
-    }
+    };
+    format!(
+        "{text}; check the network, set HTTPS_PROXY behind a proxy or HF_ENDPOINT for a mirror; a directory or GGUF file needs none"
+    )
 }
 
 #[cfg(test)]
