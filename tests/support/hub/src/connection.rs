@@ -1,12 +1,13 @@
 //! One connection: requests one after the other.
 
+use std::borrow::Cow;
 use std::io::{BufReader, Read as _, Write as _};
 use std::net::{Shutdown, SocketAddr, TcpStream};
 use std::sync::{Arc, Mutex};
 
 use serde_json::json;
 
-use super::{Fault, LARGE, Model, Seen, State, etag};
+use super::{Fault, File, LARGE, Model, Seen, State};
 
 struct Request {
     method: String,
@@ -92,8 +93,8 @@ fn answer(request: &Request, state: &State, elsewhere: bool, other: SocketAddr) 
         let wanted = path.split('?').next().unwrap_or_default();
         let mut files =
             state.models.values().flat_map(|model| model.commits.values()).flat_map(|files| files.values());
-        return match files.find(|bytes| etag(bytes) == wanted) {
-            Some(bytes) => {
+        return match files.find(|file| file.etag == wanted) {
+            Some(File { bytes, .. }) => {
                 let headers = vec![("ETag", "\"of-another-form\"".to_owned())];
                 Answer { status: 200, headers, body: bytes.clone() }
             }
@@ -133,7 +134,7 @@ fn listed(model: &Model, verb: &str, rest: &str) -> Answer {
         return Answer::error(404, "RevisionNotFound", "Invalid rev id");
     };
     if verb == "tree" {
-        let file = |(path, bytes): (&String, &Arc<Vec<u8>>)| json!({"type": "file", "path": path, "size": bytes.len(), "oid": etag(bytes)});
+        let file = |(path, file): (&String, &File)| json!({"type": "file", "path": path, "size": file.bytes.len(), "oid": file.etag});
         return Answer::json(&files.iter().map(file).collect());
     }
     let siblings: Vec<_> = files.keys().map(|path| json!({"rfilename": path})).collect();
@@ -142,17 +143,17 @@ fn listed(model: &Model, verb: &str, rest: &str) -> Answer {
 
 fn resolved(model: &Model, rest: &str, other: SocketAddr) -> Answer {
     let Some((commit, path)) = rest.split_once('/') else { return Answer::error(404, "", "") };
-    let Some(bytes) = model.commits.get(commit).and_then(|files| files.get(path)) else {
+    let Some(File { etag, bytes }) = model.commits.get(commit).and_then(|files| files.get(path)) else {
         return Answer::error(404, "EntryNotFound", "Entry not found");
     };
     let mut headers = vec![("X-Repo-Commit", commit.to_owned())];
     if bytes.len() < LARGE {
-        headers.push(("ETag", format!("\"{}\"", etag(bytes))));
+        headers.push(("ETag", format!("\"{etag}\"")));
         return Answer { status: 200, headers, body: bytes.clone() };
     }
-    headers.push(("X-Linked-ETag", format!("\"{}\"", etag(bytes))));
+    headers.push(("X-Linked-ETag", format!("\"{etag}\"")));
     headers.push(("X-Linked-Size", bytes.len().to_string()));
-    headers.push(("Location", format!("http://{other}/{}?signature=x", etag(bytes))));
+    headers.push(("Location", format!("http://{other}/{etag}?signature=x")));
     Answer { status: 302, headers, body: Arc::default() }
 }
 
@@ -165,8 +166,10 @@ fn write(mut stream: &TcpStream, request: &Request, answer: Answer, fault: Optio
         status = 206;
         bytes = bytes.get(from..to.min(bytes.len()))?;
     }
-    let mut bytes = bytes.to_vec();
-    if let (Some(Fault::Wrong), Some(byte)) = (fault, bytes.first_mut()) {
+    let mut bytes = Cow::Borrowed(bytes);
+    if fault == Some(Fault::Wrong)
+        && let Some(byte) = bytes.to_mut().first_mut()
+    {
         *byte ^= 1;
     }
     let mut head = format!("HTTP/1.1 {status} X\r\nContent-Length: {}\r\n", bytes.len());

@@ -20,8 +20,15 @@ use sha2::Sha256;
 /// Files of at least so many bytes are kept elsewhere, and their etag is a SHA-256.
 const LARGE: usize = 1000;
 
+/// File of a model, with its etag.
+#[derive(Debug, Clone)]
+struct File {
+    etag: String,
+    bytes: Arc<Vec<u8>>,
+}
+
 /// Files by their paths.
-pub type Files = BTreeMap<String, Arc<Vec<u8>>>;
+type Files = BTreeMap<String, File>;
 
 /// What happens to requests.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -128,9 +135,9 @@ impl StandIn {
     /// Adds a commit of a model, to which a revision leads. Returns the commit.
     pub fn add(&self, repo: &str, revision: &str, files: &[(&str, Vec<u8>)]) -> String {
         let files: Files =
-            files.iter().map(|(path, bytes)| ((*path).to_owned(), Arc::new(bytes.clone()))).collect();
+            files.iter().map(|(path, bytes)| ((*path).to_owned(), File::new(bytes.clone()))).collect();
         let mut digest = Sha1::new();
-        files.iter().for_each(|(path, bytes)| digest.update([path.as_bytes(), bytes].concat()));
+        files.iter().for_each(|(path, file)| digest.update(format!("{path} {}", file.etag)));
         let commit = hex(&digest.finalize());
         let mut state = self.lock();
         let model = state.models.entry(repo.to_owned()).or_default();
@@ -190,6 +197,12 @@ impl Drop for StandIn {
 /// Returns bytes in hexadecimal digits.
 fn hex(bytes: &[u8]) -> String {
     bytes.iter().map(|byte| format!("{byte:02x}")).collect()
+}
+
+impl File {
+    fn new(bytes: Vec<u8>) -> Self {
+        Self { etag: etag(&bytes), bytes: Arc::new(bytes) }
+    }
 }
 
 /// Returns the etag of a file, as the Hub has it.
