@@ -10,7 +10,7 @@ use clap::{Arg, Command};
 use crate::exit::{CommandError, Exit};
 use crate::set_by_up::set_by_up;
 
-/// What an option of another engine is here.
+/// Equivalent of another engine's option.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Ours {
     /// The option of this name, with the same values: an alias.

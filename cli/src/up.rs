@@ -120,7 +120,7 @@ impl Args {
     /// Takes the model that was given without a flag. It goes before the one of environment and file.
     ///
     /// # Errors
-    /// The command line has --model, too.
+    /// --model is on the command line, too.
     fn take_model_argument(&mut self, matches: &ArgMatches) -> Result<(), CommandError> {
         let Some(model) = self.model_argument.take() else { return Ok(()) };
         if matches.value_source("model") == Some(ValueSource::CommandLine) {

@@ -31,7 +31,7 @@ pub(crate) struct Source<'a> {
     pub(crate) blob: &'a Blob,
 }
 
-/// State of a download that its connections share.
+/// State that the connections of a download share.
 struct Shared {
     journal: Journal,
     waiting: VecDeque<usize>,
@@ -52,7 +52,7 @@ struct Download<'a> {
     changed: Condvar,
 }
 
-/// Fetches a blob into a file beside `target`, and moves it there when it is whole.
+/// Downloads a blob into a file beside `target`, and renames that file to `target` once its digest is checked.
 pub(crate) fn fetch(
     transport: &Transport,
     source: Source<'_>,
@@ -98,7 +98,7 @@ pub(crate) fn fetch(
     outcome
 }
 
-/// Checks that a disk has room.
+/// Checks the free space of the disk.
 fn check_space(file: &str, path: &Path, needed: u64) -> Result<(), HubError> {
     let directory = path.parent().unwrap_or(path);
     let Ok(disk) = rustix::fs::statvfs(directory) else { return Ok(()) };
@@ -137,7 +137,7 @@ impl Digest {
         }
     }
 
-    /// Compares with what was promised.
+    /// Compares the digest with the etag.
     fn check(self, source: Source<'_>) -> Result<(), HubError> {
         let hex = |bytes: &[u8]| bytes.iter().map(|byte| format!("{byte:02x}")).collect::<String>();
         let (kind, actual) = match self {

@@ -40,7 +40,7 @@ pub struct CachedRevision {
     pub bytes: u64,
 }
 
-/// Lock of a file in the cache, which other processes and tools respect; it ends with the value.
+/// Lock of a blob against other processes and tools; dropped with the value.
 #[derive(Debug)]
 pub(crate) struct Lock(#[expect(dead_code, reason = "holds the lock")] File);
 
@@ -81,7 +81,7 @@ impl Cache {
         Some(text.trim().to_owned()).filter(|commit| is_commit(commit))
     }
 
-    /// Notes the commit of a revision.
+    /// Writes the commit of a revision to its file in `refs`.
     pub(crate) fn set_commit(&self, repo: &str, revision: &str, commit: &str) -> Result<(), HubError> {
         if is_commit(revision) {
             return Ok(());
@@ -104,7 +104,7 @@ impl Cache {
         Ok(Lock(file))
     }
 
-    /// Lets a snapshot have a file.
+    /// Links a file of a snapshot to its blob.
     pub(crate) fn link(&self, repo: &str, commit: &str, file: &str, etag: &str) -> Result<(), HubError> {
         let link = self.snapshot(repo, commit).join(file);
         make_parent(&link)?;

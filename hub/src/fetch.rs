@@ -171,7 +171,7 @@ impl Fetcher<'_> {
         }
     }
 
-    /// Fetches files, small ones first, so that a large one is not fetched for nothing.
+    /// Downloads files, weights last: an error about a small file then costs no download of gigabytes.
     fn files(&self, files: &[String]) -> Result<(), HubError> {
         let is_large =
             |file: &&String| file.ends_with(".safetensors") || file.to_ascii_lowercase().ends_with(".gguf");

@@ -5,7 +5,7 @@ use std::str::FromStr;
 
 use crate::HubError;
 
-/// Maximum characters of an organisation, and of a model's name.
+/// Maximum length of each part of `org/name`, in characters.
 const PART_MAX: usize = 96;
 /// Maximum characters of a revision and of a file.
 const SUFFIX_MAX: usize = 255;

@@ -1,6 +1,6 @@
-//! What a download tells while it runs.
+//! Progress of a download.
 
-/// Listener of a download. Calls come from several threads.
+/// Receiver of a download's progress, called from several threads.
 pub trait Progress: Sync {
     /// A file begins: its bytes, and those that an earlier download left.
     fn begin(&self, file: &str, bytes: u64, present: u64);
@@ -12,7 +12,7 @@ pub trait Progress: Sync {
     fn note(&self, text: &str);
 }
 
-/// Listener that shows nothing.
+/// Receiver that ignores all progress.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Quiet;
 

@@ -11,8 +11,8 @@ use inflight_worker::ComputeOptions;
 use crate::exit::CommandError;
 pub use progress::Display;
 
-/// Lets the options have the path of their model: one that is named on the Hub is fetched if the cache lacks it, and served by that name if
-/// none is given.
+/// Replaces the model in the options by the path of its files. A model of the Hub is downloaded if the cache lacks it, and is served under its
+/// name on the Hub unless the options have another one.
 ///
 /// # Errors
 /// There is no such path and no such model, or it cannot be fetched.

@@ -216,7 +216,7 @@ fn listed(texts: &BTreeSet<String>) -> Expression {
     }
 }
 
-/// Returns a text as a string of the grammar, which are JSON's with the same escapes.
+/// Returns a text as a string literal of Lark, whose escapes are those of JSON.
 fn literal(text: &str) -> String {
     if text.is_empty() { "/(?:)/".to_owned() } else { Value::from(text).to_string() }
 }

@@ -17,9 +17,40 @@ pub enum ParameterKind {
     Json,
 }
 
-/// Whether a schema of [JSON](ParameterKind::Json) allows strings, too: an `enum` that lists some beside other values.
-pub(crate) fn has_texts(schema: &Value, root: &Value) -> bool {
-    Types::of_schema(schema, root, &mut { ParameterKind::SCHEMAS_MAX }).is_some_and(|types| types.some_texts)
+/// Work that the kinds of one tool's parameters may take: references let a short schema name a large one many times.
+#[derive(Debug)]
+pub(crate) struct Budget {
+    /// Schemas of the present parameter.
+    schemas: u32,
+    /// Listed values and names of types of all parameters, with the bytes of their texts.
+    listed: usize,
+    exhausted: bool,
+}
+
+impl Default for Budget {
+    fn default() -> Self {
+        Self { schemas: 0, listed: 1 << 18, exhausted: false }
+    }
+}
+
+impl Budget {
+    /// Whether the listed values were more than may be looked at.
+    pub(crate) fn is_exhausted(&self) -> bool {
+        self.exhausted
+    }
+
+    /// Takes the work of some listed values.
+    fn list(&mut self, values: &[Value]) -> Option<()> {
+        for value in values {
+            let work = 1 + value.as_str().map_or(0, str::len);
+            self.exhausted |= self.listed < work;
+            self.listed = self.listed.saturating_sub(work);
+            if self.exhausted {
+                return None;
+            }
+        }
+        Some(())
+    }
 }
 
 /// Types that a schema allows, as far as they matter between tags.
@@ -99,13 +130,16 @@ impl Types {
 
     /// Returns the types that a schema allows; `None` if it does not restrict them. `root` resolves its references. Keywords of a schema, and the parts
     /// of `allOf`, hold together; of `anyOf` and `oneOf` one part does.
-    fn of_schema(schema: &Value, root: &Value, left: &mut u32) -> Option<Self> {
+    fn of_schema(schema: &Value, root: &Value, budget: &mut Budget) -> Option<Self> {
         // References may be cycles, and name the same part many times over.
-        *left = left.checked_sub(1)?;
+        budget.schemas = budget.schemas.checked_sub(1)?;
         let all = |types: Vec<Option<Self>>| types.into_iter().flatten().reduce(Self::and);
         let union = |types: Option<Vec<Self>>| {
             types.filter(|types| !types.is_empty()).map(|types| types.into_iter().fold(Self::NONE, Self::or))
         };
+        for listed in [&schema["type"], &schema["enum"]].into_iter().filter_map(Value::as_array) {
+            budget.list(listed)?;
+        }
         let mut found = vec![
             match &schema["type"] {
                 Value::String(name) => Some(Self::of_name(name)),
@@ -118,17 +152,20 @@ impl Types {
             schema["enum"].as_array().and_then(|values| Self::of_values(values)),
         ];
         if let Some(target) = schema["$ref"].as_str().and_then(|reference| resolved(root, reference)) {
-            found.push(Self::of_schema(target, root, left));
+            found.push(Self::of_schema(target, root, budget));
         }
         for key in ["anyOf", "oneOf"] {
             if let Some(parts) = schema[key].as_array() {
-                let types = parts.iter().map(|part| Self::of_schema(part, root, left)).collect();
+                let types = parts.iter().map(|part| Self::of_schema(part, root, budget)).collect();
                 found.push(union(types));
             }
         }
         found.push(schema.get("not").and_then(Self::but_types));
         for part in schema["allOf"].as_array().into_iter().flatten() {
-            found.push(Self::of_schema(part, root, left));
+            found.push(Self::of_schema(part, root, budget));
+            if budget.schemas == 0 {
+                break;
+            }
         }
         let has = |keys: &[&str]| keys.iter().any(|key| schema.get(key).is_some());
         all(found).or_else(|| {
@@ -143,13 +180,14 @@ impl ParameterKind {
     /// Maximum schemas that are looked at for the kind of one parameter.
     const SCHEMAS_MAX: u32 = 256;
 
-    /// Returns the kind of parameter that a JSON schema describes; text if the schema does not restrict its type. `root` is the document
-    /// in which references are resolved.
-    pub(crate) fn of_schema(schema: &Value, root: &Value) -> Self {
-        match Types::of_schema(schema, root, &mut { Self::SCHEMAS_MAX }) {
-            Some(Types { text: true, null: true, .. }) => Self::NullableText,
-            Some(Types { text: false, other, null, .. }) if other || null => Self::Json,
-            Some(_) | None => Self::Text,
+    /// Returns the kind of parameter that a JSON schema describes, text if the schema does not restrict its type; and whether a parameter of
+    /// [JSON](Self::Json) allows strings, too, which an `enum` lists beside other values. `root` is the document in which references are resolved.
+    pub(crate) fn of_schema(schema: &Value, root: &Value, budget: &mut Budget) -> (Self, bool) {
+        budget.schemas = Self::SCHEMAS_MAX;
+        match Types::of_schema(schema, root, budget) {
+            Some(Types { text: true, null: true, .. }) => (Self::NullableText, false),
+            Some(Types { text: false, other, null, some_texts }) if other || null => (Self::Json, some_texts),
+            Some(_) | None => (Self::Text, false),
         }
     }
 }
@@ -164,8 +202,8 @@ impl ToolTypes {
     /// Adds a tool with the JSON schema of its parameters.
     pub fn add(&mut self, name: &str, parameters: &Value) {
         let mut kinds = BTreeMap::new();
-        for (key, schema) in Parameters::of_schema(parameters).properties {
-            kinds.insert(key.to_owned(), ParameterKind::of_schema(&schema, parameters));
+        for parameter in Parameters::of_schema(parameters).all {
+            kinds.insert(parameter.name.to_owned(), parameter.kind);
         }
         self.tools.insert(name.to_owned(), kinds);
     }

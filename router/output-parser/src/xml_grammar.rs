@@ -9,8 +9,8 @@ use serde_json::{Value, json};
 
 use crate::call_part::NAME_BYTES_MAX;
 use crate::grammar::{CallGrammarError, GrammarTool, Rules, escaped, literal};
-use crate::parameters::Parameters;
-use crate::tool_types::{ParameterKind, has_texts};
+use crate::parameters::{Parameter, Parameters};
+use crate::tool_types::ParameterKind;
 
 /// End of a value.
 const END: &str = r#""\n</parameter>\n""#;
@@ -24,12 +24,13 @@ pub(crate) fn write_tool(
     let parameters = Parameters::of_schema(tool.parameters);
     let refused =
         |keyword: &str| CallGrammarError::NotKept { tool: tool.name.to_owned(), keyword: keyword.to_owned() };
-    if let Some(keyword) = parameters.of_the_whole.filter(|_| tool.strict) {
+    if let Some(keyword) = parameters.not_kept.filter(|_| tool.strict) {
         return Err(refused(keyword));
     }
     let mut body = literal(&format!("<function={}>\n", tool.name));
     let mut names = Vec::new();
-    for (index, (name, schema)) in parameters.properties.iter().enumerate() {
+    for (index, parameter) in parameters.all.iter().enumerate() {
+        let Parameter { name, schema, .. } = parameter;
         let is_required = parameters.required.contains(name);
         if !is_writable(name) || **schema == Value::Bool(false) {
             if is_required && tool.strict {
@@ -41,9 +42,9 @@ pub(crate) fn write_tool(
         write!(body, " param_{at}_{index}{}", if is_required { "" } else { "?" })?;
         let open = literal(&format!("<parameter={name}>\n"));
         writeln!(rules, "param_{at}_{index}: {open} value_{at}_{index}")?;
-        write_value(rules, (at, index), schema, tool)?;
+        write_value(rules, (at, index), parameter, tool)?;
     }
-    if parameters.properties.is_empty() && !tool.strict {
+    if parameters.all.is_empty() && !tool.strict {
         body.push_str(" any_param*");
         if !std::mem::replace(&mut rules.has_any_param, true) {
             rules.write_str("any_param: \"<parameter=\" KEY \">\\n\" any_value\n")?;
@@ -75,11 +76,10 @@ fn untagged(names: &[String]) -> String {
 fn write_value(
     rules: &mut Rules,
     (at, index): (usize, usize),
-    schema: &Value,
+    parameter: &Parameter<'_>,
     tool: &GrammarTool<'_>,
 ) -> fmt::Result {
-    let root = tool.parameters;
-    let kind = ParameterKind::of_schema(schema, root);
+    let (root, schema) = (tool.parameters, &*parameter.schema);
     let text = |rules: &mut Rules, name: &str, options: Value| {
         write!(rules, "{name}_{at}_{index}[lazy]: (UNTAGGED_{at}")?;
         if tool.strict {
@@ -88,12 +88,12 @@ fn write_value(
         }
         writeln!(rules, ") {END}")
     };
-    match kind {
+    match parameter.kind {
         ParameterKind::Text => text(rules, "value", json!({})),
         ParameterKind::NullableText => text(rules, "value", json!({"null": true})),
         ParameterKind::Json => {
             let others = json!({"allOf": [schema], "type": ["null", "boolean", "number", "array", "object"]});
-            let has_texts = tool.strict && has_texts(schema, root);
+            let has_texts = tool.strict && parameter.has_texts;
             let any = json!({});
             let json = if !tool.strict {
                 &any

@@ -40,7 +40,7 @@ impl ModelAliases {
         }
     }
 
-    /// Removes the names of the models that are not to be kept.
+    /// Removes the aliases of all models for which `keep` is false.
     pub(super) fn retain(&mut self, keep: impl Fn(&str) -> bool) {
         let gone = self.workers.iter().filter(|(_, named)| !keep(&named.model)).map(|(worker, _)| *worker);
         for worker in gone.collect::<Vec<_>>() {

@@ -223,8 +223,8 @@ impl DispatcherState {
         self.aliases.set(info.worker, &info.model, &connection.aliases);
     }
 
-    /// Returns the first name of the model that is asked for: a model's first name goes before an alias; of several models with an
-    /// alias, the one with most workers is meant.
+    /// Resolves a requested model name to the first name of the model. A first name takes precedence over an alias; if several models share
+    /// an alias, the model with the most workers is chosen.
     pub(super) fn model_of<'a>(&'a self, asked: &'a str) -> &'a str {
         let mut candidates = self.aliases.models_of(asked).peekable();
         if candidates.peek().is_none() || self.core.lane_loads().any(|(model, ..)| model == asked) {

@@ -132,7 +132,7 @@ fn documented() -> BTreeSet<(String, String)> {
     found
 }
 
-/// Replaces each parameter of a path.
+/// Replaces the parameters of a path template (`{name}`) by values.
 fn with_parameters(path: &str, value: &str) -> String {
     let mut parts = path.split('{');
     let first = parts.next().unwrap().to_owned();

@@ -172,7 +172,7 @@ fn spaced(value: &Json, out: &mut String) {
     }
 }
 
-/// Returns what a call with some arguments can look like.
+/// Returns the possible spellings of a call with these arguments.
 fn writings(format: ToolCallFormat, arguments: &Json) -> Vec<String> {
     let mut whole = String::new();
     spaced(arguments, &mut whole);

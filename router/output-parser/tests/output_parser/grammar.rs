@@ -395,3 +395,43 @@ fn what_calls_with_tags_cannot_keep_is_refused_by_name_if_they_are_strict() {
     assert!(!accepts("ab", r#"{"next": {"name": "C"}}"#));
     assert!(!accepts("ab", r#"{"next": {"child": {}}}"#));
 }
+
+/// References and `allOf` let a short schema name a large one many times: the product would be minutes of work, or gigabytes.
+#[test]
+fn parameters_of_schemas_that_name_each_other_often_are_read_with_bounded_work() {
+    let names: Vec<String> = (0..20_000).map(|at| format!("p{at}")).collect();
+    let each = |schema: Value| -> Value {
+        names.iter().map(|name| (name.clone(), schema.clone())).collect::<serde_json::Map<_, _>>().into()
+    };
+    let values: Vec<String> = names.iter().take(5_000).cloned().collect();
+    let part = json!({"$ref": "#/$defs/part"});
+    let closed = json!({"additionalProperties": {"enum": values}});
+    for (parameters, keyword) in [
+        (json!({"properties": each(json!({"$ref": "#/$defs/e"})), "$defs": {"e": {"enum": values}}}), "enum"),
+        (json!({"properties": each(json!({"$ref": "#/$defs/e"})), "$defs": {"e": {"type": values}}}), "enum"),
+        (
+            json!({"allOf": vec![part; 200], "$defs": {"part": {"properties": each(json!({"type": "string"}))}}}),
+            "allOf",
+        ),
+        (
+            json!({"properties": each(json!(true)), "allOf": vec![closed.clone(); 100]}),
+            "additionalProperties",
+        ),
+        (
+            json!({"properties": {"a": {"minLength": 1}, "b": {"minLength": 1}}, "allOf": vec![closed; 100]}),
+            "allOf",
+        ),
+    ] {
+        let mut types = ToolTypes::default();
+        types.add("look", &parameters);
+        let special = |_: &str| None;
+        let tools = [GrammarTool { name: "look", parameters: &parameters, strict: true }];
+        let (format, required, several, begins_in_reasoning) = (ToolCallFormat::QwenXml, true, false, false);
+        let (answer, reasoning, special, tools) =
+            (None, None, &special as &dyn Fn(&str) -> Option<u32>, &tools[..]);
+        let grammar =
+            CallGrammar { format, tools, required, answer, several, reasoning, begins_in_reasoning, special };
+        let error = grammar.lark(Grammar::BYTES_MAX).unwrap_err().to_string();
+        assert!(error.contains(&format!("have {keyword}, which")), "{keyword}: {error}");
+    }
+}
