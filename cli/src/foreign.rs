@@ -145,6 +145,10 @@ const SGLANG: &[Row] = &[
     (&["--torchao-config"], Instead("give --quantize int8 or int4, on CPUs")),
     (&["--speculative-algorithm"], Instead(DRAFTS)),
     (&["--grammar-backend"], Instead(GRAMMARS)),
+    (
+        &["--constrained-json-whitespace-pattern", "--constrained-json-disable-any-whitespace"],
+        Instead("give --json-whitespace one-line (the default) or any"),
+    ),
     (&["--enable-deterministic-inference"], Same("deterministic")),
     (&["--random-seed"], Instead(SEED)),
     (&["--lora-paths"], Instead(LORA)),

@@ -83,7 +83,7 @@ impl SamplingArgs {
             allowed_token_ids: self.allowed_token_ids.clone(),
             bad_words: self.bad_word.clone(),
             seed: self.seed,
-            constraint: grammar.map(|grammar| Constraint { grammar: Some(grammar), begins_after: None }),
+            constraint: grammar.map(|grammar| Constraint { grammar: Some(grammar), ..Constraint::default() }),
             ..self.numbers.params()
         }
     }

@@ -11,7 +11,7 @@
 
 use std::time::{Duration, Instant};
 
-use inflight_contract::Grammar;
+use inflight_contract::{Grammar, JsonWhitespace};
 use inflight_grammar::{Compiler, MaskOutcome, Matcher, Vocabulary};
 
 const VOCAB_SIZE: u32 = 128 << 10;
@@ -63,9 +63,9 @@ fn grammars() -> Vec<(&'static str, Grammar)> {
         "required": ["query", "limit", "field"], "properties": {"query": {"type": "string", "maxLength": 60},
         "limit": {"type": "integer", "minimum": 1, "maximum": 50}, "field": {"enum": ["author", "year", "title"]}}}}"#;
     vec![
-        ("tool", Grammar::JsonSchema(tool.to_owned())),
-        ("records", Grammar::JsonSchema(records.to_owned())),
-        ("json object", Grammar::JsonObject),
+        ("tool", Grammar::json_schema(tool)),
+        ("records", Grammar::json_schema(records)),
+        ("json object", Grammar::JsonObject(JsonWhitespace::OneLine)),
         ("regex", Grammar::Regex("([A-Z][a-z]+ ){2,400}[0-9]{4}-[0-9]{2}".to_owned())),
         // Its lexer has 2^14 states.
         ("costly regex", Grammar::Regex(r"[\x20-\x7e]*[aeiou][\x20-\x7e]{13}".to_owned())),
@@ -125,7 +125,7 @@ fn schemas(compiler: &Compiler, vocabulary: &Vocabulary, folder: &str) {
     schemas.sort_unstable();
     let (mut usages, mut refused, mut errors) = (Vec::new(), 0, 0);
     for schema in &schemas {
-        let Ok(compiled) = compiler.compile(&Grammar::JsonSchema(schema.clone())) else {
+        let Ok(compiled) = compiler.compile(&Grammar::json_schema(schema.clone())) else {
             refused += 1;
             continue;
         };

@@ -138,7 +138,7 @@ impl Compiler {
     /// As [`Compiler::compile`].
     pub fn compile_on_this_thread(&self, grammar: &Grammar) -> Result<CompiledGrammar, GrammarError> {
         match (self.compile_as(grammar, false), grammar) {
-            (Err(GrammarError::Refused(reason)), Grammar::JsonSchema(_) | Grammar::Lark(_))
+            (Err(GrammarError::Refused(reason)), Grammar::JsonSchema(..) | Grammar::Lark(_))
                 if reason == messages::ONE_OF =>
             {
                 self.compile_as(grammar, true)
@@ -215,9 +215,11 @@ fn refused(error: impl std::fmt::Display) -> GrammarError {
 /// Returns a grammar in the library's terms.
 fn top_level(grammar: &Grammar, expand_one_of: bool) -> Result<TopLevelGrammar, GrammarError> {
     Ok(match grammar {
-        Grammar::JsonObject => TopLevelGrammar::from_json_schema(json_schema::any_object()),
-        Grammar::JsonSchema(schema) => {
-            TopLevelGrammar::from_json_schema(json_schema::prepare(schema, expand_one_of)?)
+        Grammar::JsonObject(whitespace) => {
+            TopLevelGrammar::from_json_schema(json_schema::any_object(*whitespace))
+        }
+        Grammar::JsonSchema(schema, whitespace) => {
+            TopLevelGrammar::from_json_schema(json_schema::prepare(schema, *whitespace, expand_one_of)?)
         }
         Grammar::Regex(regex) => {
             nesting::check(regex)?;

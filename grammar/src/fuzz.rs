@@ -2,7 +2,7 @@
 
 use std::sync::OnceLock;
 
-use inflight_contract::Grammar;
+use inflight_contract::{Grammar, JsonWhitespace};
 
 use crate::{Compiler, MaskOutcome, MatchError, Matcher, Vocabulary};
 
@@ -16,9 +16,9 @@ const COMPILED_MAX: usize = 4096;
 /// Maximum tokens of a walk.
 const WALK_MAX: usize = 24;
 
-/// Compiles a grammar and walks through it. The first byte is its kind: `o` any JSON object, `j` a schema, `r` a regular
-/// expression, `c` choices, one a line, `l` Lark; what follows is its text, of which the walk is drawn, too. Returns whether the
-/// grammar compiles.
+/// Compiles a grammar and walks through it. The first byte is its kind: `o` any JSON object, `j` a schema, both on one line, `a` and `s` the
+/// same with any whitespace, `r` a regular expression, `c` choices, one a line, `l` Lark; what follows is its text, of which the walk is
+/// drawn, too. Returns whether the grammar compiles.
 ///
 /// # Panics
 /// A mask has a bit outside the vocabulary, refuses a token that may follow, or differs after drafts that were taken back.
@@ -33,8 +33,10 @@ pub fn grammar(data: &[u8]) -> bool {
     let (Some(compiler), Some((kind, text))) = (compiler, data.split_first()) else { return false };
     let text = String::from_utf8_lossy(text).into_owned();
     let grammar = match kind {
-        b'o' => Grammar::JsonObject,
-        b'j' => Grammar::JsonSchema(text),
+        b'o' => Grammar::JsonObject(JsonWhitespace::OneLine),
+        b'a' => Grammar::JsonObject(JsonWhitespace::Any),
+        b'j' => Grammar::JsonSchema(text, JsonWhitespace::OneLine),
+        b's' => Grammar::JsonSchema(text, JsonWhitespace::Any),
         b'r' => Grammar::Regex(text),
         b'c' => Grammar::Choice(text.lines().map(str::to_owned).collect()),
         b'l' => Grammar::Lark(text),

@@ -1,7 +1,7 @@
 //! JSON schemas within Lark grammars: those of `%json {...}` are checked and rewritten as those of requests are, and `%text {...}`
 //! becomes the expression of its strings.
 
-use serde_json::{Deserializer, Value};
+use serde_json::{Deserializer, Map, Value};
 
 use crate::GrammarError;
 use crate::chains::lark;
@@ -41,7 +41,13 @@ pub(crate) fn rewritten(text: &str, expand_one_of: bool) -> Result<String, Gramm
                 let mut values = Deserializer::from_str(&rest[KEYWORD.len()..]).into_iter::<Value>();
                 let value = values.next();
                 let length = KEYWORD.len() + values.byte_offset();
-                if let Some(Ok(Value::Object(mut schema))) = value {
+                let schema = match value {
+                    Some(Ok(Value::Object(schema))) => Some(schema),
+                    // As in a schema by itself: an object, so that it can carry options.
+                    Some(Ok(Value::Bool(true))) => Some(Map::new()),
+                    _ => None,
+                };
+                if let Some(mut schema) = schema {
                     json_schema::prepare_within(&mut schema, expand_one_of)?;
                     let mut schema = Value::Object(schema).to_string();
                     // White space before its last bracket.
@@ -66,13 +72,16 @@ pub(crate) fn rewritten(text: &str, expand_one_of: bool) -> Result<String, Gramm
 
 #[cfg(test)]
 mod tests {
+    use inflight_contract::JsonWhitespace;
+
     use super::*;
 
     #[test]
     fn schemas_are_rewritten_where_they_are_no_text_and_lines_keep_their_numbers() {
-        let text = "start: \"%json {\" a /%json {}\\/ \"/ # %json {\"format\": \"x\"}\na: %json {\"format\": \"x\",\n \"type\": \"string\"\n} b\nb: <[7]> %json true";
-        let expected = "start: \"%json {\" a /%json {}\\/ \"/ # %json {\"format\": \"x\"}\na: %json {\"type\":\"string\"\n\n} b\nb: <[7]> %json true";
-        assert_eq!(rewritten(text, false).as_deref(), Ok(expected));
+        let text = "start: \"%json {\" a /%json {}\\/ \"/ # %json {\"format\": \"x\"}\na: %json {\"format\": \"x\",\n \"type\": \"string\"\n} b\nb: <[7]> %json true c";
+        let expected = "start: \"%json {\" a /%json {}\\/ \"/ # %json {\"format\": \"x\"}\na: %json {\"type\":\"string\",OPTIONS\n\n} b\nb: <[7]> %json {OPTIONS} c";
+        let options = format!("\"x-guidance\":{}", JsonWhitespace::OneLine.compiler_options());
+        assert_eq!(rewritten(text, false), Ok(expected.replace("OPTIONS", &options)));
         let options = r#"start: %json {"x-guidance": {"item_separator": ", "}, "properties": {"a": true}, "patternProperties": {"b": true}}"#;
         let found = rewritten(options, false).unwrap();
         assert!(found.contains(r#""x-guidance":{"item_separator":", ","json_allowed_escapes":"#), "{found}");

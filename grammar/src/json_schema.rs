@@ -1,5 +1,6 @@
 //! Checks of JSON schemas that the grammar compiler would pass or refuse without a clear reason.
 
+use inflight_contract::JsonWhitespace;
 use serde_json::{Map, Value};
 
 use crate::GrammarError;
@@ -29,27 +30,31 @@ const OPTIONS: &str = "x-guidance";
 /// Option of the compiler: escapes that strings and names have. Without `u`, two names that differ in a text are different names.
 const ESCAPES: (&str, &str) = ("json_allowed_escapes", "nrbtf\\\"");
 
-/// Whitespace between the parts of a JSON text: a space, or a line break with its indentation. Unbounded whitespace would let
-/// a model write it to the end of its output.
-const WHITESPACE: &str = r" |\r?\n[ \t]{0,40}";
+/// Options of the compiler that say where whitespace is allowed.
+const WHITESPACE: [&str; 4] =
+    ["whitespace_pattern", "whitespace_flexible", "item_separator", "key_separator"];
 
 /// Parses and checks a schema, rewrites what the compiler does not know, and sets the options of its compilation. With
 /// `expand_one_of`, `oneOf` is rewritten, too.
 ///
 /// # Errors
 /// [`GrammarError`] of the first violation.
-pub(crate) fn prepare(text: &str, expand_one_of: bool) -> Result<Value, GrammarError> {
+pub(crate) fn prepare(
+    text: &str,
+    whitespace: JsonWhitespace,
+    expand_one_of: bool,
+) -> Result<Value, GrammarError> {
     let mut schema: Value =
         serde_json::from_str(text).map_err(|error| GrammarError::NotJson(shorten(&error.to_string())))?;
     match &mut schema {
         Value::Object(object) => {
             let names = checked(object, expand_one_of)?;
-            set_options(object, names);
+            set_options(object, names, whitespace);
         }
         // Schema of any value: an object, so that it can carry the options.
         Value::Bool(true) => {
             let mut object = Map::new();
-            set_options(&mut object, Names::Apart);
+            set_options(&mut object, Names::Apart, whitespace);
             schema = Value::Object(object);
         }
         Value::Bool(false) => {
@@ -60,7 +65,8 @@ pub(crate) fn prepare(text: &str, expand_one_of: bool) -> Result<Value, GrammarE
     Ok(schema)
 }
 
-/// Checks and rewrites a schema within a grammar, which keeps the options that it sets itself.
+/// Checks and rewrites a schema within a grammar, which keeps the options that it sets itself. If none of them is of whitespace, its JSON is
+/// written on one line.
 ///
 /// # Errors
 /// [`GrammarError`] of the first violation.
@@ -69,14 +75,18 @@ pub(crate) fn prepare_within(
     expand_one_of: bool,
 ) -> Result<(), GrammarError> {
     let names = checked(schema, expand_one_of)?;
-    let mut options = schema.shift_remove(OPTIONS);
-    if names == Names::Plain
-        && let Value::Object(options) = options.get_or_insert_with(|| Value::Object(Map::new()))
-    {
-        options.entry(ESCAPES.0).or_insert_with(|| ESCAPES.1.into());
+    let mut options = schema.shift_remove(OPTIONS).unwrap_or_else(|| Value::Object(Map::new()));
+    // The compiler refuses any other value.
+    if let Value::Object(options) = &mut options {
+        if !WHITESPACE.iter().any(|option| options.contains_key(*option)) {
+            options.extend(whitespace_options(JsonWhitespace::OneLine));
+        }
+        if names == Names::Plain {
+            options.entry(ESCAPES.0).or_insert_with(|| ESCAPES.1.into());
+        }
     }
     // The compiler takes them out of the schema and puts its last keyword in their place.
-    schema.extend(options.map(|options| (OPTIONS.to_owned(), options)));
+    schema.insert(OPTIONS.to_owned(), options);
     Ok(())
 }
 
@@ -102,17 +112,21 @@ fn dialect(name: &str) -> Option<&'static str> {
 }
 
 /// Returns the schema of any JSON object.
-pub(crate) fn any_object() -> Value {
+pub(crate) fn any_object(whitespace: JsonWhitespace) -> Value {
     let mut schema = Map::new();
     schema.insert("type".to_owned(), "object".into());
-    set_options(&mut schema, Names::Apart);
+    set_options(&mut schema, Names::Apart, whitespace);
     Value::Object(schema)
 }
 
-fn set_options(schema: &mut Map<String, Value>, names: Names) {
+/// Returns the compiler's options for whitespace.
+fn whitespace_options(whitespace: JsonWhitespace) -> Map<String, Value> {
+    serde_json::from_str(whitespace.compiler_options()).expect("the options are a constant JSON object")
+}
+
+fn set_options(schema: &mut Map<String, Value>, names: Names, whitespace: JsonWhitespace) {
     // Only the dialect of JSON Schema is an input: options of the compiler are ours.
-    let mut options = Map::new();
-    options.insert("whitespace_pattern".to_owned(), WHITESPACE.into());
+    let mut options = whitespace_options(whitespace);
     if names == Names::Plain {
         options.insert(ESCAPES.0.to_owned(), ESCAPES.1.into());
     }
@@ -165,7 +179,9 @@ mod tests {
 
     #[test]
     fn references_out_of_the_schema_other_dialects_and_non_schemas_are_refused_by_name() {
-        let refused = |text: &str| prepare(text, false).map(|_| ()).map_err(|error| error.to_string());
+        let refused = |text: &str| {
+            prepare(text, JsonWhitespace::OneLine, false).map(|_| ()).map_err(|error| error.to_string())
+        };
         let remote = r#"{"properties": {"a": {"$ref": "https://example.com/a.json"}}}"#;
         assert!(refused(remote).unwrap_err().contains("$ref https://example.com/a.json leads out"));
         let relative = r##"{"items": [{"$ref": "other.json#/a"}]}"##;
@@ -186,7 +202,13 @@ mod tests {
 
     #[test]
     fn options_of_the_compiler_are_not_taken_from_clients() {
-        let schema = prepare(r#"{"type": "string", "x-guidance": {"lenient": true}}"#, false).unwrap();
-        assert!(schema[OPTIONS].get("lenient").is_none());
+        let text = r#"{"type": "string", "x-guidance": {"lenient": true, "key_separator": " : "}}"#;
+        for whitespace in [JsonWhitespace::OneLine, JsonWhitespace::Any] {
+            let schema = prepare(text, whitespace, false).unwrap();
+            let options = schema[OPTIONS].as_object().unwrap();
+            assert!(!options.contains_key("lenient"));
+            let set = whitespace_options(whitespace);
+            assert!(WHITESPACE.iter().all(|option| options.get(*option) == set.get(*option)), "{options:?}");
+        }
     }
 }

@@ -3,8 +3,8 @@
 use std::sync::Arc;
 
 use inflight_contract::{
-    Constraint, CostCoefficients, FinishReason, Grammar, PositionLogprobs, PromptLogprobs, SamplingOverrides,
-    SamplingSpec, StopConditions, TokenLogprob, sampling_numbers,
+    Constraint, CostCoefficients, FinishReason, Grammar, JsonWhitespace, PositionLogprobs, PromptLogprobs,
+    SamplingOverrides, SamplingSpec, StopConditions, TokenLogprob, sampling_numbers,
 };
 
 use crate::v1;
@@ -177,9 +177,13 @@ sampling_numbers!(sampling_messages);
 impl v1::Constraint {
     /// Returns the contract's constraint. A message without a grammar gives one without choices, which validation refuses.
     pub fn to_contract(self) -> Constraint {
+        let whitespace = match self.json_whitespace() {
+            v1::JsonWhitespace::OneLine => JsonWhitespace::OneLine,
+            v1::JsonWhitespace::Unspecified | v1::JsonWhitespace::Any => JsonWhitespace::Any,
+        };
         let grammar = match self.grammar {
-            Some(GrammarMessage::JsonObject(v1::JsonObject {})) => Grammar::JsonObject,
-            Some(GrammarMessage::JsonSchema(text)) => Grammar::JsonSchema(text),
+            Some(GrammarMessage::JsonObject(v1::JsonObject {})) => Grammar::JsonObject(whitespace),
+            Some(GrammarMessage::JsonSchema(text)) => Grammar::JsonSchema(text, whitespace),
             Some(GrammarMessage::Regex(text)) => Grammar::Regex(text),
             Some(GrammarMessage::Choice(v1::ChoiceGrammar { texts })) => Grammar::Choice(texts),
             Some(GrammarMessage::Lark(text)) => Grammar::Lark(text),
@@ -191,13 +195,22 @@ impl v1::Constraint {
     /// Returns the message of a constraint.
     pub fn from_contract(constraint: &Constraint) -> Self {
         let grammar = match constraint.grammar.clone() {
-            Grammar::JsonObject => GrammarMessage::JsonObject(v1::JsonObject {}),
-            Grammar::JsonSchema(text) => GrammarMessage::JsonSchema(text),
+            Grammar::JsonObject(_) => GrammarMessage::JsonObject(v1::JsonObject {}),
+            Grammar::JsonSchema(text, _) => GrammarMessage::JsonSchema(text),
             Grammar::Regex(text) => GrammarMessage::Regex(text),
             Grammar::Choice(texts) => GrammarMessage::Choice(v1::ChoiceGrammar { texts }),
             Grammar::Lark(text) => GrammarMessage::Lark(text),
         };
-        Self { grammar: Some(grammar), begins_after: constraint.begins_after }
+        let json_whitespace = match constraint.grammar.json_whitespace() {
+            None => v1::JsonWhitespace::Unspecified,
+            Some(JsonWhitespace::OneLine) => v1::JsonWhitespace::OneLine,
+            Some(JsonWhitespace::Any) => v1::JsonWhitespace::Any,
+        };
+        Self {
+            grammar: Some(grammar),
+            begins_after: constraint.begins_after,
+            json_whitespace: json_whitespace.into(),
+        }
     }
 }
 
@@ -260,8 +273,8 @@ mod tests {
     #[test]
     fn every_kind_of_constraint_round_trips_and_one_without_a_grammar_is_refused() {
         let kinds = [
-            Grammar::JsonObject,
-            Grammar::JsonSchema("{}".to_owned()),
+            Grammar::JsonObject(JsonWhitespace::Any),
+            Grammar::json_schema("{}"),
             Grammar::Regex("a+".to_owned()),
             Grammar::Choice(vec!["a".to_owned(), "b".to_owned()]),
             Grammar::Lark("start: \"a\"".to_owned()),

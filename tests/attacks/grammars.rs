@@ -47,7 +47,7 @@ pub(crate) async fn generate(
     grammar: Option<Grammar>,
     key: &str,
 ) -> Result<String, tonic::Status> {
-    let constraint = grammar.map(|grammar| Constraint { grammar: Some(grammar), begins_after: None });
+    let constraint = grammar.map(|grammar| Constraint { grammar: Some(grammar), ..Constraint::default() });
     let request = GenerateRequest {
         input: Some(Input::Text("Once upon a time".to_owned())),
         sampling: Some(SamplingParams { constraint, ..SamplingParams::default() }),

@@ -179,7 +179,7 @@ fn request(random: &mut StdRng, known: &[u32]) -> GenerateRequest {
             .map(|_| TokenSequence { token_ids: some_of(random, known, 2) })
             .collect(),
         prompt_logprobs: maybe(random, 0.25, |random| random.random_range(0..=5)),
-        constraint: constraint.map(|grammar| Constraint { grammar: Some(grammar), begins_after: None }),
+        constraint: constraint.map(|grammar| Constraint { grammar: Some(grammar), ..Constraint::default() }),
     };
     let stop = StopConditions {
         max_tokens: Some(max_tokens),

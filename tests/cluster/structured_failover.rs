@@ -177,7 +177,7 @@ fn request(random: &mut StdRng) -> GenerateRequest {
             top_p: Some(random.random_range(0.7..=1.0)),
             frequency_penalty: Some(random.random_range(0.0..0.5)),
             seed: Some(random.random()),
-            constraint: grammar.map(|grammar| Constraint { grammar: Some(grammar), begins_after: None }),
+            constraint: grammar.map(|grammar| Constraint { grammar: Some(grammar), ..Constraint::default() }),
             ..SamplingParams::default()
         }),
         stop: Some(StopConditions { max_tokens: Some(300), ..StopConditions::default() }),

@@ -4,7 +4,7 @@
 use std::process::ExitCode;
 use std::time::Duration;
 
-use inflight_contract::Grammar;
+use inflight_contract::{Grammar, JsonWhitespace};
 use inflight_grammar::{Compiler, GrammarError, Vocabulary};
 use inflight_sandbox::{Helper, HelperError, HelperOptions, Limits, StateError};
 use serde::{Deserialize, Serialize};
@@ -48,8 +48,8 @@ struct State {
 /// Grammar, as it is sent to a helper.
 #[derive(Debug, Serialize, Deserialize)]
 enum Request {
-    JsonObject,
-    JsonSchema(String),
+    JsonObject(JsonWhitespace),
+    JsonSchema(String, JsonWhitespace),
     Regex(String),
     Choice(Vec<String>),
     Lark(String),
@@ -89,8 +89,8 @@ pub(crate) fn state_error(error: &GrammarError) -> StateError {
 /// [`GrammarError`].
 pub(crate) async fn check(helper: &Helper, grammar: &Grammar) -> Result<Duration, GrammarError> {
     let request = match grammar.clone() {
-        Grammar::JsonObject => Request::JsonObject,
-        Grammar::JsonSchema(text) => Request::JsonSchema(text),
+        Grammar::JsonObject(whitespace) => Request::JsonObject(whitespace),
+        Grammar::JsonSchema(text, whitespace) => Request::JsonSchema(text, whitespace),
         Grammar::Regex(text) => Request::Regex(text),
         Grammar::Choice(choices) => Request::Choice(choices),
         Grammar::Lark(text) => Request::Lark(text),
@@ -130,8 +130,8 @@ fn compile(compiler: &Compiler, request: &[u8]) -> Vec<u8> {
     let verdict: Verdict = match postcard::from_bytes(request) {
         Ok(request) => {
             let grammar = match request {
-                Request::JsonObject => Grammar::JsonObject,
-                Request::JsonSchema(text) => Grammar::JsonSchema(text),
+                Request::JsonObject(whitespace) => Grammar::JsonObject(whitespace),
+                Request::JsonSchema(text, whitespace) => Grammar::JsonSchema(text, whitespace),
                 Request::Regex(text) => Grammar::Regex(text),
                 Request::Choice(choices) => Grammar::Choice(choices),
                 Request::Lark(text) => Grammar::Lark(text),

@@ -5,7 +5,7 @@
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, mpsc};
 
-use inflight_contract::Grammar;
+use inflight_contract::{Grammar, JsonWhitespace};
 use inflight_grammar::Vocabulary;
 use inflight_grammar_service::Grammars;
 
@@ -35,7 +35,9 @@ fn a_vocabulary_is_prepared_once_in_the_background_and_a_grammar_that_comes_befo
     begins.recv().unwrap();
     let early = {
         let grammars = Arc::clone(&grammars);
-        std::thread::spawn(move || grammars.compile(&Grammar::JsonObject).map(|_| ()))
+        std::thread::spawn(move || {
+            grammars.compile(&Grammar::JsonObject(JsonWhitespace::OneLine)).map(|_| ())
+        })
     };
     release.send(()).unwrap();
     assert_eq!(early.join().unwrap(), Ok(()));

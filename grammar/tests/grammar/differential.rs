@@ -4,9 +4,10 @@
 
 #![allow(clippy::disallowed_methods, reason = "the number of cases comes from the environment")]
 
+use inflight_contract::{Grammar, JsonWhitespace};
 use inflight_fixtures::cases;
 use inflight_grammar::{CompiledGrammar, Compiler, MaskOutcome, MatchError, Matcher, Vocabulary};
-use inflight_schemas::{Case, Coverage, Judge, Random, Verdict};
+use inflight_schemas::{Case, Coverage, Json, Judge, Random, Verdict};
 
 use super::vocabulary::schema;
 
@@ -46,6 +47,24 @@ fn takes(compiled: &CompiledGrammar, text: &str) -> Option<bool> {
         }
     }
     matcher.is_accepting().ok()
+}
+
+/// Returns the texts of a value that a grammar of JSON on one line, or the grammar with any whitespace, treats wrongly: one line is allowed with
+/// a space after each colon and comma, too, several lines are with any whitespace alone.
+fn faults_of_whitespace(one_line: &CompiledGrammar, any: &CompiledGrammar, value: &Json) -> Vec<String> {
+    let (compact, spaced, pretty) = (value.to_string(), value.spaced(), value.pretty());
+    let has_lines = pretty != compact;
+    let cases = [
+        (one_line, &spaced, true),
+        (one_line, &pretty, !has_lines),
+        (any, &compact, true),
+        (any, &spaced, true),
+        (any, &pretty, true),
+    ];
+    let wrong = cases.into_iter().filter(|(grammar, text, allowed)| takes(grammar, text) == Some(!allowed));
+    wrong
+        .map(|(_, text, allowed)| format!("{text:?} is to be {}", if allowed { "taken" } else { "refused" }))
+        .collect()
 }
 
 /// Writes a text of allowed bytes, chosen at random; `None` if it has no end soon.
@@ -107,6 +126,16 @@ fn what_grammars_allow_is_valid_and_what_is_valid_is_allowed() {
                 continue;
             }
         };
+        let any = Grammar::JsonSchema(case.schema.to_string(), JsonWhitespace::Any);
+        match compiler.compile(&any) {
+            Ok(any) => {
+                let required = case.values.iter().zip(&plain);
+                let required = required.filter(|(_, text)| judge.verdict(text, true) == Verdict::Required);
+                let faults = required.flat_map(|(value, _)| faults_of_whitespace(&compiled, &any, value));
+                wrong.extend(faults.map(|fault| format!("seed {seed}: {}: {fault}", case.schema)));
+            }
+            Err(error) => wrong.push(format!("seed {seed}: {} with any whitespace: {error}", case.schema)),
+        }
         let mut random = Random::new(!seed);
         let written: Vec<Option<String>> = (0..WALKS).map(|_| walk(&compiled, &mut random)).collect();
         walks += written.len();

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use inflight_contract::Grammar;
+use inflight_contract::{Grammar, JsonWhitespace};
 use inflight_grammar::{
     CompiledGrammar, Compiler, MaskOutcome, MatchError, Matcher, MemoryBudget, Vocabulary,
 };
@@ -163,7 +163,11 @@ fn masks_that_need_too_much_work_end_the_output_and_usual_ones_need_a_twentieth(
     assert!(matches!(error, MatchError::Work { .. }), "{error}");
     println!("{error}");
     assert_eq!(output.matcher.write_mask(&mut [0]), Err(error), "the matcher goes on");
-    for grammar in [schema(TOOL), Grammar::JsonObject, Grammar::Choice(vec!["yes".into(), "no".into()])] {
+    for grammar in [
+        schema(TOOL),
+        Grammar::JsonObject(JsonWhitespace::OneLine),
+        Grammar::Choice(vec!["yes".into(), "no".into()]),
+    ] {
         let mut output = Output::new(&compiler.compile(&grammar).unwrap(), 3);
         for _ in 0..200 {
             let (debt, most) = (output.matcher.work_debt(), Matcher::WORK_DEBT_MAX);

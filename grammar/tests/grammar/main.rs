@@ -8,3 +8,4 @@ mod limits;
 mod matching;
 mod refusals;
 mod vocabulary;
+mod whitespace;

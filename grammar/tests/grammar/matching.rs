@@ -1,6 +1,6 @@
 //! What matchers allow, and that their state depends on the tokens alone.
 
-use inflight_contract::Grammar;
+use inflight_contract::{Grammar, JsonWhitespace};
 use inflight_grammar::{MaskOutcome, MatchError, Matcher, Vocabulary};
 use proptest::prelude::*;
 
@@ -32,7 +32,7 @@ fn end_tokens_are_allowed_where_the_output_matches_and_a_finished_grammar_is_com
     assert!(matcher.is_complete());
 
     let mut matcher = compiler.compile(&schema(PERSON)).unwrap().matcher(None);
-    write(&mut matcher, "{\"name\": \"Ann\", \"age\": 30,\n  \"tags\": [\"bc\"]");
+    write(&mut matcher, r#"{"name": "Ann","age":30, "tags": ["bc"]"#);
     assert!(!matcher.is_complete());
     write(&mut matcher, "}");
     assert!(matcher.is_complete());
@@ -48,7 +48,8 @@ fn a_token_that_does_not_match_is_refused() {
     write(&mut matcher, "ye");
     let refused = matcher.consume(b'n'.into());
     assert_eq!(refused, Err(MatchError::TokenRefused { token: b'n'.into(), consumed: 2 }));
-    let mut matcher = compiler().compile(&Grammar::JsonObject).unwrap().matcher(None);
+    let mut matcher =
+        compiler().compile(&Grammar::JsonObject(JsonWhitespace::OneLine)).unwrap().matcher(None);
     let refused = matcher.consume(END);
     assert_eq!(refused, Err(MatchError::TokenRefused { token: END, consumed: 0 }));
 }
@@ -90,7 +91,12 @@ fn a_constraint_begins_after_its_token_and_control_tokens_match_no_text() {
 
 #[test]
 fn forced_bytes_come_as_the_longest_tokens() {
+    let word = |text: &str| (256..END).find(|id| vocabulary().bytes(*id) == text.as_bytes()).unwrap();
     let mut matcher = compiler().compile(&schema(PERSON)).unwrap().matcher(None);
+    let name = ["{\"", "na", "me", "\":"].map(word);
+    assert_eq!(matcher.forced_tokens(), name, "a space may follow the colon");
+    let any = Grammar::JsonSchema(PERSON.to_owned(), JsonWhitespace::Any);
+    let mut matcher = compiler().compile(&any).unwrap().matcher(None);
     assert_eq!(
         matcher.forced_tokens(),
         [0; 0],
@@ -99,7 +105,6 @@ fn forced_bytes_come_as_the_longest_tokens() {
     let before = allowed(&mut matcher);
     write(&mut matcher, "{");
     write(&mut matcher, "\"na");
-    let word = |text: &str| (256..END).find(|id| vocabulary().bytes(*id) == text.as_bytes()).unwrap();
     assert_eq!(matcher.forced_tokens(), [word("me")], "a space may follow the quote");
     matcher.rollback(4).unwrap();
     assert_eq!(allowed(&mut matcher), before, "asking for forced tokens changes no mask");
@@ -137,7 +142,7 @@ proptest! {
                                              cut in any::<prop::sample::Index>(), kind in 0..3) {
         let grammar = match kind {
             0 => schema(PERSON),
-            1 => Grammar::JsonObject,
+            1 => Grammar::JsonObject(JsonWhitespace::OneLine),
             _ => Grammar::Regex("(ab|[a-f]{1,20}|na?me)+,(12|[0-9])*".to_owned()),
         };
         let compiled = compiler().compile(&grammar).unwrap();

@@ -1,6 +1,6 @@
 //! Grammars that are refused, with the reason.
 
-use inflight_contract::Grammar;
+use inflight_contract::{Grammar, JsonWhitespace};
 use inflight_grammar::{Compiler, GrammarError, Vocabulary};
 
 use super::vocabulary::*;
@@ -91,7 +91,7 @@ fn grammars_that_the_vocabulary_cannot_begin_and_empty_ones_are_refused() {
     let outcome = |grammar: Grammar| compiler.compile(&grammar).map(|_| ());
     let unsatisfiable = outcome(Grammar::Regex("b+".to_owned()));
     assert!(matches!(unsatisfiable, Err(GrammarError::Unsatisfiable(_))), "{unsatisfiable:?}");
-    assert!(outcome(Grammar::JsonObject).is_err());
+    assert!(outcome(Grammar::JsonObject(JsonWhitespace::OneLine)).is_err());
     assert_eq!(outcome(Grammar::Lark("start: \"\"".to_owned())), Err(GrammarError::Empty));
     // Its parser would predict a rule for each of 2^64 parameters.
     let counting = "start: p::0\np::_ : p::incr(_) \"b\" | \"a\"";

@@ -26,7 +26,7 @@ pub fn compiler() -> Compiler {
 }
 
 pub fn schema(text: &str) -> Grammar {
-    Grammar::JsonSchema(text.to_owned())
+    Grammar::json_schema(text)
 }
 
 /// Returns the tokens that may follow; none if the output is complete.

@@ -11,6 +11,7 @@ mod block_hash;
 mod constraint;
 mod cost;
 mod finish;
+mod json_whitespace;
 mod limits;
 mod logprobs;
 mod sampling;
@@ -23,6 +24,7 @@ pub use block_hash::BlockHash;
 pub use constraint::{Constraint, ConstraintError, Grammar};
 pub use cost::CostCoefficients;
 pub use finish::FinishReason;
+pub use json_whitespace::JsonWhitespace;
 pub use limits::{ModelLimits, PRIORITY_MAX, Priority, RequestError, RequestShape};
 pub use logprobs::{PositionLogprobs, PromptLogprobs, TokenLogprob};
 pub use sampling::{

@@ -8,9 +8,6 @@ use crate::call_schema::call_schema;
 use crate::xml_grammar;
 use crate::{Marker, ReasoningFormat, ToolCallFormat};
 
-/// Whitespace between the parts of an answer in JSON: a space, or a line break with its indentation.
-const WHITESPACE: &str = r" |\r?\n[ \t]{0,40}";
-
 /// Tool in a grammar.
 #[derive(Debug, Clone, Copy)]
 pub struct GrammarTool<'a> {
@@ -20,6 +17,15 @@ pub struct GrammarTool<'a> {
     pub parameters: &'a Value,
     /// Whether arguments must match the schema; else they are any object.
     pub strict: bool,
+}
+
+/// Answer in JSON that an output may be instead of calls.
+#[derive(Debug, Clone, Copy)]
+pub struct GrammarAnswer<'a> {
+    /// JSON schema of the answer.
+    pub schema: &'a Value,
+    /// Options of llguidance's compiler for the whitespace of the answer, as a JSON object.
+    pub options: &'a str,
 }
 
 /// Reason for which there is no grammar of the calls.
@@ -59,8 +65,8 @@ pub struct CallGrammar<'a> {
     pub tools: &'a [GrammarTool<'a>],
     /// Whether the output is a call, or several; else it is text with calls.
     pub required: bool,
-    /// JSON schema of the answer, if the output is either calls or an answer in JSON.
-    pub answer: Option<&'a Value>,
+    /// The answer, if the output is either calls or an answer in JSON.
+    pub answer: Option<GrammarAnswer<'a>>,
     /// Whether there may be several calls.
     pub several: bool,
     /// Format of the reasoning that may come first.
@@ -112,7 +118,7 @@ impl CallGrammar<'_> {
         if let Some(answer) = self.answer {
             start = format!("({start} | answer)");
             rules.write_str("answer: ")?;
-            rules.plain_json(answer)?;
+            rules.plain_json(answer.schema, answer.options)?;
         }
         writeln!(rules, "call: {}", self.call(&begin))?;
         let names: Vec<String> = (0..self.tools.len()).map(|at| format!("tool_{at}")).collect();
@@ -185,10 +191,10 @@ impl CallGrammar<'_> {
     fn json_tool(&self, rules: &mut Rules, at: usize, tool: &GrammarTool<'_>) -> fmt::Result {
         let any = json!({"type": "object"});
         let arguments = if tool.strict { tool.parameters } else { &any };
-        if self.format == ToolCallFormat::Llama3 && self.answer.is_some() {
+        if let Some(answer) = self.answer.filter(|_| self.format == ToolCallFormat::Llama3) {
             // In the terminals of an answer, which begins with the same characters.
             write!(rules, "tool_{at}: ")?;
-            return rules.plain_json(&call_schema(tool.name, "parameters", arguments));
+            return rules.plain_json(&call_schema(tool.name, "parameters", arguments), answer.options);
         }
         let name = Value::from(tool.name).to_string();
         if self.format == ToolCallFormat::Mistral && self.named_arguments() {
@@ -274,9 +280,9 @@ impl Rules {
 }
 
 impl Rules {
-    /// Writes the end of a rule: JSON of a schema, with the whitespace of a format without tools.
-    fn plain_json(&mut self, schema: &Value) -> fmt::Result {
-        write!(self, "%json {{\"x-guidance\":{}", json!({"whitespace_pattern": WHITESPACE}))?;
+    /// Writes the end of a rule: JSON of a schema, with the whitespace of an answer without tools.
+    fn plain_json(&mut self, schema: &Value, options: &str) -> fmt::Result {
+        write!(self, "%json {{\"x-guidance\":{options}")?;
         for (key, value) in schema.as_object().into_iter().flatten().filter(|(key, _)| *key != "x-guidance") {
             write!(self, ",{}:{value}", Value::from(key.as_str()))?;
         }

@@ -28,7 +28,7 @@ pub use call_ids::{CallIdStyle, CallIds};
 pub use call_schema::may_look_like_call;
 pub use event::{OutputEnd, OutputEvent};
 pub use format::{FormatError, ReasoningFormat, ToolCallFormat};
-pub use grammar::{CallGrammar, CallGrammarError, GrammarTool};
+pub use grammar::{CallGrammar, CallGrammarError, GrammarAnswer, GrammarTool};
 pub use marker::Marker;
 pub use parser::{MarkerToken, OutputFormat, OutputParser};
 pub use tool_types::{ParameterKind, ToolTypes};

@@ -11,6 +11,7 @@ use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::time::Duration;
 
+use inflight_contract::JsonWhitespace;
 use inflight_grammar_service::Confinement;
 use inflight_net::{ClientTls, SecretFile, ServerTlsFiles};
 use inflight_options::{bytes, duration};
@@ -132,6 +133,15 @@ pub struct Options {
         env = "INFLIGHT_ROUTER_REASONING_FORMAT"
     )]
     pub reasoning_format: FormatChoice<ReasoningFormat>,
+    /// Whitespace that JSON of a schema, or any JSON object, may have between its parts: one-line (none, or one space after a colon and after a
+    /// comma) or any (a space, or a line break with its indentation). It does not change tool calls
+    #[arg(
+        long,
+        value_name = "WHITESPACE",
+        default_value_t = JsonWhitespace::default(),
+        env = "INFLIGHT_ROUTER_JSON_WHITESPACE"
+    )]
+    pub json_whitespace: JsonWhitespace,
     /// Date that chat templates write into prompts: today (the UTC date at which a request starts) or a fixed date such as 2026-01-31,
     /// with which equal conversations have equal prompts on every day
     #[arg(long, value_name = "DATE", default_value_t = TemplateDate::Today, env = "INFLIGHT_ROUTER_TEMPLATE_DATE")]

@@ -1,6 +1,6 @@
 //! A request whose fields are valid.
 
-use inflight_contract::{Priority, SamplingError, SamplingParams, SamplingSpec, Weight};
+use inflight_contract::{Constraint, Priority, SamplingError, SamplingParams, SamplingSpec, Weight};
 use tracing::{Span, info_span};
 use tracing_opentelemetry::OpenTelemetrySpanExt as _;
 
@@ -94,6 +94,9 @@ impl Checked {
         let _ = span.set_parent(client.clone());
         limits::check_stops("stop", &draft.stop.stop)?;
         let words = BadWords::new(served.clone(), std::mem::take(&mut draft.sampling.bad_words))?;
+        if let Some(constraint) = &mut draft.sampling.constraint {
+            Constraint::set_json_whitespace(constraint, options.json_whitespace);
+        }
         let output = OutputPlan::new(&mut draft, (&served.name, &served.model), options)?;
         let constraint = draft.sampling.constraint.clone();
         let grammar = constraint.map(|constraint| {

@@ -2,10 +2,10 @@
 
 use std::sync::Arc;
 
-use inflight_contract::{Constraint, Grammar};
+use inflight_contract::{Constraint, Grammar, JsonWhitespace};
 use inflight_output_parser::{
-    CallGrammar, CallIdStyle, CallIds, GrammarTool, Marker, MarkerToken, OutputFormat, OutputParser,
-    ReasoningFormat, ToolCallFormat, may_look_like_call,
+    CallGrammar, CallIdStyle, CallIds, GrammarAnswer, GrammarTool, Marker, MarkerToken, OutputFormat,
+    OutputParser, ReasoningFormat, ToolCallFormat, may_look_like_call,
 };
 use serde_json::{Value, json};
 
@@ -58,8 +58,10 @@ impl OutputPlan {
             reasoning.is_some_and(|reasoning| opens_reasoning(model, &request.input, reasoning));
         let constraint =
             request.sampling.constraint.clone().map(|constraint| (request.constraint_field, constraint));
-        let tools_constraint =
-            tools.map(|tools| CallConstraint { tools, format: &mut format, model }.of(constraint.as_ref()));
+        let tools_constraint = tools.map(|tools| {
+            let whitespace = options.json_whitespace;
+            CallConstraint { tools, format: &mut format, model, whitespace }.of(constraint.as_ref())
+        });
         let mut answer = None;
         match tools_constraint.transpose()?.flatten() {
             Some(CallsOrAnswer { calls, with_answer }) => {
@@ -140,7 +142,7 @@ fn opens_reasoning(model: &Model, input: &Input, reasoning: ReasoningFormat) -> 
 
 /// Whether a grammar is of JSON, in which a marker is text.
 fn is_json(grammar: &Grammar) -> bool {
-    matches!(grammar, Grammar::JsonObject | Grammar::JsonSchema(_))
+    grammar.json_whitespace().is_some()
 }
 
 /// Constraint of an output by its tools.
@@ -155,6 +157,8 @@ struct CallConstraint<'a> {
     tools: &'a ToolUse,
     format: &'a mut OutputFormat,
     model: &'a Model,
+    /// Whitespace of an answer in JSON.
+    whitespace: JsonWhitespace,
 }
 
 impl CallConstraint<'_> {
@@ -214,7 +218,7 @@ impl CallConstraint<'_> {
         required: bool,
         answer: Option<&Value>,
     ) -> Result<Constraint, Outcome> {
-        let Self { tools, format, model } = self;
+        let Self { tools, format, model, whitespace } = self;
         let special = |text: &str| {
             let id = model.tokenizer.token_id(text);
             id.filter(|id| model.tokenizer.vocabulary().is_special(*id))
@@ -228,7 +232,7 @@ impl CallConstraint<'_> {
             format: calls,
             tools: shown,
             required,
-            answer,
+            answer: answer.map(|schema| GrammarAnswer { schema, options: whitespace.compiler_options() }),
             several: tools.parallel && !matches!(tools.choice, ToolChoice::Named(_)),
             reasoning: format.reasoning.filter(|_| begins_after.is_none()),
             begins_in_reasoning: format.begins_in_reasoning,
@@ -242,8 +246,8 @@ impl CallConstraint<'_> {
 /// Returns the schema of an answer in JSON; `None` for any other grammar.
 fn answer_schema(field: &'static str, grammar: &Grammar) -> Result<Option<Value>, Outcome> {
     let schema = match grammar {
-        Grammar::JsonObject => return Ok(Some(json!({"type": "object"}))),
-        Grammar::JsonSchema(text) => text,
+        Grammar::JsonObject(_) => return Ok(Some(json!({"type": "object"}))),
+        Grammar::JsonSchema(text, _) => text,
         Grammar::Regex(_) | Grammar::Choice(_) | Grammar::Lark(_) => return Ok(None),
     };
     let refused = |reason: &dyn std::fmt::Display| Err(Outcome::field(field, format!("{field}: {reason}")));

@@ -3,7 +3,7 @@
 
 use std::collections::BTreeMap;
 
-use inflight_contract::Grammar;
+use inflight_contract::JsonWhitespace;
 use inflight_grammar::{Compiler, Vocabulary};
 use inflight_proto::kserve;
 use inflight_proto::kserve::grpc_inference_service_client::GrpcInferenceServiceClient;
@@ -11,7 +11,7 @@ use inflight_proto::kserve::infer_parameter::ParameterChoice;
 use inflight_proto::kserve::model_infer_request::InferInputTensor;
 use inflight_proto::v1;
 use inflight_proto::v1::constraint::Grammar as Wire;
-use inflight_router::HttpOptions;
+use inflight_router::{HttpOptions, Options};
 use serde_json::{Value, json};
 use tonic::Code;
 
@@ -28,7 +28,9 @@ struct Case {
 }
 
 const JSON_GOOD: &[&str] = &[r#"{"a":1}"#, r#"{"a": 23}"#];
-const JSON_BAD: &[&str] = &["{}", "[]", r#"{"a":"1"}"#, "yes", "1"];
+const JSON_BAD: &[&str] = &["{}", "[]", r#"{"a":"1"}"#, "yes", "1", JSON_LINES, r#"{"a" : 1}"#];
+/// Allowed by a router with any whitespace.
+const JSON_LINES: &str = "{\n  \"a\" : 1\r\n}";
 const TEXT_GOOD: &[&str] = &["yes", "no"];
 const TEXT_BAD: &[&str] = &["maybe", "yesno", "{}"];
 
@@ -114,20 +116,13 @@ fn compiler() -> Compiler {
     Compiler::new(&vocabulary, 257, &[256]).unwrap()
 }
 
-fn of_wire(grammar: Wire) -> Grammar {
-    match grammar {
-        Wire::JsonObject(_) => Grammar::JsonObject,
-        Wire::JsonSchema(text) => Grammar::JsonSchema(text),
-        Wire::Regex(text) => Grammar::Regex(text),
-        Wire::Choice(choice) => Grammar::Choice(choice.texts),
-        Wire::Lark(text) => Grammar::Lark(text),
-    }
-}
-
 /// Checks that what a worker received allows texts and no others.
 fn check(compiler: &Compiler, submit: v1::Submit, good: &[&str], bad: &[&str], place: &str) {
     let constraint = submit.sampling.unwrap().constraint.unwrap_or_else(|| panic!("{place}: no constraint"));
-    let compiled = compiler.compile(&of_wire(constraint.grammar.unwrap())).unwrap();
+    let is_json = matches!(constraint.grammar, Some(Wire::JsonSchema(_) | Wire::JsonObject(_)));
+    let says = constraint.json_whitespace() != v1::JsonWhitespace::Unspecified;
+    assert_eq!(says, is_json, "{place}: {constraint:?}");
+    let compiled = compiler.compile(&constraint.to_contract().grammar).unwrap();
     let matches = |text: &&str| {
         let mut matcher = compiled.matcher(None);
         text.bytes().all(|byte| matcher.consume(byte.into()).is_ok()) && matcher.is_accepting().unwrap()
@@ -308,7 +303,10 @@ async fn every_grammar_of_grpc_reaches_the_worker() {
             (Wire::Choice(v1::ChoiceGrammar { texts }), TEXT_GOOD, TEXT_BAD),
             (Wire::Lark("start: \"yes\" | \"no\"".to_owned()), TEXT_GOOD, TEXT_BAD),
         ] {
-            let constraint = Some(v1::Constraint { grammar: Some(grammar), begins_after: None });
+            let mut constraint = v1::Constraint { grammar: Some(grammar), ..v1::Constraint::default() };
+            // The router's options say it.
+            constraint.set_json_whitespace(v1::JsonWhitespace::Any);
+            let constraint = Some(constraint);
             let sampling = Some(v1::SamplingParams { constraint, ..Default::default() });
             let request = v1::GenerateRequest { sampling, ..crate::cluster::text("a") };
             let mut calling = http.cluster.client.clone();
@@ -318,6 +316,56 @@ async fn every_grammar_of_grpc_reaches_the_worker() {
             call.await.unwrap().unwrap();
             check(&compiler, submit, good, bad, "gRPC");
         }
+    })
+    .await;
+}
+
+#[tokio::test]
+async fn the_whitespace_that_a_router_allows_reaches_the_worker_from_every_surface() {
+    bounded(async {
+        let options = Options { json_whitespace: JsonWhitespace::Any, ..with_http(HttpOptions::default()) };
+        let mut http = HttpCluster::start(options).await;
+        let compiler = compiler();
+        let good = [JSON_GOOD, &[JSON_LINES]].concat();
+        let bad = ["{}", r#"{"a":  1}"#, "{\n\n\"a\": 1}"];
+        for (_, path, body, format) in apis() {
+            let mut body = body.clone();
+            let named = json!({"type": "json_schema", "name": "n", "schema": schema()});
+            match format {
+                [outer, inner] => body[*outer] = json!({(*inner): named}),
+                _ => body[format[0]] = json!({"type": "json_object", "schema": schema()}),
+            }
+            // Its prompts share the grammar.
+            let prompts = if path == "/v1/completions" { 2 } else { 1 };
+            if prompts == 2 {
+                body["prompt"] = json!(["a", "b"]);
+            }
+            let call = http.post(path, &body.to_string()).await;
+            for _ in 0..prompts {
+                let submit = http.session.submit().await;
+                http.session.finish(&submit, 0, &tokens("a"), v1::FinishReason::Stop);
+                check(&compiler, submit, &good, &bad, path);
+            }
+            assert_eq!(call.response().await.status, 200, "{path}");
+        }
+        let grammar = Some(Wire::JsonSchema(schema().to_string()));
+        let mut constraint = v1::Constraint { grammar, ..v1::Constraint::default() };
+        constraint.set_json_whitespace(v1::JsonWhitespace::OneLine);
+        let sampling = Some(v1::SamplingParams { constraint: Some(constraint), ..Default::default() });
+        let request = v1::GenerateRequest { sampling, ..crate::cluster::text("a") };
+        let mut client = http.cluster.client.clone();
+        let call = tokio::spawn(async move { client.generate_unary(request).await });
+        let submit = http.session.submit().await;
+        http.session.finish(&submit, 0, &tokens("a"), v1::FinishReason::Stop);
+        call.await.unwrap().unwrap();
+        check(&compiler, submit, &good, &bad, "gRPC");
+        let mut client = GrpcInferenceServiceClient::new(http.cluster.channel.clone());
+        let request = infer("guided_json", &[&schema().to_string()]);
+        let call = tokio::spawn(async move { client.model_infer(request).await });
+        let submit = http.session.submit().await;
+        http.session.finish(&submit, 0, &tokens("a"), v1::FinishReason::Stop);
+        call.await.unwrap().unwrap();
+        check(&compiler, submit, &good, &bad, "KServe");
     })
     .await;
 }

@@ -34,7 +34,7 @@ fn stop(request: &mut v1::GenerateRequest) -> &mut v1::StopConditions {
 }
 
 fn constraint(grammar: Grammar, begins_after: Option<u32>) -> Option<v1::Constraint> {
-    Some(v1::Constraint { grammar: Some(grammar), begins_after })
+    Some(v1::Constraint { grammar: Some(grammar), begins_after, ..v1::Constraint::default() })
 }
 
 fn word(token_ids: &[u32]) -> v1::TokenSequence {

@@ -91,7 +91,7 @@ fn vocabulary(size: usize, ends: usize) -> Vocabulary {
 /// JSON schema of an array of records, longer than any output of the benchmark. `most` bounds the characters of each free text.
 fn records(most: Option<u32>) -> Grammar {
     let query = most.map_or_else(String::new, |most| format!(r#", "maxLength": {most}"#));
-    Grammar::JsonSchema(format!(
+    Grammar::json_schema(format!(
         r#"{{"type": "array", "minItems": 400, "items": {{"type": "object", "additionalProperties": false,
         "required": ["query", "limit", "field"], "properties": {{"query": {{"type": "string"{query}}},
         "limit": {{"type": "integer", "minimum": 1, "maximum": 50}}, "field": {{"enum": ["author", "year", "title"]}}}}}}}}"#
@@ -115,7 +115,7 @@ pub fn run(options: &Options) -> BenchResult<()> {
     let grammars = Arc::new(Grammars::new(vocab, &[eos], move || Ok(Arc::clone(&vocabulary))));
     let server = Server { model: &model, size, grammars, words };
     println!("model: {}, {vocab} tokens; machine load {}", model.name, machine_load());
-    let call = || Some(Grammar::JsonSchema(CALL.to_owned()));
+    let call = || Some(Grammar::json_schema(CALL.to_owned()));
     let forced = |name, streams| Workload {
         name,
         streams,

@@ -139,7 +139,7 @@ fn no_value_that_the_test_suite_calls_invalid_is_allowed() {
     let grammars = byte_grammars();
     let (mut valid, mut refused, mut invalid, mut wrong) = (0, 0, 0, Vec::new());
     for group in suite() {
-        let Ok(compiled) = grammars.compile(&Grammar::JsonSchema(group["schema"].to_string())) else {
+        let Ok(compiled) = grammars.compile(&Grammar::json_schema(group["schema"].to_string())) else {
             continue;
         };
         for case in group["tests"].as_array().unwrap() {
@@ -204,7 +204,7 @@ fn biases(vocabulary: &Vocabulary) -> Vec<(u32, f32)> {
 }
 
 fn request(schema: &Value, id: u64, biases: &[(u32, f32)]) -> Request {
-    let grammar = Grammar::JsonSchema(schema.to_string());
+    let grammar = Grammar::json_schema(schema.to_string());
     let sampling = SamplingSpec {
         temperature: 1.0,
         seed: id,
@@ -275,7 +275,7 @@ fn outputs_under_a_schema_are_valid_and_what_cannot_be_enforced_is_refused_befor
     let mut refusals: BTreeMap<String, usize> = BTreeMap::new();
     let mut accepted = Vec::new();
     for (at, schema) in all.iter().enumerate() {
-        match runtime.block_on(grammars.check(&Grammar::JsonSchema(schema.to_string()))) {
+        match runtime.block_on(grammars.check(&Grammar::json_schema(schema.to_string()))) {
             Ok(_) => accepted.push(at),
             Err(error) => {
                 assert!(at >= tools.len(), "a tool was refused: {schema}: {error}");

@@ -2,8 +2,10 @@
 
 #![allow(clippy::unwrap_used, reason = "helpers of tests fail like tests")]
 
-use inflight_contract::Grammar;
-use inflight_output_parser::{CallGrammar, GrammarTool, ReasoningFormat, ToolCallFormat, may_look_like_call};
+use inflight_contract::{Grammar, JsonWhitespace};
+use inflight_output_parser::{
+    CallGrammar, GrammarAnswer, GrammarTool, ReasoningFormat, ToolCallFormat, may_look_like_call,
+};
 use serde_json::{Value, json};
 
 use crate::grammar::{Random, SPECIAL, compiler, generate, parsed, schemas, text, value};
@@ -44,6 +46,7 @@ fn an_output_is_whole_calls_or_json_of_the_schema_and_never_text() {
                     .iter()
                     .map(|(name, parameters)| GrammarTool { name, parameters, strict })
                     .collect();
+                let whitespace = if number % 3 == 0 { JsonWhitespace::Any } else { JsonWhitespace::OneLine };
                 let (special, spelt) = if strict {
                     (&special as &dyn Fn(&str) -> Option<u32>, false)
                 } else {
@@ -53,7 +56,7 @@ fn an_output_is_whole_calls_or_json_of_the_schema_and_never_text() {
                     format,
                     tools: &tools,
                     required: false,
-                    answer: Some(answer),
+                    answer: Some(GrammarAnswer { schema: answer, options: whitespace.compiler_options() }),
                     several: number % 2 == 0,
                     reasoning: None,
                     begins_in_reasoning: false,
@@ -109,10 +112,10 @@ fn calls_and_answers_that_begin_alike_are_both_allowed_and_told_apart() {
         "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}}}, "required": ["name", "n"],
         "additionalProperties": false});
     assert!(!may_look_like_call(&answer, &["weather", "now", "note", "typed"]));
-    let grammar = |reasoning, several| {
+    let grammar = |reasoning, several, whitespace: JsonWhitespace| {
         let (required, begins_in_reasoning) = (false, false);
         let special = &|_: &str| None;
-        let answer = Some(&answer);
+        let answer = Some(GrammarAnswer { schema: &answer, options: whitespace.compiler_options() });
         CallGrammar {
             format,
             tools: &tools,
@@ -126,32 +129,39 @@ fn calls_and_answers_that_begin_alike_are_both_allowed_and_told_apart() {
         .lark(Grammar::BYTES_MAX)
         .unwrap()
     };
-    let lark = grammar(None, true);
+    let lark = grammar(None, true, JsonWhitespace::OneLine);
+    let any = grammar(None, true, JsonWhitespace::Any);
     let call = r#"{"name": "weather", "parameters": {"city": "Oslo", "days": 3}}"#;
     for (output, calls) in [
         (call, 1),
         (&*format!("{call}; {call}"), 2),
         (r#"{"name":"now","parameters":{}}"#, 1),
-        ("{\n  \"name\" : \"a\",\n  \"n\": 1\n}", 0),
+        (r#"{"name": "a","n":1}"#, 0),
         (r#"{"name": "weather", "n": 1}"#, 0),
         (r#"{"name": "wea", "n": 1}"#, 0),
         (r#"{"name": "now", "n": 1, "parameters": {"a": 2}}"#, 0),
         (r#"{"name": "note", "n": 0}"#, 0),
     ] {
-        assert!(accepts(&compiler, &lark, output), "{output}\n{lark}");
+        for lark in [&lark, &any] {
+            assert!(accepts(&compiler, lark, output), "{output}\n{lark}");
+        }
         let tokens: Vec<u32> = output.bytes().map(u32::from).collect();
         let (content, found) = parsed(format, &tokens, true, true);
         assert_eq!((found.len(), &*content), (calls, if calls == 0 { output } else { "" }), "{output}");
     }
-    assert!(!accepts(&compiler, &lark, r#"{"name":  "a", "n": 1}"#), "whitespace is bounded: {lark}");
+    for lines in ["{\n  \"name\" : \"a\",\n  \"n\": 1\n}", "{\n  \"name\": \"now\",\n  \"parameters\": {}\n}"]
+    {
+        assert!(accepts(&compiler, &any, lines) && !accepts(&compiler, &lark, lines), "{lines}");
+    }
+    assert!(!accepts(&compiler, &any, r#"{"name":  "a", "n": 1}"#), "whitespace is bounded: {any}");
     let mixed = format!("{call}; {}", r#"{"name": "a", "n": 1}"#);
     for output in
         ["text", "{", r#"{"name": "weather", "parameters": {"city": "Rome"}}"#, &mixed, r#"{"n": 1}"#]
     {
         assert!(!accepts(&compiler, &lark, output), "{output}\n{lark}");
     }
-    assert!(!accepts(&compiler, &grammar(None, false), &format!("{call}; {call}")));
-    let thinking = grammar(Some(ReasoningFormat::Think), false);
+    assert!(!accepts(&compiler, &grammar(None, false, JsonWhitespace::OneLine), &format!("{call}; {call}")));
+    let thinking = grammar(Some(ReasoningFormat::Think), false, JsonWhitespace::OneLine);
     for output in [call, r#"{"name": "a", "n": 1}"#] {
         assert!(
             accepts(&compiler, &thinking, &format!("<think>\nhm {{\n</think>\n\n{output}")),

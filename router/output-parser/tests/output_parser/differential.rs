@@ -148,42 +148,17 @@ fn walk(compiled: &CompiledGrammar, random: &mut Random) -> Option<String> {
     None
 }
 
-/// Writes a value with the separators of calls.
-fn spaced(value: &Json, out: &mut String) {
-    match value {
-        Json::Array(items) => {
-            out.push('[');
-            for (at, item) in items.iter().enumerate() {
-                out.push_str(if at == 0 { "" } else { ", " });
-                spaced(item, out);
-            }
-            out.push(']');
-        }
-        Json::Object(fields) => {
-            out.push('{');
-            for (at, (name, item)) in fields.iter().enumerate() {
-                out.push_str(if at == 0 { "" } else { ", " });
-                out.push_str(&format!("{}: ", Json::text(name)));
-                spaced(item, out);
-            }
-            out.push('}');
-        }
-        scalar => out.push_str(&scalar.to_string()),
-    }
-}
-
 /// Returns the possible spellings of a call with these arguments.
 fn writings(format: ToolCallFormat, arguments: &Json) -> Vec<String> {
-    let mut whole = String::new();
-    spaced(arguments, &mut whole);
+    // The separators of calls.
+    let whole = arguments.spaced();
     if format == ToolCallFormat::Hermes {
         return vec![format!("<tool_call>\n{{\"name\": \"t\", \"arguments\": {whole}}}\n</tool_call>")];
     }
     let Json::Object(fields) = arguments else { return Vec::new() };
     let mut all = vec!["<tool_call>\n<function=t>\n".to_owned()];
     for (name, value) in fields {
-        let mut texts = vec![String::new()];
-        spaced(value, &mut texts[0]);
+        let mut texts = vec![value.spaced()];
         if let Json::Text(text) = value {
             texts.push(text.clone());
         }

@@ -3,6 +3,7 @@
 use std::sync::Arc;
 use std::time::{SystemTime, UNIX_EPOCH};
 
+use inflight_contract::{Constraint, JsonWhitespace};
 use tonic::body::Body;
 use tonic::codegen::Bytes;
 use tonic::codegen::http::Response;
@@ -87,6 +88,7 @@ impl HttpApi {
         }
         let request_id = request_id.get().to_owned();
         set_position(&mut requests, streamed, path, last_event_id)?;
+        set_json_whitespace(&mut requests, self.options.json_whitespace);
         let further = requests.iter().skip(1).map(|_| context.for_next_request(&self.admission));
         let further: Vec<_> = further.collect::<Result<_, _>>()?;
         let contexts = std::iter::once(context).chain(further);
@@ -133,6 +135,15 @@ fn set_position(
         }
     }
     Ok(())
+}
+
+/// Sets the whitespace of JSON in the grammar of a call, which its prompts share, so that there is no copy for each prompt.
+fn set_json_whitespace(requests: &mut [Draft], whitespace: JsonWhitespace) {
+    let Some(mut shared) = requests.first().and_then(|first| first.sampling.constraint.clone()) else {
+        return;
+    };
+    Constraint::set_json_whitespace(&mut shared, whitespace);
+    requests.iter_mut().for_each(|request| request.sampling.constraint = Some(Arc::clone(&shared)));
 }
 
 /// Names the header that has the cursor in HTTP.

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use inflight_contract::{Constraint, Grammar};
+use inflight_contract::{Constraint, Grammar, JsonWhitespace};
 use inflight_grammar::ebnf;
 use serde::Deserialize;
 use serde_json::value::RawValue;
@@ -62,10 +62,7 @@ pub(crate) const ELSEWHERE: &[Field] = &[
     refused("structural_tag", "send tools, with strict for their arguments, or guided_grammar"),
     refused("grammar_lazy", "a grammar holds for the whole answer; send tools for calls in free text"),
     refused("grammar_triggers", "a grammar holds for the whole answer; send tools for calls in free text"),
-    refused(
-        "guided_whitespace_pattern",
-        "whitespace in JSON is a space or a line break with its indentation",
-    ),
+    refused("guided_whitespace_pattern", "the whitespace of JSON is that of the router's --json-whitespace"),
     refused("guided_decoding_guide", "send guided_json, guided_regex, guided_choice or guided_grammar"),
     refused("guided_decoding_guide_type", "send guided_json, guided_regex, guided_choice or guided_grammar"),
     refused("grammar_string", "send grammar"),
@@ -80,6 +77,9 @@ pub(crate) const ELSEWHERE: &[Field] = &[
         "the router runs no code of clients; send logit_bias, allowed_token_ids, bad_words or a grammar",
     ),
 ];
+
+/// Grammar of any JSON object. The router's options set its whitespace later, as that of schemas.
+const ANY_OBJECT: Grammar = Grammar::JsonObject(JsonWhitespace::OneLine);
 
 /// Grammar that a field gives, with the name of the field.
 pub(crate) type NamedGrammar = (&'static str, Grammar);
@@ -196,7 +196,7 @@ pub(crate) fn format(
         },
         "json_object" => match format.schema(path)? {
             (place, Some(found)) if !is_empty(found) => Ok(Some((field, schema(field, &place, found)?))),
-            _ => Ok(Some((field, Grammar::JsonObject))),
+            _ => Ok(Some((field, ANY_OBJECT))),
         },
         "json_schema" => match format.schema(path)? {
             (place, None) => refused(format!("{place} is missing; give a JSON schema")),
@@ -232,7 +232,7 @@ fn schema(field: &'static str, path: &str, value: &RawValue) -> Result<Grammar, 
         let reason = format!("{path} is no JSON schema, but an object with one; give its schema");
         return Err(Outcome::field(field, reason));
     }
-    Ok(Grammar::JsonSchema(text))
+    Ok(Grammar::json_schema(text))
 }
 
 /// Whether an object has a schema beside its name.
@@ -302,7 +302,7 @@ fn structured_outputs(fields: &Fields<'_>) -> Result<Vec<NamedGrammar>, Outcome>
         let grammar = match &*key {
             "json" => schema(NAME, &path, value)?,
             "json_object" => match parse(&path, value, "true or false")? {
-                true => Grammar::JsonObject,
+                true => ANY_OBJECT,
                 false => continue,
             },
             "regex" => Grammar::Regex(text()?),
@@ -370,11 +370,11 @@ mod tests {
 
     #[test]
     fn each_field_gives_its_grammar_under_its_name() {
-        let json = |text: &str| Grammar::JsonSchema(text.to_owned());
+        let json = |text: &str| Grammar::json_schema(text);
         let named = r#"{"response_format": {"type": "json_schema", "json_schema": {"name": "n", "strict": true, "schema": {"type": "null"}}}}"#;
         for (body, grammar, field) in [
             (named, json(r#"{"type": "null"}"#), "response_format"),
-            (r#"{"response_format": {"type": "json_object"}}"#, Grammar::JsonObject, "response_format"),
+            (r#"{"response_format": {"type": "json_object"}}"#, ANY_OBJECT, "response_format"),
             (r#"{"guided_json": {"a": 1}}"#, json(r#"{"a": 1}"#), "guided_json"),
             (r#"{"guided_json": "{\"a\": 1}"}"#, json(r#"{"a": 1}"#), "guided_json"),
             (r#"{"guided_regex": "a+"}"#, Grammar::Regex("a+".to_owned()), "guided_regex"),

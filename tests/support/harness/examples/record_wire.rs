@@ -207,7 +207,7 @@ fn under_a_schema() -> v1::GenerateRequest {
         sampling: Some(v1::SamplingParams {
             constraint: Some(v1::Constraint {
                 grammar: Some(v1::constraint::Grammar::JsonSchema(schema.to_owned())),
-                begins_after: None,
+                ..v1::Constraint::default()
             }),
             ..v1::SamplingParams::default()
         }),

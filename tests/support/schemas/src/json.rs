@@ -77,6 +77,46 @@ impl Json {
         }
     }
 
+    /// Returns its text on one line, with a space after each colon and comma.
+    pub fn spaced(&self) -> String {
+        let mut text = String::new();
+        self.write(None, &mut text);
+        text
+    }
+
+    /// Returns its text with each part on a line of its own, indented by two spaces.
+    pub fn pretty(&self) -> String {
+        let mut text = String::new();
+        self.write(Some(0), &mut text);
+        text
+    }
+
+    fn write(&self, depth: Option<usize>, out: &mut String) {
+        let inner = depth.map(|depth| depth + 1);
+        let line = |depth: Option<usize>| depth.map(|depth| format!("\n{}", "  ".repeat(depth)));
+        let space = if depth.is_some() { "" } else { " " };
+        let parts: Vec<(Option<&String>, &Self)> = match self {
+            Self::Array(items) => items.iter().map(|item| (None, item)).collect(),
+            Self::Object(fields) => fields.iter().map(|(name, value)| (Some(name), value)).collect(),
+            _ => Vec::new(),
+        };
+        let [open, close] = if matches!(self, Self::Array(_)) { ["[", "]"] } else { ["{", "}"] };
+        if parts.is_empty() {
+            out.push_str(&self.to_string());
+            return;
+        }
+        for (at, (name, value)) in parts.into_iter().enumerate() {
+            out.push_str(if at == 0 { open } else { "," });
+            out.push_str(line(inner).as_deref().unwrap_or(if at == 0 { "" } else { space }));
+            if let Some(name) = name {
+                out.push_str(&format!("{}: ", Self::text(name)));
+            }
+            value.write(inner, out);
+        }
+        out.push_str(&line(depth).unwrap_or_default());
+        out.push_str(close);
+    }
+
     /// Calls a function with all values in it, itself included, and the names of its objects as strings.
     pub fn visit(&self, visit: &mut dyn FnMut(&Self)) {
         visit(self);
@@ -233,6 +273,9 @@ mod tests {
             assert_eq!(Json::parse(text).unwrap().to_string(), text);
         }
         assert_eq!(Json::parse(r#" { "a" : 1 , "\u0061" : 2 } "#).unwrap().to_string(), r#"{"a":2}"#);
+        let value = Json::parse(r#"{"a":[1,[]],"b":{}}"#).unwrap();
+        assert_eq!(value.spaced(), r#"{"a": [1, []], "b": {}}"#);
+        assert_eq!(value.pretty(), "{\n  \"a\": [\n    1,\n    []\n  ],\n  \"b\": {}\n}");
         for wrong in ["", "01", "[1,]", "{\"a\"}", "\"a", "\"\u{1}\"", "nul", "1 2", r#""\ud800""#] {
             assert_eq!(Json::parse(wrong), None, "{wrong}");
         }
