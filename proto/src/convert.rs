@@ -284,5 +284,9 @@ mod tests {
             assert_eq!(v1::Constraint::from_contract(&constraint).to_contract(), constraint);
         }
         assert!(v1::Constraint::default().to_contract().grammar.check().is_err());
+        // As routers of earlier versions send it.
+        let grammar = Some(GrammarMessage::JsonObject(v1::JsonObject {}));
+        let earlier = v1::Constraint { grammar, ..v1::Constraint::default() };
+        assert_eq!(earlier.to_contract().grammar, Grammar::JsonObject(JsonWhitespace::Any));
     }
 }

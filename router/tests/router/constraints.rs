@@ -323,13 +323,16 @@ async fn every_grammar_of_grpc_reaches_the_worker() {
 #[tokio::test]
 async fn the_whitespace_that_a_router_allows_reaches_the_worker_from_every_surface() {
     bounded(async {
-        let options = Options { json_whitespace: JsonWhitespace::Any, ..with_http(HttpOptions::default()) };
+        let options = Options {
+            json_whitespace: JsonWhitespace::Any,
+            tool_call_format: "hermes".parse().unwrap(),
+            ..with_http(HttpOptions::default())
+        };
         let mut http = HttpCluster::start(options).await;
         let compiler = compiler();
         let good = [JSON_GOOD, &[JSON_LINES]].concat();
         let bad = ["{}", r#"{"a":  1}"#, "{\n\n\"a\": 1}"];
-        for (_, path, body, format) in apis() {
-            let mut body = body.clone();
+        for (_, path, mut body, format) in apis() {
             let named = json!({"type": "json_schema", "name": "n", "schema": schema()});
             match format {
                 [outer, inner] => body[*outer] = json!({(*inner): named}),
@@ -348,6 +351,15 @@ async fn the_whitespace_that_a_router_allows_reaches_the_worker_from_every_surfa
             }
             assert_eq!(call.response().await.status, 200, "{path}");
         }
+        // Beside tools.
+        let tool = json!({"type": "function", "function": {"name": "t", "parameters": {"type": "object"}}});
+        let body = json!({"messages": [{"role": "user", "content": "a"}], "tools": [tool], "response_format": {"type": "json_object"}});
+        let call = http.post("/v1/chat/completions", &body.to_string()).await;
+        let submit = http.session.submit().await;
+        http.session.finish(&submit, 0, &tokens("{}"), v1::FinishReason::Stop);
+        assert_eq!(call.response().await.status, 200);
+        let Some(Wire::Lark(lark)) = submit.sampling.unwrap().constraint.unwrap().grammar else { panic!() };
+        assert!(lark.contains(JsonWhitespace::Any.compiler_options()), "{lark}");
         let grammar = Some(Wire::JsonSchema(schema().to_string()));
         let mut constraint = v1::Constraint { grammar, ..v1::Constraint::default() };
         constraint.set_json_whitespace(v1::JsonWhitespace::OneLine);
