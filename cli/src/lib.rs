@@ -9,7 +9,6 @@ mod child_log;
 mod completions;
 mod config;
 mod control_socket;
-mod conversation;
 mod diagnose;
 #[cfg(test)]
 mod documents;
@@ -111,7 +110,7 @@ pub fn main() -> ExitCode {
         config::parse(std::env::args_os()).and_then(|Invocation { cli, matches }| match cli.subcommand {
             Subcommand::Up(args) => role::block_on(None, up::run(*args, &matches)),
             Subcommand::Generate(args) => role::block_on(Some(1), generate::run(*args)),
-            Subcommand::Chat(args) => role::block_on(Some(1), chat::run(*args)),
+            Subcommand::Chat(args) => role::block_on(Some(1), chat::run(*args, &matches)),
             // One thread, to leave the cores to a server on the same machine.
             Subcommand::Bench(args) => role::block_on(Some(1), bench::run(*args)),
             Subcommand::Completions(args) => completions::run(&args),
