@@ -3,6 +3,7 @@
 
 mod acceptor;
 mod allocator;
+mod certificate_expiry;
 mod code_name;
 mod connection;
 mod connection_limits;

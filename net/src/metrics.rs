@@ -8,6 +8,8 @@ pub const CONNECTIONS_CLOSED: &str = "inflight_connections_closed_total";
 pub const ACCEPT_FAILURES: &str = "inflight_accept_failures_total";
 /// Counter of file reloads, by `file` and `result`.
 pub const RELOADS: &str = "inflight_file_reloads_total";
+/// Gauge of the time at which the first certificate of a file expires, by `purpose`.
+pub const CERTIFICATE_EXPIRY: &str = "inflight_tls_certificate_expiry_timestamp_seconds";
 
 /// Gauge of the longest poll of a connection or call, by `listener`.
 pub const LONGEST_POLL: &str = "inflight_longest_poll_seconds";
@@ -15,7 +17,7 @@ pub const LONGEST_POLL: &str = "inflight_longest_poll_seconds";
 pub const SLOW_POLLS: &str = "inflight_slow_polls_total";
 
 /// Name, help text and label names of each metric, for inventories.
-pub const METRICS: [(&str, &str, &[&str]); 6] = [
+pub const METRICS: [(&str, &str, &[&str]); 7] = [
     (CONNECTIONS, "Open connections, by listener", &["listener"]),
     (
         CONNECTIONS_CLOSED,
@@ -42,13 +44,18 @@ pub const METRICS: [(&str, &str, &[&str]); 6] = [
         "Reloads of TLS certificates, secrets and tenants files, by file and result",
         &["file", "result"],
     ),
+    (
+        CERTIFICATE_EXPIRY,
+        "Unix time at which the first certificate of a file expires, by purpose: server (the own certificate and its chain), client_ca (that verifies clients), client (the own certificate as a client of workers), server_ca (that verifies workers)",
+        &["purpose"],
+    ),
 ];
 
 /// Registers the help texts with the installed recorder.
 pub fn describe() {
     for (name, help, _) in METRICS {
         match name {
-            CONNECTIONS | LONGEST_POLL => metrics::describe_gauge!(name, help),
+            CONNECTIONS | LONGEST_POLL | CERTIFICATE_EXPIRY => metrics::describe_gauge!(name, help),
             _ => metrics::describe_counter!(name, help),
         }
     }
@@ -57,6 +64,11 @@ pub fn describe() {
 /// Counts a reload of `what`: `certificate`, `secret` or `tenants`.
 pub fn reloaded(what: &'static str, ok: bool) {
     metrics::counter!(RELOADS, "file" => what, "result" => if ok { "ok" } else { "error" }).increment(1);
+}
+
+/// Sets the time at which the first certificate of a file expires, in seconds since the Unix epoch.
+pub(crate) fn certificate_expires(purpose: &'static str, at: i64) {
+    metrics::gauge!(CERTIFICATE_EXPIRY, "purpose" => purpose).set(at as f64);
 }
 
 /// Sets the longest poll.

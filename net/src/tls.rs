@@ -12,6 +12,7 @@ use tokio_rustls::rustls::server::WebPkiClientVerifier;
 use tokio_rustls::rustls::{self, ClientConfig, RootCertStore, ServerConfig};
 use tonic::transport::{Certificate, ClientTlsConfig, Identity};
 
+use crate::certificate_expiry::earliest_expiry;
 use crate::file_watcher::FileWatcher;
 use crate::http::Protocols;
 use crate::metrics;
@@ -81,6 +82,23 @@ fn certificates(path: &Path) -> Result<Vec<CertificateDer<'static>>, TlsError> {
     found.ok().filter(|found| !found.is_empty()).ok_or_else(empty)
 }
 
+/// Certificates that are in use, by purpose, with the time at which the first of them expires.
+#[derive(Debug, Default)]
+struct Expiries(Vec<(&'static str, i64)>);
+
+impl Expiries {
+    fn add(&mut self, purpose: &'static str, certificates: &[CertificateDer<'_>]) {
+        self.0.extend(earliest_expiry(certificates).map(|at| (purpose, at)));
+    }
+
+    /// Sets the metric.
+    fn publish(self) {
+        for (purpose, at) in self.0 {
+            metrics::certificate_expires(purpose, at);
+        }
+    }
+}
+
 /// PEM files of a TLS server.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ServerTlsFiles {
@@ -96,7 +114,9 @@ pub struct ServerTlsFiles {
 
 impl ServerTlsFiles {
     fn load(&self, protocols: Protocols) -> Result<ServerConfig, TlsError> {
+        let mut expiries = Expiries::default();
         let chain = certificates(&self.certificate)?;
+        expiries.add("server", &chain);
         let key = private_key(&self.key)?;
         let pair = |error: rustls::Error| TlsError::Pair {
             certificate: self.certificate.clone(),
@@ -112,7 +132,9 @@ impl ServerTlsFiles {
             Some(path) => {
                 let unusable = |reason: String| TlsError::Authority { path: path.clone(), reason };
                 let mut roots = RootCertStore::empty();
-                for authority in certificates(path)? {
+                let authorities = certificates(path)?;
+                expiries.add("client_ca", &authorities);
+                for authority in authorities {
                     roots.add(authority).map_err(|error| unusable(error.to_string()))?;
                 }
                 let verifier = WebPkiClientVerifier::builder_with_provider(Arc::new(roots), provider);
@@ -126,6 +148,7 @@ impl ServerTlsFiles {
             Protocols::Http2 => vec![b"h2".to_vec()],
             Protocols::Any => vec![b"h2".to_vec(), b"http/1.1".to_vec()],
         };
+        expiries.publish();
         Ok(config)
     }
 
@@ -244,8 +267,11 @@ impl ClientTls {
     /// # Errors
     /// [`TlsError`].
     pub fn load(&self) -> Result<ClientTlsConfig, TlsError> {
+        let mut expiries = Expiries::default();
         let mut roots = RootCertStore::empty();
-        for authority in certificates(&self.ca)? {
+        let authorities = certificates(&self.ca)?;
+        expiries.add("server_ca", &authorities);
+        for authority in authorities {
             let unusable = |error: rustls::Error| TlsError::Authority {
                 path: self.ca.clone(),
                 reason: error.to_string(),
@@ -254,6 +280,7 @@ impl ClientTls {
         }
         if let Some((certificate, key)) = &self.identity {
             let chain = certificates(certificate)?;
+            expiries.add("client", &chain);
             let parsed = private_key(key)?;
             let pair = |error: rustls::Error| TlsError::Pair {
                 certificate: certificate.clone(),
@@ -274,6 +301,81 @@ impl ClientTls {
         if let Some(name) = &self.server_name {
             config = config.domain_name(name);
         }
+        expiries.publish();
         Ok(config)
+    }
+
+    /// Loads the files whenever one has changed, for the metric of their expiry and the log; connections load them themselves. Never
+    /// returns; dropping the future ends it.
+    pub async fn follow(self) {
+        let identity = self.identity.iter().flat_map(|(certificate, key)| [certificate, key]);
+        let mut watched = FileWatcher::new([&self.ca].into_iter().chain(identity).cloned());
+        loop {
+            tokio::time::sleep(POLL_INTERVAL).await;
+            if watched.changed()
+                && let Err(error) = self.load()
+            {
+                tracing::error!(%error, "TLS certificates for connections to workers changed but are invalid");
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use inflight_fixtures::TempDir;
+    use metrics_exporter_prometheus::PrometheusBuilder;
+    use rcgen::{CertificateParams, KeyPair, date_time_ymd};
+
+    use super::*;
+
+    #[test]
+    fn the_expiry_of_loaded_certificates_is_a_metric() {
+        let folder = TempDir::new("inflight-expiry").unwrap();
+        let path = |name: &str| folder.path().join(name);
+        let issue = |name: &str, year| {
+            let mut params = CertificateParams::new(vec!["inflight.test".to_owned()]).unwrap();
+            params.not_after = date_time_ymd(year, 1, 1);
+            let key = KeyPair::generate().unwrap();
+            std::fs::write(path(&format!("{name}.crt")), params.self_signed(&key).unwrap().pem()).unwrap();
+            std::fs::write(path(&format!("{name}.key")), key.serialize_pem()).unwrap();
+        };
+        let recorder = PrometheusBuilder::new().build_recorder();
+        let expires = |purpose: &str, year| {
+            let line = format!("{}{{purpose=\"{purpose}\"}} ", metrics::CERTIFICATE_EXPIRY);
+            let text = recorder.handle().render();
+            let value = text
+                .lines()
+                .find_map(|text| text.strip_prefix(&line))
+                .map(|value| value.parse::<f64>().unwrap());
+            assert_eq!(value, Some(date_time_ymd(year, 1, 1).unix_timestamp() as f64), "{purpose}:\n{text}");
+        };
+        for (name, year) in [("own", 2031), ("ca", 2032), ("client", 2033)] {
+            issue(name, year);
+        }
+        ::metrics::with_local_recorder(&recorder, || {
+            let files = ServerTlsFiles {
+                certificate: path("own.crt"),
+                key: path("own.key"),
+                client_ca: Some(path("ca.crt")),
+                client_optional: false,
+            };
+            let server = ServerTls::load(files).unwrap();
+            expires("server", 2031);
+            expires("client_ca", 2032);
+            issue("own", 2041);
+            server.reload().unwrap();
+            expires("server", 2041);
+            // What is not in use does not count.
+            issue("own", 2051);
+            std::fs::write(path("own.key"), "no key").unwrap();
+            server.reload().unwrap_err();
+            expires("server", 2041);
+            let identity = Some((path("client.crt"), path("client.key")));
+            let client = ClientTls { ca: path("ca.crt"), identity, server_name: None };
+            client.load().unwrap();
+            expires("server_ca", 2032);
+            expires("client", 2033);
+        });
     }
 }

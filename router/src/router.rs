@@ -298,6 +298,9 @@ impl Core {
                 draining.clone(),
             )
         }));
+        if let Some(tls) = options.worker_tls.clone() {
+            tasks.spawn(restart_on_panic("worker_certificates", move || tls.clone().follow()));
+        }
         if let Some(tenants) = &tenants {
             let tenants = tenants.clone();
             tasks.spawn(restart_on_panic("tenants_file", move || tenants.clone().follow()));

@@ -95,7 +95,7 @@ impl Editor {
 
     /// Adds a message to the history and its file.
     pub fn remember(&self, text: &str) {
-        if text.len() <= HISTORY_ENTRY_BYTES_MAX {
+        if !text.trim().is_empty() && text.len() <= HISTORY_ENTRY_BYTES_MAX {
             // The thread ends only after a failed read, which is reported there.
             let _ = self.requests.send(Request::Remember(text.to_owned()));
         }
