@@ -53,7 +53,11 @@ pub struct Args {
 /// A worker did not answer; the others are queried nevertheless.
 pub async fn run(args: Args) -> Result<(), CommandError> {
     let objective = u64::try_from(args.slo_queue.0.as_micros()).unwrap_or(u64::MAX);
-    let request = DiagnoseRequest { iterations: args.iterations, queue_objective_us: objective };
+    let request = DiagnoseRequest {
+        iterations: args.iterations,
+        queue_objective_us: objective,
+        ..DiagnoseRequest::default()
+    };
     if let Some(router) = &args.router {
         return cluster::run(router, request, &args).await;
     }

@@ -34,6 +34,7 @@ use crate::layers::arrival::receive_budget;
 use crate::layers::key_failures::KeyFailures;
 use crate::metrics as names;
 use crate::options::{Options, OptionsError};
+use crate::protocols::diagnosis::ViewerDiagnosis;
 use crate::protocols::http::RenderMetrics;
 use crate::protocols::operations::Operations;
 use crate::request::ingress::Ingress;
@@ -313,7 +314,8 @@ impl Core {
         let admission = Admission::new(dispatch.clone());
         let operations = dispatch.live().map(|hub| {
             let (hub, drain, tenants) = (hub.clone(), drain.clone(), tenants.clone());
-            Operations { hub, calls, drain, tenants }
+            let diagnosis = ViewerDiagnosis::new(hub.clone(), calls.clone(), drain.clone());
+            Operations { hub, calls, drain, tenants, diagnosis }
         });
         let ingress = Arc::new(Ingress::new(&options, dispatch, open.clone(), usage.clone(), drain.clone()));
         let key_failures = Arc::new(KeyFailures::new(&options));

@@ -4,6 +4,7 @@ use std::collections::HashMap;
 
 use opentelemetry::propagation::Extractor;
 use opentelemetry::trace::TraceContextExt;
+pub(crate) use opentelemetry::trace::TraceId;
 use opentelemetry::{Context, global};
 use tonic::codegen::http::{HeaderMap, HeaderName};
 use tracing::Span;
@@ -34,6 +35,15 @@ pub(crate) struct TraceContext {
 }
 
 impl TraceContext {
+    /// Returns the id of the trace if the context says that it is exported (the flag `sampled`).
+    pub(crate) fn exported_trace(&self) -> Option<TraceId> {
+        let mut fields = self.traceparent.split('-').skip(1);
+        let (id, _span, flags) = (fields.next()?, fields.next()?, fields.next()?);
+        let sampled = u8::from_str_radix(flags, 16).ok()? & 1 == 1;
+        let id = TraceId::from_hex(id).ok()?;
+        (sampled && id != TraceId::INVALID).then_some(id)
+    }
+
     /// Returns the context of a span; `None` if spans are not traced.
     pub(crate) fn traced(span: &Span) -> Option<Self> {
         let context = span.context();
@@ -50,5 +60,27 @@ impl TraceContext {
         global::get_text_map_propagator(|propagator| propagator.inject_context(context, &mut carrier));
         let mut take = |key: &str| carrier.remove(key).unwrap_or_default();
         Self { traceparent: take("traceparent"), tracestate: take("tracestate") }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_id_of_a_trace_is_known_if_it_is_exported() {
+        let id = "4bf92f3577b34da6a3ce929d0e0e4736";
+        let of = |traceparent: &str| {
+            let context = TraceContext { traceparent: traceparent.to_owned(), ..TraceContext::default() };
+            context.exported_trace().map(|id| id.to_string())
+        };
+        assert_eq!(of(&format!("00-{id}-00f067aa0ba902b7-01")).as_deref(), Some(id));
+        for other in ["00", "", "00-x-y-01"].map(str::to_owned).into_iter().chain([
+            format!("00-{id}-00f067aa0ba902b7-00"),
+            format!("00-{}-00f067aa0ba902b7-01", "0".repeat(32)),
+            format!("00-{id}-00f067aa0ba902b7"),
+        ]) {
+            assert_eq!(of(&other), None, "{other}");
+        }
     }
 }

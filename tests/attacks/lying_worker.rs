@@ -63,7 +63,8 @@ impl LyingWorker {
             ..hello
         };
         let access = if impostor { Access::Impostor } else { Access::Secrets(secrets) };
-        let script = Script { hello, bundle, access, bad_bundles: 0, unread_sessions: 0, tls: None };
+        let script =
+            Script { hello, bundle, access, bad_bundles: 0, unread_sessions: 0, tls: None, diagnosis: None };
         let mut worker = ScriptedWorker::start(script).await;
         let address = worker.address;
         let mut random = StdRng::seed_from_u64(seed);

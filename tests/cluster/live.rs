@@ -45,6 +45,9 @@ async fn a_stream_is_watched_while_the_page_kills_its_worker() -> Result<()> {
     let numbers: Vec<(&str, u32)> =
         update.workers.iter().map(|worker| (worker.name.as_str(), worker.up_number)).collect();
     ensure!(numbers == [("worker-0", 1), ("worker-1", 2)], "{numbers:?}");
+    let devices =
+        update.workers.iter().map(|worker| worker.facts.as_ref().map(|facts| facts.device.as_str()));
+    ensure!(devices.eq([Some("simulated"); 2]), "{:?}", update.workers);
 
     let mut stream = client.generate(sampled("Once upon a time", tokens, 5)).await?.into_inner();
     let partial = GenerationResult::until_first_tokens(&mut stream).await?;

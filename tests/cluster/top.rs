@@ -71,7 +71,7 @@ async fn a_watched_router_may_go_away_and_come_back() -> Result<()> {
     let life = |state, events| GetRequestResponse {
         request: Some(request(1, "first", "acme", state)),
         events,
-        omitted_events: 0,
+        ..GetRequestResponse::default()
     };
     server.set_life(1, life(RequestState::Decode, events.clone()));
     let mut terminal = start(&server.address.to_string(), 80)?;

@@ -4,8 +4,8 @@ use std::collections::VecDeque;
 use std::time::Duration;
 
 use inflight_runtime::{
-    Batch, Capabilities, Error, PromptLogprobs, Runtime, Sampled, Slot, SlotSetup, TokenLogprob, TokenMasks,
-    TransferDone,
+    Batch, Capabilities, Error, PromptLogprobs, Runtime, RuntimeFacts, Sampled, Slot, SlotSetup,
+    TokenLogprob, TokenMasks, TransferDone,
 };
 use inflight_worker_core::Transfer;
 
@@ -60,6 +60,7 @@ impl ContextHashRuntime {
             batch_tokens: 64,
             depth: 1,
             fingerprint: "remembering".to_owned(),
+            facts: RuntimeFacts::default(),
         };
         let memory = vec![None; (BLOCKS * BLOCK_TOKENS) as usize];
         let slots = vec![None; SLOTS as usize];

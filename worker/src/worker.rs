@@ -17,7 +17,7 @@ use inflight_net::{
 };
 use inflight_proto::v1::worker_server::WorkerServer;
 use inflight_proto::{FILE_DESCRIPTOR_SET, PROTOCOL_VERSION, v1};
-use inflight_runtime::{MemoryLedger, Runtime};
+use inflight_runtime::{Capabilities, MemoryLedger, Runtime, RuntimeFacts};
 use inflight_worker_core::policy::Aging;
 use inflight_worker_core::{CostPrior, priority_sequences_max};
 use tokio::io::{AsyncRead, AsyncWrite};
@@ -245,6 +245,20 @@ fn grammars(bundle: &Bundle, vocab_size: u32, eos_token_ids: &[u32], options: &O
     grammars.with_matcher_bytes_max(bytes.max(MemoryBudget::DEFAULT_BYTES))
 }
 
+/// Returns what a worker tells operators about itself; its KV block pool has `kv_cache_bytes`.
+fn worker_facts(facts: RuntimeFacts, kv_cache_bytes: u64) -> v1::WorkerFacts {
+    v1::WorkerFacts {
+        version: env!("CARGO_PKG_VERSION").to_owned(),
+        device: facts.device,
+        tensor_parallel: facts.ranks,
+        memory_bytes: facts.memory_bytes,
+        weight_bytes: facts.weight_bytes,
+        kv_cache_bytes,
+        weight_encoding: facts.weight_encoding,
+        kv_encoding: facts.kv_encoding,
+    }
+}
+
 impl Core {
     /// Creates a worker for `served`; `incarnation` must be unique per start.
     ///
@@ -259,7 +273,7 @@ impl Core {
             create.map_err(|source| Error::Record { path: path.clone(), source })
         });
         let recording = recording.transpose()?;
-        let fingerprint = runtime.capabilities().fingerprint.clone();
+        let Capabilities { fingerprint, facts, .. } = runtime.capabilities().clone();
         let queue_ahead = (options.compute.max_sequences / 8).max(1);
         let priority_sequences = priority_sequences_max(options.compute.max_sequences, queue_ahead);
         let mut scheduling = options.compute.scheduling;
@@ -305,6 +319,7 @@ impl Core {
             heartbeat_interval_ms: u32::try_from(options.heartbeat.as_millis()).unwrap_or(u32::MAX),
             secret_proof: Vec::new(),
             model_aliases: aliases,
+            facts: Some(worker_facts(facts, u64::from(limits.blocks) * engine.block_bytes())),
         };
         let service_tables = ServiceTables::new(&hello.incarnation);
         let (sender, messages) = mpsc::channel(COMMANDS_MAX);

@@ -5,14 +5,18 @@ use ratatui::buffer::Buffer;
 use ratatui::layout::Rect;
 use ratatui::style::{Color, Modifier, Style};
 
+use super::findings;
 use super::header;
 use super::life;
 use super::model::{Follow, Link, Model, Pane};
-use super::tables::{Column, REQUESTS, Sorting, TENANTS, Tone, WORKERS, arrange, cells, titles};
+use super::tables::{Column, REQUESTS, Sorting, TENANTS, Tone, arrange, cells, titles};
 use super::text::{fit, harmless, pad, span, width};
+use super::worker_table::WORKERS;
 
 /// Width from which the names of the panes are shown.
 const WIDE: usize = 72;
+/// Width from which all of them are.
+const WIDEST: usize = 88;
 /// Rows of the body from which the overview shows workers, and tenants too.
 const ROWS_FOR_WORKERS: usize = 6;
 const ROWS_FOR_TENANTS: usize = 9;
@@ -20,7 +24,7 @@ const ROWS_FOR_TENANTS: usize = 9;
 /// Keys and what they do.
 const HELP: [(&str, &str); 12] = [
     ("q, Ctrl-C", "quit"),
-    ("Tab, 1 to 4", "overview, workers, tenants, requests"),
+    ("Tab, 1 to 5", "overview, workers, tenants, requests, findings"),
     ("↑ ↓, j k", "select a request, or scroll"),
     ("PgUp PgDn", "ten rows; Home, End: first, last"),
     ("Enter", "follow the request; Enter or Esc: back"),
@@ -128,12 +132,13 @@ fn title(page: &mut Page<'_>, model: &Model) {
         (Pane::Workers, "2 workers"),
         (Pane::Tenants, "3 tenants"),
         (Pane::Requests, "4 requests"),
+        (Pane::Findings, "5 findings"),
     ];
     let mut left = "inflight top".to_owned();
     for (pane, name) in panes {
         if model.pane == pane {
             left.push_str(&format!("  [{name}]"));
-        } else if columns >= WIDE {
+        } else if columns >= if pane == Pane::Findings { WIDEST } else { WIDE } {
             left.push_str(&format!("  {name}"));
         }
     }
@@ -220,6 +225,13 @@ fn body(page: &mut Page<'_>, model: &Model, top: usize, bottom: usize) {
             table(page, model, &TENANTS, &model.tenants(), model.tenant_order, span);
         }
         Pane::Requests => requests(page, model, top, bottom),
+        Pane::Findings => {
+            let texts = findings::text(model.state().diagnosis.as_ref(), page.columns());
+            let lines = texts.into_iter().skip(model.scrolled).flatten();
+            for (row, (line, tone)) in (top..bottom).zip(lines) {
+                page.text(row, &line, style(tone));
+            }
+        }
     }
 }
 

@@ -2,6 +2,7 @@
 
 use inflight_proto::v1::Percentiles;
 
+use super::findings;
 use super::state::ClusterState;
 use super::text::{count, fit, millis, rate, width};
 
@@ -42,6 +43,7 @@ pub fn lines(state: &ClusterState, columns: usize) -> Vec<String> {
     let mut lines = flow(&items, columns);
     lines.extend(flow(&load, columns));
     lines.extend(flow(&latency, columns));
+    lines.extend(findings::summary(state.diagnosis.as_ref()).map(|line| fit(&line, columns)));
     lines
 }
 

@@ -3,8 +3,9 @@
 //! same.
 
 use inflight_proto::v1::{
-    ClusterView, IterationView, Load, Percentiles, RequestState, RequestView, SlotView, SlotWork,
-    TenantBlocks, TenantView, WatchResponse, WorkerLimits, WorkerView,
+    ClusterDiagnosis, ClusterFinding, ClusterView, IterationView, Load, Percentiles, RequestState,
+    RequestView, SlotView, SlotWork, TenantBlocks, TenantView, WatchResponse, WorkerFacts, WorkerLimits,
+    WorkerView,
 };
 use serde_json::{Map, Value};
 
@@ -90,7 +91,9 @@ macro_rules! messages {
 }
 
 messages! {
-    WatchResponse { number, unix_ms, cluster, workers, tenants, requests, skipped_updates }
+    WatchResponse { number, unix_ms, cluster, workers, tenants, requests, skipped_updates, diagnosis }
+    ClusterDiagnosis { findings, undiagnosed_workers, omitted_findings }
+    ClusterFinding { worker, other_workers, bottleneck, window_share, evidence, advice }
     ClusterView {
         router, version, routers, open_requests, queued_requests, in_flight_requests, retrying_requests,
         output_tokens_per_second, prompt_tokens_per_second, ended_per_second, first_token_ms, gap_ms, queue_ms, viewers,
@@ -102,7 +105,10 @@ messages! {
     }
     WorkerView {
         name, address, model, state, limits, load, kv_blocks_cached, step_target_us, requests, slots, iterations,
-        skipped_iterations, kv_by_tenant, up_number
+        skipped_iterations, kv_by_tenant, up_number, facts
+    }
+    WorkerFacts {
+        version, device, tensor_parallel, memory_bytes, weight_bytes, kv_cache_bytes, weight_encoding, kv_encoding
     }
     WorkerLimits { vocab_size, context_tokens, block_tokens, kv_blocks, max_sequences, host_kv_blocks }
     Load {

@@ -44,6 +44,11 @@ pub fn text(follow: &Follow, state: &ClusterState, columns: usize) -> LifeText {
         }
         None => head(format!("request number {}", follow.number), Tone::Plain),
     }
+    for trace in life.iter().flat_map(|life| [&life.trace_id, &life.trace_url]) {
+        if !trace.is_empty() {
+            head(format!("trace {trace}"), Tone::Dim);
+        }
+    }
     if let Some(error) = &follow.error {
         head(error.clone(), Tone::Bad);
     }
@@ -105,8 +110,13 @@ fn work(view: &RequestView) -> String {
 }
 
 fn add_event(event: &LifeEvent, columns: usize, lines: &mut Vec<(String, Tone)>) {
-    let LifeEvent { at_ms, kind, worker, detail, .. } = event;
-    let time = format!("{}.{:03} s", at_ms / 1000, at_ms % 1000);
+    let LifeEvent { at_ms, at_us, kind, worker, detail, .. } = event;
+    // Of an older router, milliseconds only are known.
+    let at_us = (*at_us).max(at_ms.saturating_mul(1000));
+    let time = match at_us {
+        ..1_000_000 => format!("{}.{:03} ms", at_us / 1000, at_us % 1000),
+        _ => format!("{}.{:03} s", at_us / 1_000_000, at_us / 1000 % 1000),
+    };
     let tone = match kind.as_str() {
         "lost" | "retry" | "quarantined" | "paused" => Tone::Bad,
         "preempted" | "swapped" | "queued" => Tone::Wait,

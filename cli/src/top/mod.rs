@@ -5,6 +5,7 @@
 
 mod draw;
 mod feed;
+mod findings;
 mod header;
 mod json;
 mod life;
@@ -16,6 +17,7 @@ mod terminal;
 #[cfg(test)]
 mod tests;
 mod text;
+mod worker_table;
 
 use std::io::{IsTerminal as _, Write as _};
 use std::time::Duration;

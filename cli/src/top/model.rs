@@ -7,8 +7,9 @@ use crossterm::event::{KeyCode, KeyEvent, KeyEventKind, KeyModifiers};
 use inflight_proto::v1::{GetRequestResponse, LifeEvent, TenantView, WatchResponse};
 
 use super::state::{ClusterState, Request, Worker, harmless_request, state_name};
-use super::tables::{AGE, REQUESTS, Sorting, TENANTS, WORKERS};
+use super::tables::{AGE, REQUESTS, Sorting, TENANTS};
 use super::text::harmless;
+use super::worker_table::WORKERS;
 
 /// Maximum characters of a filter.
 const FILTER_MAX: usize = 64;
@@ -29,10 +30,12 @@ pub enum Pane {
     Tenants,
     /// Requests.
     Requests,
+    /// Findings of the diagnosis.
+    Findings,
 }
 
 impl Pane {
-    const ALL: [Self; 4] = [Self::Overview, Self::Workers, Self::Tenants, Self::Requests];
+    const ALL: [Self; 5] = [Self::Overview, Self::Workers, Self::Tenants, Self::Requests, Self::Findings];
 
     fn step(self, step: usize) -> Self {
         let at = Self::ALL.iter().position(|pane| *pane == self).unwrap_or(0);
@@ -150,7 +153,8 @@ impl Model {
                 };
                 let request = life.request.map(harmless_request);
                 let events = life.events.into_iter().map(event).collect();
-                follow.life = Some(GetRequestResponse { request, events, ..life });
+                let (trace_id, trace_url) = (harmless(&life.trace_id), harmless(&life.trace_url));
+                follow.life = Some(GetRequestResponse { request, events, trace_id, trace_url, ..life });
                 follow.error = None;
             }
             Err(error) => follow.error = Some(harmless(&error)),
@@ -232,7 +236,7 @@ impl Model {
             KeyCode::Char('p' | ' ') => self.pause(),
             KeyCode::Tab => self.show(self.pane.step(1)),
             KeyCode::BackTab => self.show(self.pane.step(Pane::ALL.len() - 1)),
-            KeyCode::Char(digit @ '1'..='4') => self.show(Pane::ALL[digit as usize - '1' as usize]),
+            KeyCode::Char(digit @ '1'..='5') => self.show(Pane::ALL[digit as usize - '1' as usize]),
             KeyCode::Char('/') => {
                 (self.editing, self.help, self.follow) = (true, false, None);
                 if !matches!(self.pane, Pane::Overview | Pane::Requests) {
@@ -243,8 +247,9 @@ impl Model {
             KeyCode::Char('s') => self.sort(1),
             KeyCode::Char('S') => self.sort(-1),
             KeyCode::Char('r') => {
-                let (order, _) = self.order();
-                order.reversed = !order.reversed;
+                if let Some((order, _)) = self.order() {
+                    order.reversed = !order.reversed;
+                }
             }
             KeyCode::Up | KeyCode::Char('k') => self.scroll(-1),
             KeyCode::Down | KeyCode::Char('j') => self.scroll(1),
@@ -318,18 +323,20 @@ impl Model {
         Action::Read(number)
     }
 
-    /// Order of the table that keys sort, and its number of columns.
-    fn order(&mut self) -> (&mut Sorting, usize) {
+    /// Order of the table that keys sort, and its number of columns; `None` without a table.
+    fn order(&mut self) -> Option<(&mut Sorting, usize)> {
         match self.pane {
-            Pane::Workers => (&mut self.worker_order, WORKERS.len()),
-            Pane::Tenants => (&mut self.tenant_order, TENANTS.len()),
-            Pane::Overview | Pane::Requests => (&mut self.request_order, REQUESTS.len()),
+            Pane::Workers => Some((&mut self.worker_order, WORKERS.len())),
+            Pane::Tenants => Some((&mut self.tenant_order, TENANTS.len())),
+            Pane::Overview | Pane::Requests => Some((&mut self.request_order, REQUESTS.len())),
+            Pane::Findings => None,
         }
     }
 
     fn sort(&mut self, step: isize) {
-        let (order, columns) = self.order();
-        order.step(step, columns);
+        if let Some((order, columns)) = self.order() {
+            order.step(step, columns);
+        }
     }
 
     fn scroll(&mut self, by: isize) {
@@ -342,6 +349,7 @@ impl Model {
         let rows = match self.pane {
             Pane::Workers => self.state().workers.len(),
             Pane::Tenants => self.state().tenants.len(),
+            Pane::Findings => self.state().diagnosis.as_ref().map_or(0, |found| found.findings.len()),
             Pane::Overview | Pane::Requests => {
                 let rows = self.requests();
                 let from = self.selection(&rows).unwrap_or(0);

@@ -1,14 +1,24 @@
 //! One snapshot as plain text, for `inflight top --once`.
 
+use super::findings;
 use super::header;
 use super::model::Model;
-use super::tables::{Column, REQUESTS, Sorting, TENANTS, WORKERS, arrange, cells, titles};
+use super::tables::{Column, REQUESTS, Sorting, TENANTS, arrange, cells, titles};
+use super::worker_table::WORKERS;
 
 /// Returns the whole state as text, in lines of at most `columns`.
 pub fn snapshot(model: &Model, columns: usize) -> String {
     let mut text = String::new();
     for line in header::lines(model.state(), columns) {
         text.push_str(&line);
+        text.push('\n');
+    }
+    let diagnosis = model.state().diagnosis.as_ref().filter(|diagnosis| !diagnosis.findings.is_empty());
+    if diagnosis.is_some() {
+        text.push('\n');
+    }
+    for (line, _) in diagnosis.into_iter().flat_map(|some| findings::text(Some(some), columns)).flatten() {
+        text.push_str(line.trim_end());
         text.push('\n');
     }
     table(&mut text, model, &WORKERS, &model.workers(), model.worker_order, columns);

@@ -4,7 +4,8 @@ use std::collections::{BTreeMap, VecDeque};
 use std::time::Duration;
 
 use inflight_proto::v1::{
-    ClusterView, Load, RequestState, RequestView, TenantView, WatchResponse, WorkerLimits, WorkerView,
+    ClusterDiagnosis, ClusterFinding, ClusterView, Load, RequestState, RequestView, TenantView,
+    WatchResponse, WorkerFacts, WorkerLimits, WorkerView,
 };
 
 use super::text::harmless;
@@ -17,6 +18,9 @@ const ENDED_MAX: usize = 1_000;
 const STEPS_MAX: usize = 64;
 /// Age of the oldest of them.
 const STEP_AGE_MAX_MS: u64 = 5_000;
+
+/// Findings that are kept: more than a router sends.
+const FINDINGS_MAX: usize = 100;
 
 /// A request.
 #[derive(Debug, Clone, PartialEq)]
@@ -54,6 +58,11 @@ impl Worker {
         self.view.limits.unwrap_or_default()
     }
 
+    /// Program, device and memory.
+    pub fn facts(&self) -> WorkerFacts {
+        self.view.facts.clone().unwrap_or_default()
+    }
+
     /// Mean duration of the last iterations, in microseconds; `None` if there were none lately.
     pub fn step_us(&self) -> Option<f64> {
         let sum: f64 = self.steps.iter().map(|(_, step)| f64::from(*step)).sum();
@@ -76,6 +85,8 @@ pub struct ClusterState {
     pub requests: BTreeMap<u64, Request>,
     /// Updates that the router left out.
     pub skipped_updates: u64,
+    /// Latest findings; `None` before the first ones, and of an older router.
+    pub diagnosis: Option<ClusterDiagnosis>,
     /// Numbers of the ended requests, in the order of their ends.
     ended: VecDeque<u64>,
 }
@@ -84,6 +95,7 @@ impl ClusterState {
     /// Applies an update. The `first` update of a watch replaces all requests of the previous watch.
     pub fn apply(&mut self, update: WatchResponse, first: bool) {
         if first {
+            self.diagnosis = None;
             self.requests.clear();
             self.ended.clear();
         }
@@ -104,6 +116,7 @@ impl ClusterState {
             view.address = harmless(&view.address);
             view.model = harmless(&view.model);
             view.state = harmless(&view.state);
+            view.facts = view.facts.map(harmless_facts);
             let mut steps = steps.remove(&view.name).unwrap_or_default();
             let latest = view.iterations.len().saturating_sub(STEPS_MAX);
             steps.extend(view.iterations[latest..].iter().map(|step| (update.unix_ms, step.duration_us)));
@@ -111,6 +124,9 @@ impl ClusterState {
             steps.retain(|(at, _)| update.unix_ms.saturating_sub(*at) <= STEP_AGE_MAX_MS);
             (view.slots, view.iterations) = (Vec::new(), Vec::new());
             self.workers.push(Worker { view, steps });
+        }
+        if let Some(diagnosis) = update.diagnosis {
+            self.diagnosis = Some(harmless_diagnosis(diagnosis));
         }
         let named = |tenant: TenantView| TenantView { tenant: harmless(&tenant.tenant), ..tenant };
         self.tenants = update.tenants.into_iter().map(named).collect();
@@ -158,6 +174,30 @@ impl ClusterState {
         let open = self.unix_ms.saturating_sub(request.arrived_ms);
         Duration::from_millis(if request.ended() { request.view.age_ms } else { open })
     }
+}
+
+/// Returns the facts of a worker with harmless texts.
+fn harmless_facts(facts: WorkerFacts) -> WorkerFacts {
+    WorkerFacts {
+        version: harmless(&facts.version),
+        device: harmless(&facts.device),
+        weight_encoding: harmless(&facts.weight_encoding),
+        kv_encoding: harmless(&facts.kv_encoding),
+        ..facts
+    }
+}
+
+/// Returns the diagnosis with harmless texts and a bounded number of findings.
+fn harmless_diagnosis(diagnosis: ClusterDiagnosis) -> ClusterDiagnosis {
+    let finding = |finding: ClusterFinding| ClusterFinding {
+        worker: harmless(&finding.worker),
+        bottleneck: harmless(&finding.bottleneck),
+        evidence: harmless(&finding.evidence),
+        advice: harmless(&finding.advice),
+        ..finding
+    };
+    let findings = diagnosis.findings.into_iter().take(FINDINGS_MAX).map(finding).collect();
+    ClusterDiagnosis { findings, ..diagnosis }
 }
 
 /// Returns the view with harmless names.

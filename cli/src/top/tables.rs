@@ -1,10 +1,10 @@
-//! Tables of workers, tenants and requests: their columns, which of them fit a width, and the order of their rows.
+//! Tables of tenants and requests: their columns, which of them fit a width, and the order of their rows.
 
 use std::cmp::Ordering;
 
 use inflight_proto::v1::{RequestState, TenantView};
 
-use super::state::{ClusterState, Request, Worker, state_name};
+use super::state::{ClusterState, Request, state_name};
 use super::text::{bar, count, pad, percent, rate, span};
 
 /// How a cell is highlighted.
@@ -121,163 +121,10 @@ pub fn cells<R>(arranged: &[(&Column<R>, usize)], row: &R, state: &ClusterState)
     arranged.iter().map(cell).collect()
 }
 
-fn plain<R>(_: &R) -> Tone {
+/// No highlight.
+pub(super) fn plain<R>(_: &R) -> Tone {
     Tone::Plain
 }
-
-fn worker_tone(worker: &Worker) -> Tone {
-    match worker.view.state.as_str() {
-        "connected" => Tone::Plain,
-        "draining" => Tone::Wait,
-        _ => Tone::Bad,
-    }
-}
-
-/// KV blocks of a worker's pool: in use by sequences, and cached beside them, as shares.
-fn kv_shares(worker: &Worker) -> (f64, f64) {
-    let blocks = f64::from(worker.limits().kv_blocks.max(1));
-    let used = f64::from(worker.load().kv_blocks_used) / blocks;
-    (used, f64::from(worker.view.kv_blocks_cached) / blocks)
-}
-
-fn kv_text(worker: &Worker, _: &ClusterState, width: usize) -> String {
-    if worker.limits().kv_blocks == 0 {
-        return "-".to_owned();
-    }
-    let (used, cached) = kv_shares(worker);
-    let number = percent(used);
-    let columns = width.saturating_sub(5);
-    format!("{}{number:>5}", bar(&[(used, '█'), (cached, '▒')], '·', columns))
-}
-
-fn step_text(worker: &Worker, _: &ClusterState, _: usize) -> String {
-    let millis = |us: f64| if us < 99_950.0 { format!("{:.1}", us / 1e3) } else { count((us / 1e3) as u64) };
-    let step = worker.step_us().map_or_else(|| "-".to_owned(), millis);
-    match worker.view.step_target_us {
-        0 => format!("{step}ms"),
-        target => format!("{step}/{}ms", millis(target as f64)),
-    }
-}
-
-fn step_tone(worker: &Worker) -> Tone {
-    let target = worker.view.step_target_us;
-    let above = worker.step_us().is_some_and(|step| target > 0 && step > target as f64);
-    if above { Tone::Wait } else { Tone::Plain }
-}
-
-/// Columns of the table of workers.
-pub static WORKERS: [Column<Worker>; 10] = [
-    Column {
-        title: "WORKER",
-        width: 8,
-        grows_to: 24,
-        right: false,
-        rank: 0,
-        descending: false,
-        text: |worker, _, _| worker.view.name.clone(),
-        order: |a, b, _| a.view.name.cmp(&b.view.name),
-        tone: plain,
-    },
-    Column {
-        title: "STATE",
-        width: 9,
-        grows_to: 12,
-        right: false,
-        rank: 3,
-        descending: false,
-        text: |worker, _, _| worker.view.state.clone(),
-        order: |a, b, _| a.view.state.cmp(&b.view.state),
-        tone: worker_tone,
-    },
-    Column {
-        title: "RUN",
-        width: 4,
-        grows_to: 4,
-        right: true,
-        rank: 1,
-        descending: true,
-        text: |worker, _, _| count(worker.load().running_sequences.into()),
-        order: |a, b, _| a.load().running_sequences.cmp(&b.load().running_sequences),
-        tone: plain,
-    },
-    Column {
-        title: "WAIT",
-        width: 5,
-        grows_to: 5,
-        right: true,
-        rank: 2,
-        descending: true,
-        text: |worker, _, _| count(worker.load().waiting_sequences.into()),
-        order: |a, b, _| a.load().waiting_sequences.cmp(&b.load().waiting_sequences),
-        tone: |worker| if worker.load().waiting_sequences > 0 { Tone::Wait } else { Tone::Plain },
-    },
-    Column {
-        title: "SWAP",
-        width: 5,
-        grows_to: 5,
-        right: true,
-        rank: 6,
-        descending: true,
-        text: |worker, _, _| count(worker.load().swapped_sequences.into()),
-        order: |a, b, _| a.load().swapped_sequences.cmp(&b.load().swapped_sequences),
-        tone: plain,
-    },
-    Column {
-        title: "KV",
-        width: 10,
-        grows_to: 24,
-        right: false,
-        rank: 2,
-        descending: true,
-        text: kv_text,
-        order: |a, b, _| kv_shares(a).0.total_cmp(&kv_shares(b).0),
-        tone: plain,
-    },
-    Column {
-        title: "STEP",
-        width: 13,
-        grows_to: 13,
-        right: true,
-        rank: 4,
-        descending: true,
-        text: step_text,
-        order: |a, b, _| a.step_us().unwrap_or(0.0).total_cmp(&b.step_us().unwrap_or(0.0)),
-        tone: step_tone,
-    },
-    Column {
-        title: "PREEMPT",
-        width: 8,
-        grows_to: 8,
-        right: true,
-        rank: 5,
-        descending: true,
-        text: |worker, _, _| count(worker.load().preemptions),
-        order: |a, b, _| a.load().preemptions.cmp(&b.load().preemptions),
-        tone: plain,
-    },
-    Column {
-        title: "REQS",
-        width: 5,
-        grows_to: 5,
-        right: true,
-        rank: 7,
-        descending: true,
-        text: |worker, _, _| count(worker.view.requests.into()),
-        order: |a, b, _| a.view.requests.cmp(&b.view.requests),
-        tone: plain,
-    },
-    Column {
-        title: "MODEL",
-        width: 10,
-        grows_to: 30,
-        right: false,
-        rank: 8,
-        descending: false,
-        text: |worker, _, _| worker.view.model.clone(),
-        order: |a, b, _| a.view.model.cmp(&b.view.model),
-        tone: |_| Tone::Dim,
-    },
-];
 
 /// A tenant's share as a bar, on which `|` is its fair share.
 fn share_bar(tenant: &TenantView, _: &ClusterState, width: usize) -> String {

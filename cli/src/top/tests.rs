@@ -2,8 +2,8 @@
 
 use crossterm::event::{KeyCode, KeyEvent, KeyModifiers};
 use inflight_proto::v1::{
-    ClusterView, GetRequestResponse, IterationView, LifeEvent, Load, Percentiles, RequestState, RequestView,
-    TenantView, WatchResponse, WorkerLimits, WorkerView,
+    ClusterDiagnosis, ClusterFinding, ClusterView, GetRequestResponse, IterationView, LifeEvent, Load,
+    Percentiles, RequestState, RequestView, TenantView, WatchResponse, WorkerFacts, WorkerLimits, WorkerView,
 };
 use ratatui::Terminal;
 use ratatui::backend::TestBackend;
@@ -46,6 +46,16 @@ fn worker(name: &str, state: &str, used: u32, step_us: u32) -> WorkerView {
         step_target_us: 20_000,
         requests: 3,
         iterations: vec![IterationView { duration_us: step_us, ..IterationView::default() }],
+        facts: Some(WorkerFacts {
+            version: "0.2.0".to_owned(),
+            device: "NVIDIA H200".to_owned(),
+            tensor_parallel: 2,
+            memory_bytes: 282 << 30,
+            weight_bytes: 15 << 30,
+            kv_cache_bytes: 120 << 30,
+            weight_encoding: "bf16".to_owned(),
+            kv_encoding: "fp8".to_owned(),
+        }),
         ..WorkerView::default()
     }
 }
@@ -108,6 +118,7 @@ fn update() -> WatchResponse {
         tenants: vec![tenant("acme", 0.75, 0.5), tenant("beta", 0.25, 0.5)],
         requests: vec![decode, prefill, queued, ended],
         skipped_updates: 0,
+        diagnosis: None,
     }
 }
 
@@ -244,7 +255,7 @@ fn a_followed_request_shows_its_life() {
         kind: kind.to_owned(),
         worker: worker.to_owned(),
         detail: detail.to_owned(),
-        iteration: 0,
+        ..LifeEvent::default()
     };
     let events = vec![
         event(0, "arrived", "", ""),
@@ -258,7 +269,10 @@ fn a_followed_request_shows_its_life() {
     ];
     let request = Some(RequestView { output_tokens: 5, ..request(2, RequestState::Retry, "acme", "") });
     model.life(1, Err("of another request".to_owned()));
-    model.life(2, Ok(GetRequestResponse { request, events, omitted_events: 3 }));
+    model.life(
+        2,
+        Ok(GetRequestResponse { request, events, omitted_events: 3, ..GetRequestResponse::default() }),
+    );
     let expected = "\
 inflight top  [1 overview]  2 workers  3 tenants  4 requests        14:03:22 UTC
 request req-2 · number 2
@@ -266,8 +280,8 @@ retry · 8.0s · tenant acme · model demo
 prompt 128 tokens, 0 cached · output 5 of at most 64 · choices 1 · KV blocks 0 ·
 attempts 0 · priority 0
 3 events between the first and the last ones are left out
-   0.000 s arrived
-   0.001 s dispatched    worker-1: prefix cache: 96 of 128 tokens; least
+  0.000 ms arrived
+  1.000 ms dispatched    worker-1: prefix cache: 96 of 128 tokens; least
                          predicted time to first token
   12.345 s lost          worker-1: �[2Jthe session closed
 
@@ -285,8 +299,8 @@ of at most 64 · choices 1 · KV blocks 0
 · attempts 0 · priority 0
 3 events between the first and the last
 ones are left out
-   0.000 s arrived
-   0.001 s dispatched
+  0.000 ms arrived
+  1.000 ms dispatched
   worker-1: prefix cache: 96 of 128
   tokens; least predicted time to first
   token
@@ -305,6 +319,54 @@ ones are left out
     assert!(text.contains("UNAVAILABLE: gone") && text.contains("dispatched"), "{text}");
     press(&mut model, KeyCode::Esc);
     assert!(screen(&model, 80, 24).contains("REQUEST"));
+}
+
+#[test]
+fn findings_facts_of_workers_and_traces_are_shown() {
+    let mut model = model();
+    type_text(&mut model, "5");
+    assert!(screen(&model, 80, 12).contains("no diagnosis yet"));
+    let mut later = WatchResponse { diagnosis: Some(ClusterDiagnosis::default()), ..update() };
+    model.update(later.clone(), false);
+    assert!(screen(&model, 80, 12).contains("nothing stands out in the last minute"));
+    assert!(!plain::snapshot(&model, 80).contains("finding"));
+    let finding = ClusterFinding {
+        worker: "worker-0".to_owned(),
+        other_workers: 2,
+        bottleneck: "queue_time".to_owned(),
+        window_share: 0.42,
+        evidence: "the longest wait was 3.0 s".to_owned(),
+        advice: "add workers".to_owned(),
+    };
+    let retries = ClusterFinding { bottleneck: "retries".to_owned(), ..ClusterFinding::default() };
+    let findings = vec![finding, retries];
+    later.diagnosis = Some(ClusterDiagnosis { findings, undiagnosed_workers: 1, omitted_findings: 0 });
+    model.update(later, false);
+    // An update without a diagnosis leaves it.
+    model.update(update(), false);
+    let text = screen(&model, 80, 20);
+    for part in [
+        "finding: queue time, 42%, worker-0 and 2 more; 1 more (5: details)",
+        "\nqueue time, 42%, worker-0 and 2 more\n  the longest wait was 3.0 s\n  → add workers\nretries, 0%, router\n",
+        "no diagnosis of 1 workers",
+    ] {
+        assert!(text.contains(part), "no {part:?} in {text}");
+    }
+    assert!(plain::snapshot(&model, 80).contains("\n  → add workers\n"));
+    type_text(&mut model, "2");
+    let text = screen(&model, 160, 12);
+    for part in ["2x NVIDIA H200, bf16", "15G+120G/282G", "0.2.0"] {
+        assert!(text.contains(part), "no {part:?} in {text}");
+    }
+    type_text(&mut model, "4");
+    press(&mut model, KeyCode::Enter);
+    let (trace_id, trace_url) = ("4bf92f3577b34da6".to_owned(), "https://t.example/4bf9".to_owned());
+    model.life(1, Ok(GetRequestResponse { trace_id, trace_url, ..GetRequestResponse::default() }));
+    let text = screen(&model, 80, 12);
+    assert!(text.contains("trace 4bf92f3577b34da6\ntrace https://t.example/4bf9"), "{text}");
+    // Another watch begins, perhaps of an older router.
+    model.update(update(), true);
+    assert_eq!(model.state().diagnosis, None);
 }
 
 /// Ids of the listed requests, in their order.
@@ -413,6 +475,16 @@ fn hostile() -> WatchResponse {
         kv_blocks_cached: u32::MAX,
         step_target_us: u64::MAX * (at as u64 % 2),
         iterations: vec![IterationView { duration_us: u32::MAX, ..IterationView::default() }; 3],
+        facts: Some(WorkerFacts {
+            version: name(at),
+            device: name(at + 1),
+            weight_encoding: name(at + 2),
+            weight_bytes: u64::MAX,
+            kv_cache_bytes: u64::MAX,
+            memory_bytes: u64::MAX * (at as u64 % 2),
+            tensor_parallel: u32::MAX,
+            ..WorkerFacts::default()
+        }),
         ..WorkerView::default()
     });
     let extreme = [f64::NAN, f64::INFINITY, -1.0, 1e300];
@@ -425,6 +497,16 @@ fn hostile() -> WatchResponse {
         ..TenantView::default()
     });
     let percentiles = Some(Percentiles { p50: f64::NAN, p90: 1e300, p99: -5.0 });
+    let findings = (0..200).map(|at| ClusterFinding {
+        worker: name(at),
+        other_workers: at as u32 * (u32::MAX / 200),
+        bottleneck: name(at + 1),
+        window_share: extreme[at % 4],
+        evidence: name(at + 2).repeat(50),
+        advice: name(at + 3),
+    });
+    let findings = findings.collect();
+    let diagnosis = ClusterDiagnosis { findings, undiagnosed_workers: u32::MAX, omitted_findings: u32::MAX };
     WatchResponse {
         unix_ms: u64::MAX,
         cluster: Some(ClusterView {
@@ -440,6 +522,7 @@ fn hostile() -> WatchResponse {
         requests: requests.collect(),
         workers: workers.collect(),
         tenants: tenants.collect(),
+        diagnosis: Some(diagnosis),
         ..WatchResponse::default()
     }
 }
@@ -452,17 +535,22 @@ fn hostile_names_and_any_size_of_the_terminal_do_no_harm() {
         worker: "\u{202e}w".to_owned(),
         detail: "東京 ".repeat(100),
         iteration: at,
+        at_us: at,
     };
     let life = GetRequestResponse {
         request: hostile().requests.into_iter().next(),
         events: (0..256).map(event).collect(),
         omitted_events: u32::MAX,
+        age_us: u64::MAX,
+        trace_id: "\u{1b}[2J".to_owned(),
+        trace_url: "\u{202e}http".to_owned(),
     };
-    let setups: [fn(&mut Model); 8] = [
+    let setups: [fn(&mut Model); 9] = [
         |_| {},
         |model| type_text(model, "2"),
         |model| type_text(model, "3"),
         |model| type_text(model, "4"),
+        |model| type_text(model, "5"),
         |model| type_text(model, "?"),
         |model| {
             type_text(model, "/");

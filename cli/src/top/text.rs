@@ -183,6 +183,20 @@ pub fn bar(parts: &[(f64, char)], rest: char, columns: usize) -> String {
     text
 }
 
+/// Returns a size with two or three digits: `512M`, `1.2G`, `141G`.
+pub fn bytes(bytes: u64) -> String {
+    let mut value = bytes as f64;
+    let mut units = ["", "K", "M", "G", "T", "P", "E"].into_iter();
+    let mut unit = units.next().unwrap_or_default();
+    for next in units {
+        if value < 999.5 {
+            break;
+        }
+        (value, unit) = (value / 1024.0, next);
+    }
+    if value < 9.95 && !unit.is_empty() { format!("{value:.1}{unit}") } else { format!("{value:.0}{unit}") }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -217,6 +231,8 @@ mod tests {
 
     #[test]
     fn numbers_are_short() {
+        let sizes = [0, 999, 1 << 20, 5 << 29, 141 << 30, u64::MAX].map(bytes);
+        assert_eq!(sizes, ["0", "999", "1.0M", "2.5G", "141G", "16E"]);
         let counts = [0, 9_999, 10_000, 99_999, 100_000, 1_234_567, 123_456_789, u64::MAX];
         assert_eq!(counts.map(count), ["0", "9999", "10.0k", "99.9k", "100k", "1.2M", "123M", "18446744T"]);
         assert_eq!(

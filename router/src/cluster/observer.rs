@@ -37,7 +37,8 @@ impl Observer {
     /// Reports that its session opens.
     pub(super) fn opened(&self, hello: &v1::Hello, client: &WorkerClient<Channel>) {
         let limits = wire::limits_view(&hello.limits.unwrap_or_default());
-        self.worker.connected(&hello.worker_id, &hello.model, limits);
+        let facts = hello.facts.as_ref().map(wire::facts_view).unwrap_or_default();
+        self.worker.connected(&hello.worker_id, &hello.model, limits, facts);
         self.calls.open(self.id, hello.worker_id.clone(), client.clone());
     }
 

@@ -2,6 +2,7 @@
 
 pub(crate) mod fuzz;
 
+use std::sync::Arc;
 use std::time::Duration;
 
 use inflight_contract::{FinishReason, Service, ServiceCounter};
@@ -19,11 +20,17 @@ use tonic::Code;
 use crate::clock;
 use crate::dispatcher::WorkerMessage;
 use crate::dispatcher::request::ActiveRequest;
+use crate::live::display_text::display_text;
 use crate::live::observation::{
     JoinedSequence, Observation, ObservedChange, ObservedChangeKind, ObservedIteration, ObservedPreemption,
     ObservedState, ObservedWork, SequenceState,
 };
-use crate::live::view::{LimitsView, LoadView, State};
+use crate::live::view::{FactsView, FindingView, LimitsView, LoadView, State};
+
+/// Longest text of a worker about itself, in bytes.
+const FACT_BYTES_MAX: usize = 128;
+/// Longest text of a finding, in bytes.
+pub(super) const FINDING_BYTES_MAX: usize = 512;
 
 /// Converts an update of a worker.
 pub(crate) fn update(update: v1::Update) -> WorkerUpdate {
@@ -209,6 +216,35 @@ fn sequence_state(sequence: v1::SequenceState) -> SequenceState {
     };
     let v1::SequenceState { sequence, slot, kv_blocks, tokens, waiting_for, .. } = sequence;
     SequenceState { sequence, state, slot, kv_blocks, tokens, waiting_for }
+}
+
+/// Returns what a worker says of itself, as text that is harmless and short.
+pub(crate) fn facts_view(facts: &v1::WorkerFacts) -> FactsView {
+    let text = |text: &str| display_text(text, FACT_BYTES_MAX);
+    FactsView {
+        version: text(&facts.version),
+        device: text(&facts.device),
+        tensor_parallel: facts.tensor_parallel,
+        memory_bytes: facts.memory_bytes,
+        weight_bytes: facts.weight_bytes,
+        kv_cache_bytes: facts.kv_cache_bytes,
+        weight_encoding: text(&facts.weight_encoding),
+        kv_encoding: text(&facts.kv_encoding),
+    }
+}
+
+/// Returns a finding of a worker, as text that is harmless and short.
+pub(super) fn finding_view(worker: &Arc<str>, finding: &v1::Finding) -> FindingView {
+    let text = |text: &str| display_text(text, FINDING_BYTES_MAX);
+    let share = finding.window_share;
+    FindingView {
+        worker: worker.clone(),
+        other_workers: 0,
+        bottleneck: display_text(&finding.bottleneck, FACT_BYTES_MAX),
+        window_share: if share.is_finite() { share.clamp(0.0, 1.0) } else { 0.0 },
+        evidence: text(&finding.evidence),
+        advice: text(&finding.advice),
+    }
 }
 
 /// Returns a worker's limits for the live view.

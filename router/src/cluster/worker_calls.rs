@@ -13,6 +13,9 @@ use tokio::time::timeout;
 use tonic::transport::Channel;
 use tonic::{Code, Streaming};
 
+use crate::cluster::wire::{self, FINDING_BYTES_MAX};
+use crate::live::diagnosis::{FINDINGS_MAX, WorkerFindings};
+use crate::live::display_text::display_text;
 use crate::options::Options;
 
 /// Path of the method that reports bottlenecks.
@@ -70,6 +73,23 @@ impl WorkerCalls {
         let mut diagnoses: Vec<_> = stream::iter(calls).buffer_unordered(CALLS_MAX).collect().await;
         diagnoses.sort_by(|a, b| a.worker.cmp(&b.worker));
         diagnoses
+    }
+
+    /// Diagnoses the last `age_max` of every connected worker, for viewers.
+    pub(crate) async fn findings(&self, age_max: Duration) -> Vec<WorkerFindings> {
+        let age_max_us = u64::try_from(age_max.as_micros()).unwrap_or(u64::MAX);
+        let request = v1::DiagnoseRequest { age_max_us, ..v1::DiagnoseRequest::default() };
+        let diagnoses = self.diagnose(request).await.into_iter();
+        diagnoses
+            .map(|of| {
+                let worker = display_text(&of.worker, FINDING_BYTES_MAX);
+                let found = of.diagnosis.map(|diagnosis| diagnosis.findings);
+                let views = found.map(|found| {
+                    found.iter().take(FINDINGS_MAX).map(|one| wire::finding_view(&worker, one)).collect()
+                });
+                WorkerFindings(views)
+            })
+            .collect()
     }
 
     /// Whether a sequence was submitted by this router.

@@ -183,6 +183,7 @@ impl SharedDispatcher {
             max_tokens: call.max_tokens,
             choices: call.sampling.n,
             arrived: call.arrived,
+            trace_id: call.trace.exported_trace(),
         };
         Some(Tracker::new(hub, &new, clock::now()))
     }

@@ -18,7 +18,7 @@ use super::viewer_places::{PlaceLost, ViewerPlaces};
 use super::window::{PartClock, Rate, RollingPercentiles};
 use super::worker::LiveWorker;
 use crate::metrics as names;
-use crate::options::{Admin, Options};
+use crate::options::{Admin, Options, TraceUrl};
 
 /// Ended requests that are kept.
 const ENDED_MAX: usize = 1000;
@@ -32,6 +32,7 @@ pub(crate) struct Hub {
     admin: Admin,
     stall_timeout: Duration,
     bytes_per_second: u64,
+    trace_url: Option<TraceUrl>,
     /// Socket of the supervisor under `inflight up`.
     supervisor: Option<PathBuf>,
     /// Worker addresses; the index plus one is the number of a worker under `inflight up`.
@@ -146,6 +147,7 @@ impl Hub {
             admin: options.admin,
             stall_timeout: options.stall_timeout,
             bytes_per_second: options.viewer_bytes_per_second,
+            trace_url: options.trace_url.clone(),
             supervisor: options.supervisor.clone(),
             up_workers: options.supervisor.as_ref().map_or_else(Vec::new, |_| options.workers.clone()),
             next_number: AtomicU64::new(1),
@@ -445,9 +447,9 @@ impl Hub {
         let state = request.now();
         // What is observed of it, if it is still what was sampled.
         let state = match sampled.ok().map(|at| &snapshot.open[at].now) {
-            Some(sampled) if state.ended_ms.is_none() && sampled.place == state.place => sampled.clone(),
+            Some(sampled) if state.ended_us.is_none() && sampled.place == state.place => sampled.clone(),
             _ => state,
         };
-        Some(request.life(&state, now))
+        Some(request.life(&state, self.trace_url.as_ref(), now))
     }
 }

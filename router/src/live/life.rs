@@ -33,7 +33,8 @@ pub(super) enum Mark {
 /// Change in the life of a request.
 #[derive(Debug, Clone)]
 struct LifeEvent {
-    at_ms: u64,
+    /// Time since the request's arrival, in microseconds.
+    at_us: u64,
     kind: &'static str,
     worker: Option<Arc<str>>,
     detail: String,
@@ -44,8 +45,8 @@ struct LifeEvent {
 /// Event of a sequence, as its worker reports it.
 #[derive(Debug, Clone)]
 pub(super) struct SequenceEvent {
-    /// Time since the request's arrival.
-    pub(super) at_ms: u64,
+    /// Time since the request's arrival, in microseconds.
+    pub(super) at_us: u64,
     /// Attempt of the request.
     pub(super) attempt: u32,
     /// Choice of the sequence.
@@ -73,7 +74,7 @@ impl Life {
     /// Adds an event of the router.
     pub(super) fn push(
         &mut self,
-        at_ms: u64,
+        at_us: u64,
         kind: &'static str,
         worker: Option<Arc<str>>,
         detail: String,
@@ -86,7 +87,7 @@ impl Life {
             Mark::FirstOutput => self.events[attempt..].iter().position(later).map(|at| attempt + at),
             _ => None,
         };
-        let event = LifeEvent { at_ms, kind, worker, detail, iteration: 0, mark };
+        let event = LifeEvent { at_us, kind, worker, detail, iteration: 0, mark };
         self.insert_at(at.unwrap_or(self.events.len()), event);
     }
 
@@ -115,11 +116,11 @@ impl Life {
             }
         }
         let upper = upper.max(lower);
-        let at = (lower..upper).find(|at| self.events[*at].at_ms > event.at_ms).unwrap_or(upper);
+        let at = (lower..upper).find(|at| self.events[*at].at_us > event.at_us).unwrap_or(upper);
         let worker = start.checked_sub(1).and_then(|dispatch| self.events[dispatch].worker.clone());
-        let SequenceEvent { at_ms, sequence, after_output, iteration, kind, detail, .. } = event;
+        let SequenceEvent { at_us, sequence, after_output, iteration, kind, detail, .. } = event;
         let mark = Mark::Sequence { sequence, after_output };
-        self.insert_at(at, LifeEvent { at_ms, kind, worker, detail, iteration, mark });
+        self.insert_at(at, LifeEvent { at_us, kind, worker, detail, iteration, mark });
     }
 
     /// Returns the position behind the dispatch of an attempt; of the last one for `None`.
@@ -136,10 +137,10 @@ impl Life {
     /// Inserts an event. Its time is moved between those of its neighbours.
     fn insert_at(&mut self, at: usize, mut event: LifeEvent) {
         if let Some(next) = self.events.get(at) {
-            event.at_ms = event.at_ms.min(next.at_ms);
+            event.at_us = event.at_us.min(next.at_us);
         }
         if let Some(before) = at.checked_sub(1).and_then(|before| self.events.get(before)) {
-            event.at_ms = event.at_ms.max(before.at_ms);
+            event.at_us = event.at_us.max(before.at_us);
         }
         self.events.insert(at, event);
         if self.events.len() > FIRST_MAX + LAST_MAX {
@@ -151,7 +152,8 @@ impl Life {
     /// Returns the events, oldest first, and the number left out between the first and the last ones.
     pub(super) fn view(&self) -> (Vec<LifeEventView>, u32) {
         let view = |event: &LifeEvent| LifeEventView {
-            at_ms: event.at_ms,
+            at_ms: event.at_us / 1000,
+            at_us: event.at_us,
             kind: event.kind,
             worker: event.worker.clone().unwrap_or_default(),
             detail: event.detail.clone(),
@@ -165,18 +167,18 @@ impl Life {
 mod tests {
     use super::*;
 
-    fn push(life: &mut Life, at_ms: u64, kind: &'static str, mark: Mark) {
-        life.push(at_ms, kind, None, String::new(), mark);
+    fn push(life: &mut Life, at_us: u64, kind: &'static str, mark: Mark) {
+        life.push(at_us, kind, None, String::new(), mark);
     }
 
-    fn observed(life: &mut Life, at_ms: u64, kind: &'static str, attempt: u32, after_output: bool) {
+    fn observed(life: &mut Life, at_us: u64, kind: &'static str, attempt: u32, after_output: bool) {
         let event = SequenceEvent {
-            at_ms,
+            at_us,
             attempt,
             choice: 0,
             sequence: attempt.into(),
             after_output,
-            iteration: at_ms,
+            iteration: at_us,
             kind,
             detail: String::new(),
         };
@@ -185,8 +187,8 @@ mod tests {
 
     fn kinds(life: &Life) -> Vec<(&'static str, u64)> {
         let (events, _) = life.view();
-        assert!(events.is_sorted_by_key(|event| event.at_ms), "{events:?}");
-        events.iter().map(|event| (event.kind, event.at_ms)).collect()
+        assert!(events.is_sorted_by_key(|event| event.at_us), "{events:?}");
+        events.iter().map(|event| (event.kind, event.at_us)).collect()
     }
 
     #[test]
@@ -197,7 +199,7 @@ mod tests {
         }
         let (events, omitted) = life.view();
         assert_eq!((events.len(), omitted), (FIRST_MAX + LAST_MAX, 1000 - 256));
-        assert_eq!((events[127].at_ms, events[128].at_ms, events[255].at_ms), (127, 1000 - 128, 999));
+        assert_eq!((events[127].at_us, events[128].at_us, events[255].at_us), (127, 1000 - 128, 999));
     }
 
     #[test]

@@ -4,6 +4,8 @@
 //! report loads and iterations of their workers. A viewer pulls: a snapshot is taken when one is due for a viewer, and
 //! without viewers none is taken and no worker is observed.
 
+pub(crate) mod diagnosis;
+pub(crate) mod display_text;
 mod findings;
 pub(crate) mod hub;
 pub(crate) mod life;

@@ -187,7 +187,7 @@ impl Sequence {
     fn event(&self, at: Instant, iteration: u64, kind: &'static str, detail: String) {
         let Some(request) = &self.request else { return };
         request.observed(SequenceEvent {
-            at_ms: request.age_ms(at),
+            at_us: request.age_us(at),
             attempt: self.attempt,
             choice: self.choice,
             sequence: self.id,

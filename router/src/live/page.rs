@@ -13,7 +13,7 @@ const MARKUP: &str = include_str!("page/index.html");
 const STYLE: &str = include_str!("page/style.css");
 
 /// Parts of the script, in order. They share one scope: what a part declares, later parts use.
-const SCRIPT: [&str; 25] = [
+const SCRIPT: [&str; 27] = [
     include_str!("page/format.js"),
     include_str!("page/palette.js"),
     include_str!("page/elements.js"),
@@ -26,10 +26,12 @@ const SCRIPT: [&str; 25] = [
     include_str!("page/raster.js"),
     include_str!("page/kv_map.js"),
     include_str!("page/chart.js"),
+    include_str!("page/worker_details.js"),
     include_str!("page/lane.js"),
     include_str!("page/lanes.js"),
     include_str!("page/history.js"),
     include_str!("page/overview.js"),
+    include_str!("page/findings.js"),
     include_str!("page/tenants.js"),
     include_str!("page/table.js"),
     include_str!("page/phases.js"),

@@ -2,13 +2,15 @@
 
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use inflight_router_core::{SubmissionId, WorkerId};
 
 use super::life::{Life, Mark, SequenceEvent};
 use super::tenant::LiveTenant;
 use super::view::{LifeView, RequestView, State};
+use crate::options::TraceUrl;
+use crate::trace::TraceId;
 
 /// Submissions that a request keeps: a client that does not read may cause any number.
 const SUBMISSIONS_MAX: usize = 16;
@@ -24,6 +26,8 @@ pub(crate) struct NewRequest<'a> {
     pub(crate) max_tokens: u32,
     pub(crate) choices: u32,
     pub(crate) arrived: Instant,
+    /// Id of its trace; `None` if it is in none that is exported.
+    pub(crate) trace_id: Option<TraceId>,
 }
 
 /// Worker that a request runs on.
@@ -45,6 +49,7 @@ pub(crate) struct LiveRequest {
     max_tokens: u32,
     choices: u32,
     pub(super) arrived: Instant,
+    trace_id: Option<TraceId>,
     output_tokens: AtomicU32,
     /// Whether the current attempt has no output yet.
     awaits_output: AtomicBool,
@@ -60,7 +65,7 @@ struct Progress {
     /// Bits of the choices that have ended.
     ended_choices: u64,
     outcome: Arc<str>,
-    ended_ms: Option<u64>,
+    ended_us: Option<u64>,
     submissions: Vec<SubmissionId>,
     life: Life,
 }
@@ -74,7 +79,7 @@ pub(super) struct RequestNow {
     pub(super) cached_tokens: u32,
     pub(super) output_tokens: u32,
     pub(super) outcome: Arc<str>,
-    pub(super) ended_ms: Option<u64>,
+    pub(super) ended_us: Option<u64>,
     /// State of the request's sequences at its worker, while the worker is observed.
     pub(super) computed_tokens: u32,
     pub(super) kv_blocks: u32,
@@ -96,6 +101,7 @@ impl LiveRequest {
             max_tokens: new.max_tokens,
             choices: new.choices,
             arrived: new.arrived,
+            trace_id: new.trace_id,
             output_tokens: AtomicU32::new(0),
             awaits_output: AtomicBool::new(true),
             progress: Mutex::new(progress),
@@ -107,8 +113,10 @@ impl LiveRequest {
         self.progress.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    pub(super) fn age_ms(&self, now: Instant) -> u64 {
-        millis(now.saturating_duration_since(self.arrived))
+    /// Returns the time since its arrival, in microseconds.
+    pub(super) fn age_us(&self, now: Instant) -> u64 {
+        let age = now.saturating_duration_since(self.arrived).as_micros();
+        u64::try_from(age).unwrap_or(u64::MAX)
     }
 
     /// Appends an event and changes the state, unless the request has ended.
@@ -119,9 +127,9 @@ impl LiveRequest {
         detail: String,
         change: impl FnOnce(&mut Progress),
     ) -> bool {
-        let at = self.age_ms(now);
+        let at = self.age_us(now);
         let mut progress = self.lock();
-        if progress.ended_ms.is_some() {
+        if progress.ended_us.is_some() {
             return false;
         }
         change(&mut progress);
@@ -235,9 +243,9 @@ impl LiveRequest {
 
     /// Records the end of the request. Returns false if it had ended before.
     pub(super) fn end(&self, now: Instant, outcome: &str) -> bool {
-        let at = self.age_ms(now);
+        let at = self.age_us(now);
         self.change(now, ("ended", Mark::AttemptEnd), outcome.to_owned(), |progress| {
-            (progress.state, progress.ended_ms) = (State::Ended, Some(at));
+            (progress.state, progress.ended_us) = (State::Ended, Some(at));
             progress.outcome = Arc::from(outcome);
         })
     }
@@ -257,7 +265,7 @@ impl LiveRequest {
             cached_tokens: progress.cached_tokens,
             output_tokens: self.output_tokens.load(Ordering::Relaxed),
             outcome: progress.outcome.clone(),
-            ended_ms: progress.ended_ms,
+            ended_us: progress.ended_us,
             computed_tokens: 0,
             kv_blocks: 0,
             waiting_reason: Arc::default(),
@@ -283,7 +291,7 @@ impl LiveRequest {
             model: self.model.clone(),
             priority: self.priority,
             state: state.state,
-            age_ms: state.ended_ms.unwrap_or_else(|| self.age_ms(now)),
+            age_ms: state.ended_us.unwrap_or_else(|| self.age_us(now)) / 1000,
             prompt_tokens: self.prompt_tokens,
             cached_tokens: state.cached_tokens,
             computed_tokens: state.computed_tokens,
@@ -298,14 +306,13 @@ impl LiveRequest {
         }
     }
 
-    /// Returns the life of the request, whose view is that of `state`.
-    pub(super) fn life(&self, state: &RequestNow, now: Instant) -> LifeView {
+    /// Returns the life of the request, whose view is that of `state`, with the address of its trace.
+    pub(super) fn life(&self, state: &RequestNow, traces: Option<&TraceUrl>, now: Instant) -> LifeView {
         let request = self.view(state, now);
         let (events, omitted_events) = self.lock().life.view();
-        LifeView { request, events, omitted_events }
+        let age_us = state.ended_us.unwrap_or_else(|| self.age_us(now));
+        let trace_id = self.trace_id.map_or_else(String::new, |id| id.to_string());
+        let trace_url = traces.zip(self.trace_id).map_or_else(String::new, |(url, id)| url.of(id));
+        LifeView { request, events, omitted_events, age_us, trace_id, trace_url }
     }
-}
-
-fn millis(duration: Duration) -> u64 {
-    u64::try_from(duration.as_millis()).unwrap_or(u64::MAX)
 }

@@ -113,6 +113,7 @@ views! {
         worker: Arc<str>,
         detail: String,
         iteration: u64,
+        at_us: u64,
     }
 
     /// Life of a request.
@@ -120,6 +121,9 @@ views! {
         request: RequestView,
         events: Vec<LifeEventView>,
         omitted_events: u32,
+        age_us: u64,
+        trace_id: String,
+        trace_url: String,
     }
 
     /// Percentiles of the last minute, in milliseconds.
@@ -186,6 +190,18 @@ views! {
         decode_iteration_us: u64,
     }
 
+    /// Program, device and memory of a worker.
+    struct FactsView {
+        version: Arc<str>,
+        device: Arc<str>,
+        tensor_parallel: u32,
+        memory_bytes: u64,
+        weight_bytes: u64,
+        kv_cache_bytes: u64,
+        weight_encoding: Arc<str>,
+        kv_encoding: Arc<str>,
+    }
+
     /// A worker.
     struct WorkerView {
         name: Arc<str>,
@@ -203,6 +219,24 @@ views! {
         skipped_iterations: u64,
         kv_by_tenant: Vec<TenantBlocks>,
         up_number: u32,
+        facts: FactsView,
+    }
+
+    /// Bottleneck of workers or of the router.
+    struct FindingView {
+        worker: Arc<str>,
+        other_workers: u32,
+        bottleneck: Arc<str>,
+        window_share: f64,
+        evidence: Arc<str>,
+        advice: Arc<str>,
+    }
+
+    /// Findings about the cluster.
+    struct DiagnosisView {
+        findings: Vec<FindingView>,
+        undiagnosed_workers: u32,
+        omitted_findings: u32,
     }
 
     /// KV blocks of a tenant.
@@ -252,6 +286,8 @@ views! {
         tenants: Vec<TenantView>,
         requests: Vec<RequestView>,
         skipped_updates: u32,
+        // An empty diagnosis is one, too.
+        diagnosis: Option<Arc<DiagnosisView>>,
     }
 }
 

@@ -123,6 +123,7 @@ impl Viewer {
             tenants: snapshot.tenants.clone(),
             requests,
             skipped_updates: skipped,
+            diagnosis: None,
         }
     }
 

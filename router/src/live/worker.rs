@@ -6,7 +6,7 @@ use std::time::Instant;
 use inflight_router_core::WorkerId;
 
 use super::observation::Observed;
-use super::view::{LimitsView, LoadView, WorkerState, WorkerView};
+use super::view::{FactsView, LimitsView, LoadView, WorkerState, WorkerView};
 
 /// Known worker, connected or not.
 #[derive(Debug)]
@@ -29,6 +29,7 @@ struct WorkerNow {
     ejected_until: Option<Instant>,
     limits: LimitsView,
     load: LoadView,
+    facts: FactsView,
 }
 
 impl LiveWorker {
@@ -48,8 +49,9 @@ impl LiveWorker {
     }
 
     /// Records that its session has opened.
-    pub(crate) fn connected(&self, name: &str, model: &str, limits: LimitsView) {
+    pub(crate) fn connected(&self, name: &str, model: &str, limits: LimitsView, facts: FactsView) {
         let mut state = self.lock();
+        state.facts = facts;
         (state.name, state.model) = (Arc::from(name), Arc::from(model));
         (state.connected, state.draining, state.limits) = (true, false, limits);
     }
@@ -108,6 +110,7 @@ impl LiveWorker {
             state: Some(connection),
             limits: state.limits.clone(),
             load: state.load.clone(),
+            facts: state.facts.clone(),
             up_number: self.up_number,
             kv_blocks_cached,
             step_target_us,

@@ -5,6 +5,7 @@ mod connections;
 mod error;
 mod http;
 mod template_date;
+mod trace_url;
 mod usage_log;
 
 use std::net::SocketAddr;
@@ -24,6 +25,7 @@ pub use self::connections::ConnectionOptions;
 pub use self::error::OptionsError;
 pub use self::http::HttpOptions;
 pub use self::template_date::TemplateDate;
+pub use self::trace_url::TraceUrl;
 pub use self::usage_log::{UsageLogExcess, UsageLogOptions, UsageLogPolicy};
 use crate::cluster::discovery::Source;
 use crate::format_choice::FormatChoice;
@@ -343,6 +345,9 @@ pub struct Options {
         env = "INFLIGHT_ROUTER_VIEWER_BYTES_PER_SECOND"
     )]
     pub viewer_bytes_per_second: u64,
+    /// Address of a trace in a viewer of traces, with {trace_id} in place of its id; the live view links traces by it
+    #[arg(long, value_name = "URL", env = "INFLIGHT_ROUTER_TRACE_URL")]
+    pub trace_url: Option<TraceUrl>,
     /// Socket of the supervisor, which kills workers for the live view; set by `inflight up`
     #[arg(long, hide = true)]
     pub supervisor: Option<PathBuf>,

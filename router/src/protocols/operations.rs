@@ -12,6 +12,7 @@ use crate::live::view::WatchUpdate;
 use crate::live::viewer::Viewer;
 use crate::live::viewer_places::PlaceLost;
 use crate::outcome::{Outcome, Overload};
+use crate::protocols::diagnosis::ViewerDiagnosis;
 use crate::tenants::{Caller, Tenants};
 
 /// Delay after which a viewer that found no place may try again.
@@ -26,6 +27,8 @@ pub(crate) struct Operations {
     pub(crate) drain: CancellationToken,
     /// Tenants, whose file may change while a viewer watches.
     pub(crate) tenants: Option<Arc<Tenants>>,
+    /// Diagnosis of the cluster for viewers.
+    pub(crate) diagnosis: Arc<ViewerDiagnosis>,
 }
 
 impl Operations {
@@ -76,7 +79,7 @@ impl Operations {
             _ => caller.tenant(),
         };
         let viewer = Viewer::enter(&self.hub, whose, rate, iterations, protocol).ok_or_else(full)?;
-        Ok(Watching { operations: self.clone(), caller, viewer })
+        Ok(Watching { operations: self.clone(), caller, viewer, diagnosed: 0 })
     }
 }
 
@@ -85,6 +88,8 @@ pub(crate) struct Watching {
     operations: Operations,
     caller: Caller,
     viewer: Viewer,
+    /// Number of the diagnosis that was sent last.
+    diagnosed: u64,
 }
 
 impl Watching {
@@ -111,7 +116,13 @@ impl Watching {
             }
         }
         self.operations.authorize_again(&self.caller)?;
-        Ok(self.viewer.update())
+        let mut update = self.viewer.update();
+        let latest = self.operations.diagnosis.latest();
+        if let Some(latest) = latest.filter(|latest| latest.number > self.diagnosed) {
+            self.diagnosed = latest.number;
+            update.diagnosis = Some(latest.view);
+        }
+        Ok(update)
     }
 
     /// Counts the bytes of an update.

@@ -34,6 +34,7 @@ mod http_usage;
 mod kserve;
 mod lifecycle;
 mod live;
+mod live_details;
 mod model_names;
 mod openapi;
 mod prefix;

@@ -68,6 +68,25 @@ pub struct Capabilities {
     /// Numerics fingerprint: digest of weights, dtypes, instruction set or GPU architecture, kernel version
     /// and tensor-parallel degree, but not of the number of threads.
     pub fingerprint: String,
+    /// Device and memory, for operators.
+    pub facts: RuntimeFacts,
+}
+
+/// Device and memory of a runtime, shown to operators; nothing is decided by them.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub struct RuntimeFacts {
+    /// Name of the device.
+    pub device: String,
+    /// Memory of the device in bytes, over all ranks; of a CPU what the process may use. 0 if unknown.
+    pub memory_bytes: u64,
+    /// Size of the weights in bytes, over all ranks; 0 if unknown.
+    pub weight_bytes: u64,
+    /// Encoding of the weights in memory.
+    pub weight_encoding: String,
+    /// Encoding of keys and values.
+    pub kv_encoding: String,
+    /// Number of ranks.
+    pub ranks: u32,
 }
 
 impl Capabilities {

@@ -356,8 +356,9 @@ impl EngineThread {
                     recording_failed: self.recording_failed,
                     block_bytes: self.engine.block_bytes(),
                 };
+                let (step_us, now) = (self.step_us, self.clock.now());
                 let diagnosis =
-                    load_report::diagnosis(history, &load, limits, self.step_us, &request, conditions);
+                    load_report::diagnosis(history, &load, limits, step_us, &request, now, conditions);
                 // The caller may have disconnected.
                 let _ = reply.send(v1::DiagnoseResponse { granted_in_use: Some(in_use), ..diagnosis });
             }

@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use inflight_proto::v1;
 use inflight_worker_core::{
-    Conditions, History, IterationSummary, Load, Objectives, SchedulerLimits, diagnose,
+    Conditions, History, IterationSummary, Load, Objectives, SchedulerLimits, Time, diagnose,
 };
 
 /// Prompt length of the predicted TTFT in a reported load.
@@ -24,21 +24,27 @@ pub(super) fn load(load: &Load, step_us: u64) -> v1::Load {
     }
 }
 
-/// Diagnoses the worker's bottlenecks and summarises its last iterations.
+/// Diagnoses the worker's bottlenecks, `at` a time, and summarises its last iterations.
 pub(super) fn diagnosis(
     history: &History,
     now: &Load,
     limits: &SchedulerLimits,
     step_us: u64,
     request: &v1::DiagnoseRequest,
+    at: Time,
     conditions: Conditions,
 ) -> v1::DiagnoseResponse {
     let mut objectives = Objectives::default();
     if request.queue_objective_us > 0 {
         objectives.queue = Duration::from_micros(request.queue_objective_us);
     }
-    let findings = diagnose(history.iter(), limits, &objectives, conditions);
-    let (first, last) = (history.iter().next(), history.iter().next_back());
+    let age_max = match request.age_max_us {
+        0 => Duration::MAX,
+        micros => Duration::from_micros(micros),
+    };
+    let analysed = history.iter().filter(|step| at.since(step.planned) <= age_max);
+    let findings = diagnose(analysed.clone(), limits, &objectives, conditions);
+    let (first, last) = (analysed.clone().next(), analysed.clone().next_back());
     let window = first.zip(last).map_or(Duration::ZERO, |(first, last)| last.planned.since(first.planned));
     let recent = history.len().saturating_sub(request.iterations as usize);
     v1::DiagnoseResponse {
@@ -51,7 +57,7 @@ pub(super) fn diagnosis(
                 advice: finding.action,
             })
             .collect(),
-        window_iterations: history.len() as u32,
+        window_iterations: analysed.count() as u32,
         window_seconds: window.as_secs_f64(),
         load: Some(load(now, step_us)),
         iterations: history.iter().skip(recent).map(|step| summary(step, step_us)).collect(),

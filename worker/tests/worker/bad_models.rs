@@ -4,6 +4,7 @@
 use std::path::Path;
 
 use inflight_fixtures::{Arch, Checkpoint, ConfigStyle, Corruption, Dtype, TempDir};
+use inflight_kernels::cpu::Isa;
 use inflight_models::{ModelDir, ModelSource};
 use inflight_runtime::Runtime;
 use inflight_runtime_cpu::{CpuOptions, CpuRuntime, Error, Quantization, kv_bytes_per_token};
@@ -230,6 +231,10 @@ fn the_embedded_model_opens_and_runs_like_any_other() {
     let runtime = CpuRuntime::load(&model, &OPTIONS, &|_, _| {}).unwrap();
     assert_eq!(runtime.capabilities().vocab_size as usize, model.config().vocab_size);
     assert_eq!(runtime.capabilities().fingerprint.len(), 64);
+    let facts = &runtime.capabilities().facts;
+    assert!(facts.device.ends_with(&format!("({})", Isa::detect().name())), "{facts:?}");
+    assert!(facts.weight_bytes > 0 && facts.memory_bytes > facts.weight_bytes, "{facts:?}");
+    assert!(!facts.weight_encoding.is_empty() && !facts.kv_encoding.is_empty() && facts.ranks == 1, "{facts:?}");
 }
 
 #[test]

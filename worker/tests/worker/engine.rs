@@ -8,8 +8,8 @@ use std::time::Duration;
 
 use inflight_contract::{AdmissionCost, CostCoefficients, FinishReason, SamplingSpec, Weight};
 use inflight_runtime::{
-    Batch, Capabilities, Error, NonFiniteRows, PromptLogprobs, Runtime, Sampled, Slot, SlotSetup,
-    TokenLogprob, TokenMasks, TransferDone,
+    Batch, Capabilities, Error, NonFiniteRows, PromptLogprobs, Runtime, RuntimeFacts, Sampled, Slot,
+    SlotSetup, TokenLogprob, TokenMasks, TransferDone,
 };
 use inflight_worker::engine::{
     ChoiceEvent, Command, Engine, EngineOptions, Failure, Finish, Request, RequestKey, ResumedChoice,
@@ -122,6 +122,7 @@ impl RecordingRuntime {
             sample_rows: slots + 16,
             depth: 1,
             fingerprint: "remembering".to_owned(),
+            facts: RuntimeFacts::default(),
         };
         Self {
             capabilities,

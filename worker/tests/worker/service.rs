@@ -218,6 +218,27 @@ async fn a_newer_router_gets_the_protocol_version_that_both_support() {
 }
 
 #[tokio::test]
+async fn a_worker_says_what_it_is_and_diagnoses_the_time_that_is_asked_for() {
+    let mut router = Router::start(0.0, PROTOCOL_VERSION).await;
+    let facts = router.hello.facts.clone().unwrap();
+    assert_eq!((facts.device.as_str(), facts.tensor_parallel), ("simulated", 1));
+    assert_eq!(facts.version, env!("CARGO_PKG_VERSION"));
+    router.submit(1, vec![1; 20], 5, Vec::new());
+    router.end_of(1).await;
+    let mut client = WorkerClient::connect(router.address.clone()).await.unwrap();
+    let mut iterations = async |age_max_us| {
+        let request = v1::DiagnoseRequest { age_max_us, iterations: 100, ..v1::DiagnoseRequest::default() };
+        let diagnosis = client.diagnose(request).await.unwrap().into_inner();
+        (diagnosis.window_iterations, diagnosis.iterations.len())
+    };
+    let (all, listed) = iterations(0).await;
+    assert!(all >= 5 && listed == all as usize, "{all} iterations, {listed} listed");
+    // Those that are listed are not limited by it.
+    assert_eq!(iterations(1).await, (0, listed));
+    assert_eq!(iterations(u64::MAX).await, (all, listed));
+}
+
+#[tokio::test]
 async fn virtual_time_is_the_minimum_waiting_or_else_the_maximum_started() {
     let mut router = Router::start(0.0, PROTOCOL_VERSION).await;
     for (request, virtual_start_time, min_waiting, reported) in [

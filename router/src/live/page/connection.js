@@ -111,6 +111,7 @@ async function takeUpdate(update, first) {
     resetRoster();
     resetLanes();
     resetOverview();
+    findings.diagnosis = null;
     byId("lanes-empty").textContent = "No worker yet.";
   }
   link.updates += 1;
@@ -118,6 +119,7 @@ async function takeUpdate(update, first) {
   setClock(unixMs);
   takeCluster(update.cluster ?? {});
   takeStart(update.cluster ?? {});
+  takeDiagnosis(update.diagnosis);
   takeTenants(update.tenants ?? []);
   let moved = [];
   for (const views of [...(update.parts ?? []), update.requests ?? []]) {

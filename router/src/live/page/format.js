@@ -37,9 +37,11 @@ function age(value) {
   return `${Math.floor(minutes / 60)} h ${String(minutes % 60).padStart(2, "0")} min`;
 }
 
-// A time with three significant digits, of whole milliseconds: 7 ms, 174 ms, 5.01 s, 73.2 s.
+// A time with at most three significant digits: 420 µs, 7.3 ms, 174 ms, 5.01 s, 73.2 s.
 function threeDigits(ms) {
-  if (ms < 1000) return `${Math.round(ms)} ms`;
+  if (ms > 0 && ms < 0.9995) return `${Math.round(ms * 1000)} µs`;
+  if (ms < 99.95) return `${Number(ms.toPrecision(3))} ms`;
+  if (ms < 999.5) return `${Math.round(ms)} ms`;
   return ms < 999500 ? `${(ms / 1000).toFixed(ms < 9995 ? 2 : ms < 99950 ? 1 : 0)} s` : age(ms);
 }
 

@@ -82,6 +82,7 @@ function laneActions(lane) {
   const { worker } = lane;
   const actions = [{ text: "Show its requests", act: () => showRequestsOf(lane.name) }];
   if (lane.slotRows > ROWS_WHOLE) actions.push({ text: lane.rows.opened ? "Fold free slots" : `Show all ${count(lane.slotRows)} slots`, act: () => unfold(lane) });
+  actions.push({ text: "Details", act: () => showWorker(lane) });
   if (view.canKill && worker.upNumber && !lane.goneAt) {
     actions.push({ text: `Kill process ${worker.upNumber}…`, act: () => askToKill(lane), disabled: worker.state === "disconnected" });
   }
@@ -187,10 +188,10 @@ function summarise(lane) {
   return parts.join(" · ");
 }
 
-// What is known of a worker besides its load. Its device, memory and version are not in what a router sends.
+// What is known of a worker besides its load, in a line; the rest is in its details.
 function factsOf(worker) {
   const { contextTokens, kvBlocks, blockTokens } = worker.limits ?? {};
-  const parts = [];
+  const parts = worker.facts?.device ? [printable(worker.facts.device)] : [];
   if (contextTokens) parts.push(`context ${count(contextTokens)}`);
   if (kvBlocks && blockTokens) parts.push(`KV for ${count(kvBlocks * blockTokens)} tokens`);
   return parts.join(" · ");
@@ -204,6 +205,7 @@ function writeLane(lane) {
   setAttribute(lane.node, "data-state", lane.goneAt ? "gone" : null);
   setText(lane.model, [worker.model, worker.upNumber ? `process ${worker.upNumber}` : worker.address].filter(Boolean).map(printable).join(" · "));
   setText(lane.facts, factsOf(worker));
+  setAttribute(lane.facts, "title", detailsOf(worker).map((row) => row.join(": ")).join("\n"));
   setText(lane.summary, lane.goneAt ? "It left the cluster." : summarise(lane));
   writeFold(lane);
   const parts = kvParts(worker);

@@ -75,8 +75,26 @@ function showLifeError(text) {
   byId("life-body").replaceChildren(element("p", "muted", text));
 }
 
-function showLife({ request = {}, events = [], omittedEvents = 0 }) {
+// Of an older router, times are whole milliseconds.
+function inMilliseconds(us, ms = 0) {
+  return us === undefined ? ms : us / 1000;
+}
+
+// The id of the trace, which a click selects; a link where the router knows a viewer of traces.
+function writeTrace(node, id, url) {
+  node.hidden = !id;
+  if (!id || node.dataset.id === id) return;
+  node.dataset.id = id;
+  const link = element("a", "", "Open the trace");
+  link.href = /^https?:\/\//.test(url) ? url : "";
+  link.target = "_blank";
+  link.rel = "noopener noreferrer";
+  node.replaceChildren("Trace ", element("code", "", printable(id)), ...(link.getAttribute("href") ? [" ", link] : []));
+}
+
+function showLife({ request = {}, events: given = [], omittedEvents = 0, ageUs, traceId, traceUrl }) {
   const body = byId("life-body");
+  const events = given.map((event) => ({ ...event, atMs: inMilliseconds(event.atUs, event.atMs) }));
   let facts = body.querySelector(".facts");
   if (!facts) {
     facts = element("dl", "facts");
@@ -84,10 +102,11 @@ function showLife({ request = {}, events = [], omittedEvents = 0 }) {
     setAttribute(phases, "aria-label", "Phases");
     const timeline = element("ol", "timeline");
     setAttribute(timeline, "aria-label", "Events");
-    body.replaceChildren(element("h3", "", "Phases"), phases, element("p", "phases-sum"), element("h3", "", "Request"), facts, element("h3", "", "Events"), timeline);
+    body.replaceChildren(element("h3", "", "Phases"), phases, element("p", "phases-sum"), element("h3", "", "Request"), facts, element("p", "trace"), element("h3", "", "Events"), timeline);
   }
   writeFacts(facts, request);
-  const endMs = request.ageMs ?? 0;
+  writeTrace(body.querySelector(".trace"), traceId, traceUrl);
+  const endMs = inMilliseconds(ageUs, request.ageMs);
   writePhases(body.querySelector(".phases"), phasesOf(events, endMs, request.choices), endMs);
   setText(body.querySelector(".phases-sum"), sumOf(request, endMs));
   const shown = JSON.stringify([events.length, omittedEvents, events[events.length - 1]]);

@@ -163,7 +163,7 @@ function watchBrowser() {
 loadSettings();
 buildOverview();
 buildTable();
-lanes.writers.push(writeTenants);
+lanes.writers.push(writeTenants, writeFindings);
 buildHelp();
 bindControls();
 setTheme(settings.theme);

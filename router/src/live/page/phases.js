@@ -78,7 +78,7 @@ function writePhases(node, phases, endMs) {
     row.append(element("span", "name"), track, element("span", "time"));
     node.append(row);
   }
-  const share = (ms) => `${((100 * ms) / Math.max(1, endMs)).toFixed(3)}%`;
+  const share = (ms) => `${((100 * ms) / Math.max(0.001, endMs)).toFixed(3)}%`;
   rows.forEach((phase, at) => {
     const [name, track, time] = node.children[at].children;
     setAttribute(node.children[at], "data-kind", phase.kind);

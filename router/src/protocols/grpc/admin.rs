@@ -14,6 +14,7 @@ use tonic::{Extensions, Request, Response, Status};
 use crate::clock;
 use crate::live::view;
 use crate::outcome::Outcome;
+use crate::protocols::diagnosis::QUEUE_OBJECTIVE;
 use crate::protocols::operations::Operations;
 use crate::tenants::Caller;
 
@@ -22,9 +23,6 @@ const LIMIT_DEFAULT: u32 = 1000;
 const LIMIT_MAX: u32 = 10_000;
 /// Updates a second, at most.
 const RATE_MAX: u32 = 10;
-
-/// Queueing time beyond which a request counts as late, where a diagnosis asks for none.
-const QUEUE_OBJECTIVE: Duration = Duration::from_secs(1);
 
 /// Service for operators.
 pub(crate) struct AdminService(pub(crate) Operations);
@@ -72,11 +70,15 @@ impl Admin for AdminService {
             worker: text(&event.worker),
             detail: event.detail,
             iteration: event.iteration,
+            at_us: event.at_us,
         };
         Ok(Response::new(v1::GetRequestResponse {
             request: Some(request_message(life.request)),
             events: life.events.into_iter().map(event).collect(),
             omitted_events: life.omitted_events,
+            age_us: life.age_us,
+            trace_id: life.trace_id,
+            trace_url: life.trace_url,
         }))
     }
 
@@ -180,6 +182,23 @@ fn update_message(update: view::WatchUpdate) -> v1::WatchResponse {
         tenants: update.tenants.into_iter().map(tenant_message).collect(),
         requests: update.requests.into_iter().map(request_message).collect(),
         skipped_updates: update.skipped_updates,
+        diagnosis: update.diagnosis.as_deref().map(diagnosis_message),
+    }
+}
+
+fn diagnosis_message(diagnosis: &view::DiagnosisView) -> v1::ClusterDiagnosis {
+    let finding = |finding: &view::FindingView| v1::ClusterFinding {
+        worker: text(&finding.worker),
+        other_workers: finding.other_workers,
+        bottleneck: text(&finding.bottleneck),
+        window_share: finding.window_share,
+        evidence: text(&finding.evidence),
+        advice: text(&finding.advice),
+    };
+    v1::ClusterDiagnosis {
+        findings: diagnosis.findings.iter().map(finding).collect(),
+        undiagnosed_workers: diagnosis.undiagnosed_workers,
+        omitted_findings: diagnosis.omitted_findings,
     }
 }
 
@@ -239,7 +258,23 @@ fn worker_message(worker: view::WorkerView) -> v1::WorkerView {
         skipped_iterations: worker.skipped_iterations,
         kv_by_tenant: worker.kv_by_tenant.into_iter().map(blocks).collect(),
         up_number: worker.up_number,
+        facts: facts_message(&worker.facts),
     }
+}
+
+/// Returns what a worker said of itself; `None` of one that said nothing.
+fn facts_message(facts: &view::FactsView) -> Option<v1::WorkerFacts> {
+    let said = *facts != view::FactsView::default();
+    said.then(|| v1::WorkerFacts {
+        version: text(&facts.version),
+        device: text(&facts.device),
+        tensor_parallel: facts.tensor_parallel,
+        memory_bytes: facts.memory_bytes,
+        weight_bytes: facts.weight_bytes,
+        kv_cache_bytes: facts.kv_cache_bytes,
+        weight_encoding: text(&facts.weight_encoding),
+        kv_encoding: text(&facts.kv_encoding),
+    })
 }
 
 fn limits_message(limits: &view::LimitsView) -> v1::WorkerLimits {

@@ -138,7 +138,7 @@ function phasesAddUp() {
     ensure(whole === 900, `seed ${seed}, round ${round}: ${JSON.stringify(phases)}`);
     ensure(phases.every(({ kind, detail }, at) => !at || kind !== phases[at - 1].kind || detail !== phases[at - 1].detail), "neighbours are alike");
   }
-  for (const [ms, wanted] of [[0, "0 ms"], [7, "7 ms"], [174, "174 ms"], [999, "999 ms"], [5012, "5.01 s"], [9999, "10.0 s"], [73249, "73.2 s"], [99960, "100 s"], [3600000, "60 min 00 s"]]) {
+  for (const [ms, wanted] of [[0, "0 ms"], [0.4196, "420 µs"], [0.9996, "1 ms"], [7, "7 ms"], [7.3125, "7.31 ms"], [99.96, "100 ms"], [174, "174 ms"], [999, "999 ms"], [5012, "5.01 s"], [9999, "10.0 s"], [73249, "73.2 s"], [99960, "100 s"], [3600000, "60 min 00 s"]]) {
     ensure(threeDigits(ms) === wanted, `${ms} is ${threeDigits(ms)}`);
   }
 }
@@ -219,6 +219,74 @@ async function lifeIsATimeline(page, router) {
   await page.keyboard.press("Escape");
 }
 
+// A life of less than a millisecond has bars; its trace is a link where the router knows a viewer of traces, else text that a click selects.
+async function fastLivesAndTraces(page, router) {
+  const events = [[0, "arrived"], [100, "dispatched"], [200, "admitted"], [500, "first_token"], [800, "ended"]].map(([atUs, kind]) => (atUs ? { atUs, kind } : { kind }));
+  const id = "4bf92f3577b34da6a3ce929d0e0e4736";
+  const url = `https://traces.example/trace/${id}`;
+  for (const [name, traceUrl, href] of [["linked", url, url], ["hostile", "javascript:alert(1)//", null], ["unlinked", undefined, null]]) {
+    const request = router.cluster.arrive({ requestId: name, outputTokens: 1e6 });
+    router.cluster.cancel(request.number);
+    Object.assign(request, { events, endedAt: request.arrivedAt, choices: 1, trace: { ageUs: 800, traceId: id, traceUrl } });
+    await page.$eval("#filter", (node, value) => { node.value = value; node.dispatchEvent(new Event("input")); }, name);
+    await until(page, `${name} is in the table`, (wanted) => [...document.querySelectorAll("#grid-body .grid-row:not([hidden])")].map((row) => row.textContent).join().includes(wanted) && document.querySelectorAll("#grid-body .grid-row:not([hidden])").length === 1, name);
+    await page.click("#grid-body .grid-row:not([hidden])");
+    await until(page, "its phases are shown", (number) => document.querySelector("#life-title").textContent === `Request ${number}` && document.querySelectorAll(".phases li").length === 4, request.number);
+    const shown = await page.evaluate(() => ({
+      widths: [...document.querySelectorAll(".phases i")].map((bar) => Math.round(1000 * bar.offsetWidth / bar.parentElement.offsetWidth) / 1000),
+      times: [...document.querySelectorAll(".phases .time")].map((node) => node.textContent), trace: document.querySelector(".trace code").textContent,
+      href: document.querySelector(".trace a")?.getAttribute("href") ?? null, rel: document.querySelector(".trace a")?.rel,
+    }));
+    ensure(shown.widths.every((width, at) => Math.abs(width - [0.125, 0.125, 0.375, 0.375][at]) < 0.02), `bars have the widths ${shown.widths}`);
+    ensure(shown.times.join() === "100 µs,100 µs,300 µs,300 µs", `times are ${shown.times}`);
+    ensure(shown.trace === id && shown.href === href && (!href || shown.rel === "noopener noreferrer"), `${name}: ${JSON.stringify(shown)}`);
+    await page.click(".trace code");
+    ensure((await page.evaluate(() => getSelection().toString())) === id, "a click does not select the id");
+    await page.keyboard.press("Escape");
+  }
+}
+
+async function workersHaveDetails(page, router) {
+  const line = () => page.$eval(".lane .facts-line", (node) => `${node.textContent}|${node.title}`);
+  ensure((await line()).startsWith("NVIDIA H200 · context 4,096"), `the line is ${await line()}`);
+  await page.$eval(".lane .more", (node) => node.focus());
+  await page.keyboard.press("Enter");
+  for (let i = 0; i < 2; i++) await page.keyboard.press("ArrowDown");
+  await page.keyboard.press("Enter");
+  await until(page, "the details are open", () => document.querySelector("#worker").open && document.querySelector("#worker-title").textContent === "worker-0");
+  const details = await page.$eval("#worker-details", (node) => node.innerText.replaceAll("\n", " "));
+  for (const part of ["NVIDIA H200, tensor parallel over 2", "weights 15.0 GiB, bf16 · KV 121 GiB, fp8 · of 282 GiB", "Version 0.2.0", "4,096 tokens"]) ensure(details.includes(part), `the details lack ${part}: ${details}`);
+  await page.keyboard.press("Escape");
+  ensure(await page.evaluate(() => !document.querySelector("#worker").open && document.activeElement.matches(".more")), "Escape does not close the details");
+  // A worker of an older version says nothing of itself.
+  router.cluster.workers[0].facts = {};
+  await until(page, "nothing is shown of it", () => document.querySelector(".lane .facts-line").textContent.startsWith("context 4,096") && !document.querySelector(".lane .facts-line").title.includes("Device"));
+}
+
+async function findingsAreShown(page, router) {
+  const state = (wanted) => until(page, `the findings say ${wanted}`, (text) => document.querySelector("#findings-state").textContent === text, wanted);
+  await state("Nothing stands out in the last minute");
+  const high = () => page.$eval(".findings", (node) => node.offsetHeight);
+  ensure((await high()) < 60, `without findings, the panel is ${await high()} pixels high`);
+  const hostile = "<img src=x onerror=alert(1)>\u202e";
+  router.cluster.diagnosis = {
+    findings: [
+      { worker: "worker-1", otherWorkers: 2, bottleneck: "queue_time", windowShare: 0.42, evidence: "the longest wait was 3.0 s", advice: "add workers" },
+      { bottleneck: "router_queue", windowShare: 0.1, evidence: hostile, advice: hostile },
+    ],
+    undiagnosedWorkers: 1,
+  };
+  await state("2 in the last minute · 1 worker without a diagnosis");
+  const items = await page.$$eval("#findings li", (nodes) => nodes.map((node) => [...node.children].map((child) => child.textContent)));
+  ensure(items[0].join("|") === "queue timeworker-1 and 2 others · 42 %|the longest wait was 3.0 s|add workers", `the first is ${items[0]}`);
+  ensure(items[1][0] === "router queuerouter · 10 %" && items[1][1].startsWith("<img"), `the second is ${items[1]}`);
+  ensure((await page.$$("img")).length === 0, "a text became markup");
+  await until(page, "screen readers hear of it", () => document.querySelector("#announce").textContent.includes("Finding: queue time, worker-1 and 2 others"));
+  router.cluster.diagnosis = {};
+  await state("Nothing stands out in the last minute");
+  ensure((await high()) < 60, "the panel stays open");
+}
+
 // What ended is not among the open ones, not even for a moment; a tile for retries is there while there are some.
 async function openMeansOpen(page, router) {
   await page.select("#filter-state", "open");
@@ -296,7 +364,8 @@ async function defaultView(browser) {
     await until(page, "it is live", LIVE);
     const steps = {
       restIsExplained: () => restIsExplained(page, router), slotsInUseHaveRows: () => slotsInUseHaveRows(page, router), labelsAreWhole: () => labelsAreWhole(page),
-      menuByKeyboard: () => menuByKeyboard(page), lifeIsATimeline: () => lifeIsATimeline(page, router), openMeansOpen: () => openMeansOpen(page, router),
+      menuByKeyboard: () => menuByKeyboard(page), lifeIsATimeline: () => lifeIsATimeline(page, router), fastLivesAndTraces: () => fastLivesAndTraces(page, router),
+      workersHaveDetails: () => workersHaveDetails(page, router), findingsAreShown: () => findingsAreShown(page, router), openMeansOpen: () => openMeansOpen(page, router),
       regionsAreReachable: () => regionsAreReachable(page), phoneIsTidy: () => phoneIsTidy(browser, router),
     };
     for (const [name, step] of Object.entries(steps)) {

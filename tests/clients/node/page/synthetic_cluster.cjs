@@ -12,6 +12,10 @@ function randomNumbers(seed) {
 }
 
 const ENDED_KEPT = 1000;
+const FACTS = {
+  version: "0.2.0", device: "NVIDIA H200", tensorParallel: 2, memoryBytes: 282 * 2 ** 30, weightBytes: 15 * 2 ** 30, kvCacheBytes: 120.5 * 2 ** 30, weightEncoding: "bf16",
+  kvEncoding: "fp8",
+};
 
 class SyntheticCluster {
   constructor({ workers = 2, slots = 16, arrivals = 4, roster = 0, seed = 1, tenants, stepMs = 25, outputTokens = 220, blocks = 640 } = {}) {
@@ -31,6 +35,7 @@ class SyntheticCluster {
     this.served = new Map();
     this.idle = false;
     this.ends = 0;
+    this.diagnosis = {};
     for (let number = 1; number <= workers; number++) this.addWorker(number);
     for (let i = 0; i < roster; i++) this.arrive({ outputTokens: 1e6 });
     this.timer = setInterval(() => this.tick(), stepMs);
@@ -203,7 +208,7 @@ class SyntheticCluster {
   }
 
   view(request) {
-    const { events, slot, arrivedAt, endedAt, ...fields } = request;
+    const { events, slot, arrivedAt, endedAt, trace, ...fields } = request;
     const view = { ...fields, ageMs: (endedAt ?? Date.now()) - arrivedAt, kvBlocks: this.blocksOf(request) };
     for (const key of Object.keys(view)) if (!view[key]) delete view[key];
     return view;
@@ -215,7 +220,7 @@ class SyntheticCluster {
 
   life(number) {
     const request = this.requests.get(number);
-    return request && { request: this.view(request), events: request.events };
+    return request && { request: this.view(request), events: request.events, ...request.trace };
   }
 
   workerView(worker, iterations) {
@@ -236,6 +241,7 @@ class SyntheticCluster {
       limits: { contextTokens: 4096, blockTokens: 16, kvBlocks: total, maxSequences: this.slots },
       load: { runningSequences: worker.slots.filter(Boolean).length, waitingSequences: 0, kvBlocksUsed: Math.min(total, used), swappedSequences: worker.parked.length, meanIterationUs: 9000 },
       kvBlocksCached: Math.round(Math.max(0, total - used) * 0.4), stepTargetUs: 18000, requests: slots.length, slots, iterations,
+      facts: worker.facts ?? FACTS,
       kvByTenant: [...byTenant].map(([tenant, blocks]) => ({ tenant, blocks })).sort((one, other) => other.blocks - one.blocks),
     };
   }
@@ -246,6 +252,7 @@ class SyntheticCluster {
     const changed = new Set(this.requests.keys());
     const served = new Map();
     let [number, sentAt, tokens] = [0, Date.now(), 0];
+    let diagnosed;
     const watcher = {
       changed,
       next: () => {
@@ -266,8 +273,10 @@ class SyntheticCluster {
         const all = rates.reduce((sum, one) => sum + one, 0) || 1;
         const weights = this.tenants.reduce((sum, { weight }) => sum + weight, 0);
         const open = [...this.requests.values()].filter(({ state }) => state !== "ended");
+        const fresh = diagnosed !== this.diagnosis && { diagnosis: this.diagnosis };
+        diagnosed = this.diagnosis;
         return {
-          number: ++number, unixMs: now, workers, requests,
+          number: ++number, unixMs: now, workers, requests, ...fresh,
           tenants: this.tenants.map(({ name, weight }, at) => ({
             tenant: name, weight, servicePerSecond: rates[at], share: rates[at] / all, fairShare: weight / weights,
             queuedRequests: open.filter((one) => one.tenant === name && one.state === "queued").length,

@@ -85,7 +85,7 @@ async fn main() -> Result<()> {
     drop(cancelled);
     let diagnosed = workers.first().context("two were started")?.0.address;
     let mut worker = WorkerClient::connect(format!("http://{diagnosed}")).await?;
-    worker.diagnose(v1::DiagnoseRequest { iterations: 8, queue_objective_us: 0 }).await?;
+    worker.diagnose(v1::DiagnoseRequest { iterations: 8, ..v1::DiagnoseRequest::default() }).await?;
 
     // A worker crash: one of two streams on two workers fails over to the other.
     let mut streams = Vec::new();

@@ -86,6 +86,8 @@ pub struct Script {
     pub unread_sessions: u32,
     /// Certificate, key, and the authority of routers.
     pub tls: Option<[String; 3]>,
+    /// Answer to a diagnosis; `None`: UNIMPLEMENTED.
+    pub diagnosis: Option<v1::DiagnoseResponse>,
 }
 
 impl From<WorkerProfile> for Script {
@@ -110,6 +112,7 @@ impl From<WorkerProfile> for Script {
             heartbeat_interval_ms: profile.heartbeat_interval_ms,
             secret_proof: Vec::new(),
             model_aliases: profile.model_aliases.iter().map(|alias| (*alias).to_owned()).collect(),
+            facts: None,
         };
         let pieces = files.iter().flat_map(|(file, data)| data.chunks(1000).map(move |data| (*file, data)));
         let piece = |(file, data): (&str, &[u8])| v1::FetchBundleResponse {
@@ -123,6 +126,7 @@ impl From<WorkerProfile> for Script {
             bad_bundles: profile.bad_bundles,
             unread_sessions: profile.unread_sessions,
             tls: profile.tls,
+            diagnosis: None,
         }
     }
 }

@@ -27,6 +27,7 @@ const BUNDLE_PATH: &str = "/inflight.v1.Worker/FetchBundle";
 pub struct Sessions {
     sessions: mpsc::UnboundedReceiver<ScriptedSession>,
     observations: mpsc::UnboundedReceiver<ScriptedObservation>,
+    diagnoses: mpsc::UnboundedReceiver<v1::DiagnoseRequest>,
 }
 
 impl Sessions {
@@ -86,6 +87,16 @@ impl ScriptedWorker {
         self.sessions.observations.recv().await.unwrap()
     }
 
+    /// Waits for the next request for a diagnosis.
+    pub async fn diagnosis(&mut self) -> v1::DiagnoseRequest {
+        self.sessions.diagnoses.recv().await.unwrap()
+    }
+
+    /// Returns a request for a diagnosis that has already come.
+    pub fn try_diagnosis(&mut self) -> Option<v1::DiagnoseRequest> {
+        self.sessions.diagnoses.try_recv().ok()
+    }
+
     /// Returns an observer that has already come.
     pub fn try_observation(&mut self) -> Option<ScriptedObservation> {
         self.sessions.observations.try_recv().ok()
@@ -125,6 +136,7 @@ pub struct WorkerService {
     challenges: Challenges,
     opened: mpsc::UnboundedSender<ScriptedSession>,
     observed: mpsc::UnboundedSender<ScriptedObservation>,
+    diagnosed: mpsc::UnboundedSender<v1::DiagnoseRequest>,
     bad_bundles: Mutex<u32>,
     unread_sessions: Mutex<u32>,
 }
@@ -134,11 +146,12 @@ impl WorkerService {
     pub fn new(script: Script) -> (Self, Sessions) {
         let (opened, sessions) = mpsc::unbounded_channel();
         let (observed, observations) = mpsc::unbounded_channel();
+        let (diagnosed, diagnoses) = mpsc::unbounded_channel();
         let (bad_bundles, unread_sessions) =
             (Mutex::new(script.bad_bundles), Mutex::new(script.unread_sessions));
         let challenges = Challenges::new();
-        let service = Self { script, challenges, opened, observed, bad_bundles, unread_sessions };
-        (service, Sessions { sessions, observations })
+        let service = Self { script, challenges, opened, observed, diagnosed, bad_bundles, unread_sessions };
+        (service, Sessions { sessions, observations, diagnoses })
     }
 
     fn authenticate<T>(&self, request: &Request<T>, path: &str) -> Result<AnswerProof, Status> {
@@ -243,9 +256,11 @@ impl Worker for WorkerService {
 
     async fn diagnose(
         &self,
-        _: Request<v1::DiagnoseRequest>,
+        request: Request<v1::DiagnoseRequest>,
     ) -> Result<Response<v1::DiagnoseResponse>, Status> {
-        Err(Status::unimplemented("a scripted worker has nothing to diagnose"))
+        let _ = self.diagnosed.send(request.into_inner());
+        let unimplemented = || Status::unimplemented("a scripted worker has nothing to diagnose");
+        self.script.diagnosis.clone().map(Response::new).ok_or_else(unimplemented)
     }
 
     async fn observe(&self, _: Request<v1::ObserveRequest>) -> Result<Response<Self::ObserveStream>, Status> {

@@ -7,6 +7,7 @@ mod copy_thread;
 mod forward;
 mod known_answers;
 mod overlapped;
+mod processor;
 mod quantization;
 mod rank_group;
 mod sampler;
@@ -23,8 +24,8 @@ use inflight_models::{self as models, ModelConfig, ModelDir};
 use inflight_runtime::collective::{Collective, host_group};
 use inflight_runtime::sharding::{self, Indivisible, RANKS_MAX, Shard};
 use inflight_runtime::{
-    self as runtime, Batch, Capabilities, DRAFT_ROWS, MemoryLedger, NonFiniteRows, OverLimit, PromptLogprobs,
-    Readable, Runtime, Sampled, Slot, SlotSetup, TokenMasks, TransferDone,
+    self as runtime, Batch, Capabilities, DRAFT_ROWS, HostMemory, MemoryLedger, NonFiniteRows, OverLimit,
+    PromptLogprobs, Readable, Runtime, RuntimeFacts, Sampled, Slot, SlotSetup, TokenMasks, TransferDone,
 };
 use inflight_worker_core::Transfer;
 
@@ -261,6 +262,14 @@ impl CpuRuntime {
             // The degree decides the summation order over ranks.
             formats.push_str(&format!(" tensor-parallel {world}"));
         }
+        let facts = RuntimeFacts {
+            device: processor::name(isa),
+            memory_bytes: HostMemory::read().map_or(0, |memory| memory.limit()),
+            weight_bytes,
+            weight_encoding: tensors.distinct_formats(options.quantize, world),
+            kv_encoding: kv_dtype.name().to_owned(),
+            ranks: u32::try_from(world).unwrap_or(u32::MAX),
+        };
         let weights = pack(&tensors, &shards, options.quantize, isa, &rank_threads, &rank_pools, progress);
         let weights = weights.map_err(|error| match error {
             PackError::Model(error) => Error::Model(error),
@@ -280,6 +289,7 @@ impl CpuRuntime {
             sample_rows: options.slots.saturating_add(DRAFT_ROWS),
             depth: 1,
             fingerprint,
+            facts,
         };
         let mut ranks = Vec::with_capacity(world);
         for ((((shard, pool), weights), kv), collective) in

@@ -165,6 +165,18 @@ impl CheckpointWeights {
         names.collect::<Vec<_>>().join(" ")
     }
 
+    /// Returns the formats of the matrices in words, each once, for operators.
+    pub(super) fn distinct_formats(&self, quantization: Option<Quantization>, ranks: usize) -> String {
+        let mut names: Vec<String> = Vec::new();
+        for (_, format) in self.formats(quantization, ranks) {
+            let name = format.to_string();
+            if !names.contains(&name) {
+                names.push(name);
+            }
+        }
+        names.join(", ")
+    }
+
     /// Returns the packed bytes of a shard.
     pub(super) fn packed_bytes(&self, quantization: Option<Quantization>, isa: Isa, shard: &Shard) -> u64 {
         let packed = |(linear, format): (&StackedLinear, WeightFormat)| {

@@ -63,8 +63,8 @@ use inflight_kernels::cuda::{Replacement, SamplingResult};
 use inflight_models::{self as models, ModelDir};
 use inflight_runtime::sharding::{self, RANKS_MAX};
 use inflight_runtime::{
-    self as runtime, Batch, Capabilities, NonFiniteRows, PromptLogprobs, Runtime, Sampled, Slot, SlotSetup,
-    TokenMasks, TransferDone,
+    self as runtime, Batch, Capabilities, NonFiniteRows, PromptLogprobs, Runtime, RuntimeFacts, Sampled,
+    Slot, SlotSetup, TokenMasks, TransferDone,
 };
 use inflight_worker_core::Transfer;
 
@@ -195,7 +195,8 @@ impl CudaRuntime {
         let (ranks, mut loaded) = Ranks::start(jobs.collect(), progress)?;
         // After the last tensor was read: it covers what was read.
         let fingerprint = models::fingerprint_of(model, tensors.half().dtype().name(), &arithmetic)?;
-        let capabilities = Capabilities { fingerprint, ..loaded[0].capabilities.clone() };
+        let facts = facts(&name, &loaded, tensors.half().dtype().name(), options.kv_store);
+        let capabilities = Capabilities { fingerprint, facts, ..loaded[0].capabilities.clone() };
         let swap = match capabilities.host_blocks {
             0 => None,
             host_blocks => {
@@ -268,6 +269,21 @@ impl CudaRuntime {
         let (reply, receiver) = std::sync::mpsc::sync_channel(1);
         self.ranks.send_to_first(DeviceCommand::Logits(reply))?;
         receiver.recv().map_err(|_| thread_ended())?
+    }
+}
+
+/// Returns what operators see of a device and its memory, from its ranks and the dtype of its weights.
+fn facts(device: &str, ranks: &[LoadedRank], half: &str, kv_store: KvStore) -> RuntimeFacts {
+    RuntimeFacts {
+        device: device.to_owned(),
+        memory_bytes: ranks.iter().map(|rank| rank.capabilities.facts.memory_bytes).sum(),
+        weight_bytes: ranks.iter().map(|rank| rank.weight_bytes).sum(),
+        weight_encoding: half.to_owned(),
+        kv_encoding: match kv_store {
+            KvStore::Half => half.to_owned(),
+            KvStore::Fp8 => "fp8".to_owned(),
+        },
+        ranks: u32::try_from(ranks.len()).unwrap_or(u32::MAX),
     }
 }
 

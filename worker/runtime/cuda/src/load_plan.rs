@@ -1,7 +1,7 @@
 //! Load plan of a rank: sizes of its buffers and of the KV pool, from the model, the options and the memory
 //! that is free when loading begins.
 
-use inflight_runtime::{Capabilities, SCORES_MAX};
+use inflight_runtime::{Capabilities, RuntimeFacts, SCORES_MAX};
 
 use super::error::Error as LoadError;
 use super::forward::windows;
@@ -109,6 +109,7 @@ impl LoadPlan {
             depth: DEPTH,
             // Known when all ranks have read their tensors.
             fingerprint: String::new(),
+            facts: RuntimeFacts { memory_bytes: self.total, ..RuntimeFacts::default() },
         }
     }
 

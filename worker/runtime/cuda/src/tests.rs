@@ -9,7 +9,9 @@ use inflight_kernel_harness::{Harness, HostMemory};
 use inflight_kernels::cuda::{DeviceError, HalfDtype, KvStore, SamplingResult};
 use inflight_kernels::philox4x32;
 use inflight_models::{ModelDir, ModelSource};
-use inflight_runtime::{Batch, BlockCopy, Capabilities, Feedback, Runtime, Sampled, SlotSetup, TokenMasks};
+use inflight_runtime::{
+    Batch, BlockCopy, Capabilities, Feedback, Runtime, RuntimeFacts, Sampled, SlotSetup, TokenMasks,
+};
 use inflight_runtime_cpu::{CpuOptions, CpuRuntime};
 use proptest::prelude::*;
 use serde_json::json;
@@ -256,6 +258,7 @@ impl<G: Gpu<Memory = HostMemory>> HarnessRunner<G> {
             sample_rows: SLOTS + DRAFT_ROWS,
             depth: 2,
             fingerprint: String::new(),
+            facts: RuntimeFacts::default(),
         };
         let half = tensors.half();
         let graphs = StepGraphs { sample_rows: capabilities.sample_rows, batch_tokens: 256 };

@@ -13,8 +13,8 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use inflight_runtime::{
-    Batch, Capabilities, DRAFT_ROWS, Error, PromptLogprobs, Runtime, Sampled, ScoreRow, Slot, SlotSetup,
-    TokenMasks, TransferDone,
+    Batch, Capabilities, DRAFT_ROWS, Error, PromptLogprobs, Runtime, RuntimeFacts, Sampled, ScoreRow, Slot,
+    SlotSetup, TokenMasks, TransferDone,
 };
 use inflight_worker_core::{DeviceProfile, StepWork, Transfer, TransferId};
 use sha2::{Digest as _, Sha256};
@@ -120,6 +120,7 @@ impl SimRuntime {
             sample_rows: options.slots.saturating_add(DRAFT_ROWS),
             depth: if options.overlap { 2 } else { 1 },
             fingerprint,
+            facts: RuntimeFacts { device: "simulated".to_owned(), ranks: 1, ..RuntimeFacts::default() },
         };
         Ok(Self {
             profile,

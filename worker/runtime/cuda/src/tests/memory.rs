@@ -33,6 +33,7 @@ fn every_device_allocation_is_in_the_memory_plan() {
             sample_rows: slots + draft_rows,
             depth: 2,
             fingerprint: String::new(),
+            facts: RuntimeFacts::default(),
         };
         let store = if fp8 { KvStore::Fp8 } else { KvStore::Half };
         let modes = RunnerModes { store, deterministic: false, graphs: true };
