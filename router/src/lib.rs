@@ -43,7 +43,7 @@ pub use inflight_router_core::{
     is_recording, replay,
 };
 pub use options::{
-    Admin, ConnectionOptions, HttpOptions, Options, OptionsError, TemplateDate, UsageLogExcess,
+    Admin, ConnectionOptions, HttpOptions, Options, OptionsError, TemplateDate, TraceUrl, UsageLogExcess,
     UsageLogOptions, UsageLogPolicy,
 };
 pub use protocols::http::RenderMetrics;

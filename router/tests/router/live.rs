@@ -59,7 +59,7 @@ impl Viewer {
         self.last = update;
     }
 
-    async fn until(&mut self, what: &str, holds: impl Fn(&Self) -> bool) {
+    pub async fn until(&mut self, what: &str, holds: impl Fn(&Self) -> bool) {
         let since = Instant::now();
         while !holds(self) {
             assert!(since.elapsed() < Duration::from_secs(20), "{what}: {:?} {:?}", self.requests, self.last);

@@ -57,14 +57,21 @@ async fn findings_are_made_while_someone_watches_and_once_for_all_viewers() {
             ScriptedWorker::start(named("c")).await,
         ];
         let cluster = Cluster::start(&[&workers[0], &workers[1], &workers[2]], on()).await;
+        let mut sessions = Vec::new();
         for worker in &mut workers {
-            worker.granted().await;
+            sessions.push(worker.granted().await);
         }
         cluster.handle.ready().await;
         assert_eq!(workers[0].try_diagnosis(), None, "nobody watches");
         let begun = Instant::now();
         let mut first = Viewer::enter(&cluster, true).await.unwrap();
-        let found = findings(&mut first).await;
+        let mut found = findings(&mut first).await;
+        // Sessions may have opened after the first diagnosis.
+        while found.undiagnosed_workers == 0
+            || found.findings.iter().all(|finding| finding.other_workers == 0)
+        {
+            found = findings(&mut first).await;
+        }
         let asked = workers[0].diagnosis().await;
         assert_eq!((asked.age_max_us, asked.iterations), (60_000_000, 0), "of the last minute");
         let shown: Vec<_> = found
@@ -114,12 +121,18 @@ async fn facts_of_workers_are_shown_as_harmless_text_and_older_workers_have_none
         let mut workers = [ScriptedWorker::start(script).await, ScriptedWorker::start(named("old")).await];
         let options = Options { admin: Admin::On, ..with_http(HttpOptions::default()) };
         let cluster = Cluster::start(&[&workers[0], &workers[1]], options).await;
+        let mut sessions = Vec::new();
         for worker in &mut workers {
-            worker.granted().await;
+            sessions.push(worker.granted().await);
         }
         cluster.handle.ready().await;
         let mut viewer = Viewer::enter(&cluster, true).await.unwrap();
-        viewer.advance().await;
+        let connected = |worker: &v1::WorkerView| worker.state == "connected";
+        viewer
+            .until("both are connected", |viewer| {
+                viewer.last.workers.len() == 2 && viewer.last.workers.iter().all(connected)
+            })
+            .await;
         let shown = viewer.worker("new").facts.clone().unwrap();
         assert!(shown.device.starts_with("GPU\u{fffd}[2J xxx") && shown.device.len() <= 128, "{shown:?}");
         assert_eq!(v1::WorkerFacts { device: facts.device.clone(), ..shown }, facts);
@@ -129,7 +142,7 @@ async fn facts_of_workers_are_shown_as_harmless_text_and_older_workers_have_none
         page.head().await;
         let update = parse_events(&page.chunk().await.unwrap())[0].json();
         assert_eq!(update["workers"][0]["facts"]["tensorParallel"], 4);
-        assert_eq!(update["workers"][1]["facts"], serde_json::json!({}));
+        assert!(update["workers"][1]["facts"].is_null(), "{update}");
     })
     .await;
 }

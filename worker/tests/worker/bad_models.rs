@@ -234,7 +234,10 @@ fn the_embedded_model_opens_and_runs_like_any_other() {
     let facts = &runtime.capabilities().facts;
     assert!(facts.device.ends_with(&format!("({})", Isa::detect().name())), "{facts:?}");
     assert!(facts.weight_bytes > 0 && facts.memory_bytes > facts.weight_bytes, "{facts:?}");
-    assert!(!facts.weight_encoding.is_empty() && !facts.kv_encoding.is_empty() && facts.ranks == 1, "{facts:?}");
+    assert!(
+        !facts.weight_encoding.is_empty() && !facts.kv_encoding.is_empty() && facts.ranks == 1,
+        "{facts:?}"
+    );
 }
 
 #[test]
