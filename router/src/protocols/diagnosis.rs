@@ -1,6 +1,6 @@
 //! Diagnosis of the cluster while viewers watch: at most one every few seconds, whatever their number.
 
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use tokio::task::JoinHandle;
@@ -18,7 +18,7 @@ pub(crate) const QUEUE_OBJECTIVE: Duration = Duration::from_secs(1);
 const INTERVAL: Duration = Duration::from_secs(5);
 /// Age of the iterations that are analysed.
 const WINDOW: Duration = Duration::from_secs(60);
-/// Age from which a diagnosis is not shown any more: nobody watched meanwhile.
+/// Age from which a diagnosis is not shown any more: no viewer watched meanwhile.
 const AGE_MAX: Duration = Duration::from_secs(60);
 
 /// Diagnosis of the cluster, shared by all viewers.
@@ -51,7 +51,7 @@ impl ViewerDiagnosis {
         Arc::new(Self { hub, calls, drain, state: Mutex::default() })
     }
 
-    fn lock(&self) -> std::sync::MutexGuard<'_, State> {
+    fn lock(&self) -> MutexGuard<'_, State> {
         // The state is consistent at every call that could panic.
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
