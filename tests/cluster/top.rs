@@ -44,7 +44,7 @@ fn update(number: u64, requests: Vec<RequestView>) -> WatchResponse {
         workers: vec![worker],
         tenants: vec![tenant],
         requests,
-        skipped_updates: 0,
+        ..WatchResponse::default()
     }
 }
 

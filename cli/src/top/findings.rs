@@ -54,7 +54,10 @@ pub fn text(diagnosis: Option<&ClusterDiagnosis>, columns: usize) -> Vec<Vec<(St
         texts.push(line(&format!("… {} more findings", diagnosis.omitted_findings), Tone::Dim));
     }
     if diagnosis.undiagnosed_workers > 0 {
-        texts.push(line(&format!("no diagnosis of {} workers", diagnosis.undiagnosed_workers), Tone::Dim));
+        texts.push(line(
+            &format!("workers without a diagnosis: {}", diagnosis.undiagnosed_workers),
+            Tone::Dim,
+        ));
     }
     texts
 }

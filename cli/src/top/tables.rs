@@ -382,6 +382,7 @@ pub static REQUESTS: [Column<Request>; 9] = [
 
 #[cfg(test)]
 mod tests {
+    use super::super::worker_table::WORKERS;
     use super::*;
 
     #[test]

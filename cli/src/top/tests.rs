@@ -227,9 +227,9 @@ router router-0 0.1.0  demo  2 workers  viewers 1
 open 4  queued 1  flight 3  retry 0  out 1235 tok/s  in 56.8 tok/s  ended 0.4/s
 p50/p90/p99 ms  first token 120/340/12.9k  gap 4.2/8.0/15  queue 0.0/2.0/30
 
-WORKER▲                STATE      RUN  WAIT  SWAP KV                  STEP  PREEMPT  REQS MODEL
-worker-0               connected    5     2     0 ███▒·  50%   12.3/20.0ms    12.3k     3 demo
-worker-1               ejected      0     2     0 ▒····   0%   25.0/20.0ms    12.3k     3 demo
+WORKER▲   STATE      RUN  WAIT  SWAP KV                  STEP  PREEMPT  REQS MODEL      DEVICE
+worker-0  connected    5     2     0 ███▒·  50%   12.3/20.0ms    12.3k     3 demo       2x NVIDIA H…
+worker-1  ejected      0     2     0 ▒····   0%   25.0/20.0ms    12.3k     3 demo       2x NVIDIA H…
 
 TENANT                   SERVICE/s▼  SHARE  FAIR SHARE|FAIR           QUEUED  FLIGHT  BLOCKS  WEIGHT
 acme                            750    75%   50% ██████████|███·····       4       2      30     1.0
@@ -348,13 +348,13 @@ fn findings_facts_of_workers_and_traces_are_shown() {
     for part in [
         "finding: queue time, 42%, worker-0 and 2 more; 1 more (5: details)",
         "\nqueue time, 42%, worker-0 and 2 more\n  the longest wait was 3.0 s\n  → add workers\nretries, 0%, router\n",
-        "no diagnosis of 1 workers",
+        "workers without a diagnosis: 1",
     ] {
         assert!(text.contains(part), "no {part:?} in {text}");
     }
     assert!(plain::snapshot(&model, 80).contains("\n  → add workers\n"));
     type_text(&mut model, "2");
-    let text = screen(&model, 160, 12);
+    let text = screen(&model, 200, 12);
     for part in ["2x NVIDIA H200, bf16", "15G+120G/282G", "0.2.0"] {
         assert!(text.contains(part), "no {part:?} in {text}");
     }
@@ -362,7 +362,7 @@ fn findings_facts_of_workers_and_traces_are_shown() {
     press(&mut model, KeyCode::Enter);
     let (trace_id, trace_url) = ("4bf92f3577b34da6".to_owned(), "https://t.example/4bf9".to_owned());
     model.life(1, Ok(GetRequestResponse { trace_id, trace_url, ..GetRequestResponse::default() }));
-    let text = screen(&model, 80, 12);
+    let text = screen(&model, 80, 24);
     assert!(text.contains("trace 4bf92f3577b34da6\ntrace https://t.example/4bf9"), "{text}");
     // Another watch begins, perhaps of an older router.
     model.update(update(), true);
