@@ -1,4 +1,4 @@
-//! The page `/ui` in a headless browser, used as a viewer does.
+//! The pages `/ui` and `/chat` in a headless browser, used as a viewer does.
 
 use std::path::Path;
 use std::process::Stdio;
@@ -11,17 +11,17 @@ use tokio::process::Command;
 
 use crate::program;
 
-/// Time for everything that the script does; it says itself which of its steps takes too long.
+/// Time for everything that a script does; it says itself which of its steps takes too long.
 const LIMIT: Duration = Duration::from_secs(240);
 
-#[tokio::test(flavor = "multi_thread")]
-async fn the_page_shows_a_load_and_a_killed_worker_and_is_usable_by_keyboard() -> Result<()> {
+/// Starts a cluster and uses a page of it by a script; without a browser it does nothing.
+async fn browse(page: &str, script: &str) -> Result<()> {
     let (Some(modules), Some(browser)) =
         (std::env::var_os("INFLIGHT_TEST_NODE_MODULES"), std::env::var_os("INFLIGHT_TEST_BROWSER"))
     else {
         let reason = "INFLIGHT_TEST_NODE_MODULES and INFLIGHT_TEST_BROWSER name no folder with puppeteer-core \
                       and no Chromium";
-        inflight_fixtures::skipped("the page /ui in a browser", reason);
+        inflight_fixtures::skipped(&format!("the page {page} in a browser"), reason);
         return Ok(());
     };
     // Slow enough for a stream to be there when its worker is killed, on any machine.
@@ -31,7 +31,7 @@ async fn the_page_shows_a_load_and_a_killed_worker_and_is_usable_by_keyboard() -
         "--max-context-tokens=65536",
     ];
     let cluster = LocalCluster::start(program(), &flags).await?;
-    let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/clients/node/page/page_test.cjs");
+    let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/clients/node/page").join(script);
     let mut node = Command::new("node");
     node.arg(script).arg(&cluster.http).env("NODE_PATH", modules).env("INFLIGHT_TEST_BROWSER", browser);
     // Standard error is inherited, so that the test's output names the last step that ended.
@@ -42,4 +42,14 @@ async fn the_page_shows_a_load_and_a_killed_worker_and_is_usable_by_keyboard() -
     let checked: Value = serde_json::from_str(&output).with_context(|| output.clone())?;
     ensure!(checked["jump"]["from"] != checked["jump"]["to"], "{checked}");
     Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn the_page_shows_a_load_and_a_killed_worker_and_is_usable_by_keyboard() -> Result<()> {
+    browse("/ui", "page_test.cjs").await
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_chat_shows_where_its_answer_is_computed_and_outlives_a_killed_worker() -> Result<()> {
+    browse("/chat", "chat.cjs").await
 }

@@ -47,7 +47,7 @@ impl Announcement<'_> {
         text.push_str(&format!("  gRPC     {endpoint}\n"));
         if let Some(http) = http {
             text.push_str(&format!("  HTTP     {http}/v1 (OpenAI), {http} (Anthropic)\n"));
-            text.push_str(&format!("  page     {http}/ui (live view)\n"));
+            text.push_str(&format!("  pages    {http}/chat (chat), {http}/ui (live view)\n"));
         }
         for worker in *workers {
             text.push_str(&format!("  worker   {} ({})\n", worker.address, worker.name));

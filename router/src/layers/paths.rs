@@ -3,14 +3,15 @@
 /// KServe's bidirectional inference stream: one call carries many requests.
 pub(crate) const MODEL_STREAM_INFER: &str = "/inference.GRPCInferenceService/ModelStreamInfer";
 
-/// Whether a path needs no authentication: health probes, metrics, reflection, the description of the APIs, and the page of the live
-/// view, which contains no data.
+/// Whether a path needs no authentication: health probes, metrics, reflection, the description of the APIs, and the pages of the live
+/// view and of the chat, which contain no data.
 pub(crate) fn is_open(path: &str) -> bool {
     path.starts_with("/grpc.")
         || matches!(
             path,
             "/inference.GRPCInferenceService/ServerLive"
                 | "/inference.GRPCInferenceService/ServerReady"
+                | "/chat"
                 | "/health"
                 | "/livez"
                 | "/metrics"
@@ -33,6 +34,7 @@ mod tests {
 
     #[test]
     fn health_needs_no_key_and_generation_does() {
+        assert!(is_open("/chat") && !is_open("/chat/completions"));
         assert!(is_open("/ui") && !is_open("/ui/events") && !is_open("/inflight.v1.Admin/Watch"));
         assert!(is_open("/health") && !is_open("/v1/models") && !is_open("/health/"));
         assert!(is_open("/grpc.health.v1.Health/Check") && !is_open("/inflight.v1.Inference/Generate"));

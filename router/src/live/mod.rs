@@ -4,6 +4,7 @@
 //! report loads and iterations of their workers. A viewer pulls: a snapshot is taken when one is due for a viewer, and
 //! without viewers none is taken and no worker is observed.
 
+mod compact;
 pub(crate) mod diagnosis;
 pub(crate) mod display_text;
 mod findings;

@@ -1,4 +1,4 @@
-//! `/ui`: the page of the live view and its data.
+//! `/ui` and `/chat`: the pages of the live view and of the chat, and their data.
 
 use std::convert::Infallible;
 use std::sync::Arc;
@@ -36,16 +36,21 @@ const UI_HEADER: HeaderName = HeaderName::from_static("x-inflight-ui");
 /// Interval of comments that keep a stream's connection alive.
 const KEEP_ALIVE: Duration = Duration::from_secs(10);
 
+/// Path of the chat's page.
+pub(crate) const CHAT: &str = "/chat";
+
 /// State of `/ui`.
 pub(crate) struct Ui {
     operations: Operations,
-    /// Permits the page's own script and nothing else.
-    policy: HeaderValue,
+    /// Content security policies of the pages: each permits its own script and nothing else.
+    live_policy: HeaderValue,
+    chat_policy: HeaderValue,
 }
 
 impl Ui {
     pub(crate) fn new(operations: Operations) -> Self {
-        Self { operations, policy: policy(&Page::get().script_sha256) }
+        let [live_policy, chat_policy] = [Page::live(), Page::chat()].map(|page| policy(&page.script_sha256));
+        Self { operations, live_policy, chat_policy }
     }
 }
 
@@ -60,11 +65,12 @@ fn policy(script_sha256: &str) -> HeaderValue {
 }
 
 /// Routes of the live view.
-pub(crate) static ROUTES: [Route<Arc<HttpApi>>; 5] = [
+pub(crate) static ROUTES: [Route<Arc<HttpApi>>; 6] = [
     Route::get("/", "Redirects to the live view.", NOTHING, || get(async || Redirect::temporary("/ui")))
         .of(Part::LiveView)
         .by(RouteMethod::Get, 307),
-    Route::get("/ui", "Page of the live view; it has no data.", HTML, || get(page)).of(Part::LiveView),
+    Route::get("/ui", "Page of the live view; it has no data.", HTML, || get(live_page)).of(Part::LiveView),
+    Route::get(CHAT, "Page of the chat; it has no data.", HTML, || get(chat_page)).of(Part::LiveView),
     Route::get("/ui/events", "State of the cluster and its changes.", EVENTS, || get(events))
         .of(Part::LiveView),
     Route::get("/ui/requests/{number}", "Life of a request.", JSON, || get(request)).of(Part::LiveView),
@@ -91,18 +97,27 @@ fn authorize<'a>(api: &'a HttpApi, parts: &Parts) -> Result<&'a Ui, Outcome> {
     api.ui.as_ref().ok_or_else(|| Outcome::unknown_path("/ui"))
 }
 
-/// The page, which shows data only with a key that may read them.
-async fn page(State(api): State<Arc<HttpApi>>) -> AxumResponse {
-    let mut response = Response::new(Body::new(Full::new(Bytes::from_static(Page::get().html.as_bytes()))));
+/// The page of the live view, which shows data only with a key that may read them.
+async fn live_page(State(api): State<Arc<HttpApi>>) -> AxumResponse {
+    document("/ui", Page::live(), api.ui.as_ref().map(|ui| &ui.live_policy))
+}
+
+/// The page of the chat, which calls the APIs with a key that its user types.
+async fn chat_page(State(api): State<Arc<HttpApi>>) -> AxumResponse {
+    document(CHAT, Page::chat(), api.ui.as_ref().map(|ui| &ui.chat_policy))
+}
+
+fn document(path: &str, page: &'static Page, policy: Option<&HeaderValue>) -> AxumResponse {
+    let mut response = Response::new(Body::new(Full::new(Bytes::from_static(page.html.as_bytes()))));
     let headers = response.headers_mut();
     headers.insert(CONTENT_TYPE, HeaderValue::from_static("text/html; charset=utf-8"));
     headers.insert(CACHE_CONTROL, HeaderValue::from_static("no-cache"));
     headers.insert(X_FRAME_OPTIONS, HeaderValue::from_static("DENY"));
     headers.insert(REFERRER_POLICY, HeaderValue::from_static("no-referrer"));
-    if let Some(ui) = &api.ui {
-        headers.insert(CONTENT_SECURITY_POLICY, ui.policy.clone());
+    if let Some(policy) = policy {
+        headers.insert(CONTENT_SECURITY_POLICY, policy.clone());
     }
-    finish("/ui", Ok(response))
+    finish(path, Ok(response))
 }
 
 /// Updates a second in a query such as `rate=4`; 0 without.

@@ -69,11 +69,11 @@ static ROUTES: [Route<Arc<HttpApi>>; 17] = [
 ];
 
 /// Advice to who calls a path that an option would serve.
-const ADMIN_SERVES: &str = "the live view is served with --admin";
+const ADMIN_SERVES: &str = "the live view and the chat are served with --admin";
 const HTTP_METRICS_SERVES: &str = "metrics are served with --http-metrics, and always at the metrics port";
 /// Advice to who calls a path that the HTTP port may have.
 const AT_THE_HTTP_PORT: &str =
-    "this is the gRPC port: the live view and metrics are served at the HTTP port only";
+    "this is the gRPC port: the live view, the chat and metrics are served at the HTTP port only";
 /// Advice to who calls the gRPC port of a router without the HTTP APIs.
 const GRPC_ONLY: &str = "this is the gRPC port, and the HTTP APIs are off; --http-listen serves them";
 
@@ -81,7 +81,11 @@ impl HttpApi {
     /// Returns the routes of the APIs at the HTTP port.
     pub(crate) fn routes(self) -> Router {
         let (ui, metrics) = (self.ui.is_some(), self.metrics.is_some());
-        let off = [("/ui", ADMIN_SERVES, ui), ("/metrics", HTTP_METRICS_SERVES, metrics)];
+        let off = [
+            ("/ui", ADMIN_SERVES, ui),
+            (page::CHAT, ADMIN_SERVES, ui),
+            ("/metrics", HTTP_METRICS_SERVES, metrics),
+        ];
         let off = off.into_iter().filter(|(.., on)| !on).map(|(path, advice, _)| (path, advice));
         let parts = [(Part::Clients, true), (Part::LiveView, ui), (Part::Metrics, metrics)];
         let parts = parts.into_iter().filter(|(_, on)| *on).map(|(part, _)| part);
@@ -90,13 +94,15 @@ impl HttpApi {
 
     /// Returns the routes of the APIs at the gRPC port: those of clients.
     pub(crate) fn client_routes(self) -> Router {
-        let elsewhere = vec![("/ui", AT_THE_HTTP_PORT), ("/metrics", AT_THE_HTTP_PORT)];
+        let elsewhere = ["/ui", page::CHAT, "/metrics"].map(|path| (path, AT_THE_HTTP_PORT)).to_vec();
         self.routes_of(&[Part::Clients], elsewhere)
     }
 
     fn routes_of(mut self, parts: &[Part], elsewhere: Vec<(&'static str, &'static str)>) -> Router {
         let routes = || page::ROUTES.iter().chain(&ROUTES).filter(|route| parts.contains(&route.part));
-        self.known = KnownPaths::new(routes().map(|route| route.path), elsewhere);
+        // Clients of other servers that call /api/chat or /v1/chat mean no page.
+        let meant = routes().map(|route| route.path).filter(|path| *path != page::CHAT);
+        self.known = KnownPaths::new(meant, elsewhere);
         self.openapi = openapi::document(routes()).into();
         let routed =
             routes().fold(Router::new(), |router, route| router.route(route.path, (route.handler)()));

@@ -55,11 +55,16 @@ async fn only_administrators_look_and_one_that_is_no_more_is_sent_away() {
             let as_page = [("host", "127.0.0.1"), ("x-inflight-ui", "1"), key[0]];
             assert_eq!(kill(http, "/ui/workers/0/kill", &as_page).await, killed, "{bearer}");
         }
-        // The page itself shows nothing.
-        let page = Call::send(http, "GET", "/ui", &[], b"").await.response().await;
-        assert_eq!(page.status, 200);
-        assert!(page.headers["content-security-policy"].contains("script-src 'sha256-"), "{page:?}");
-        assert_eq!(page.headers["x-frame-options"], "DENY");
+        // The pages themselves show nothing; each may run its own script alone.
+        let mut policies = Vec::new();
+        for path in ["/ui", "/chat"] {
+            let page = Call::send(http, "GET", path, &[], b"").await.response().await;
+            assert_eq!(page.status, 200);
+            policies.push(page.headers["content-security-policy"].clone());
+            assert_eq!(page.headers["x-frame-options"], "DENY");
+        }
+        assert!(policies.iter().all(|policy| policy.contains("script-src 'sha256-")), "{policies:?}");
+        assert_ne!(policies[0], policies[1]);
 
         let watch = with_key(v1::WatchRequest::default(), "boss");
         let mut watch = operator(&cluster).watch(watch).await.unwrap().into_inner();
@@ -96,7 +101,7 @@ async fn without_admin_there_is_neither_service_nor_page() {
         let http = HttpCluster::start(with_http(HttpOptions::default())).await;
         let status = Viewer::enter(&http.cluster, true).await.err().unwrap();
         assert_eq!(status.code(), Code::Unimplemented);
-        for path in ["/ui", "/ui/events", "/ui/requests/1"] {
+        for path in ["/chat", "/ui", "/ui/events", "/ui/requests/1"] {
             assert_eq!(http.get(path).await.status, 404, "{path}");
         }
     })

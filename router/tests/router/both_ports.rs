@@ -166,7 +166,7 @@ async fn check_http(port: Port<'_>, session: &mut ScriptedSession) {
         let (_, document) = get("/openapi.json").await;
         assert!(document.contains("/v1/chat/completions"), "{document}");
         assert_ne!(document.contains("\"/ui\""), port.is_grpc);
-        for path in ["/ui", "/metrics"] {
+        for path in ["/chat", "/ui", "/metrics"] {
             let (status, body) = get(path).await;
             assert_eq!(status, if port.is_grpc { 404 } else { 200 }, "{path}");
             assert_eq!(body.contains("at the HTTP port only"), port.is_grpc, "{path}");

@@ -601,8 +601,8 @@ const OPEN_METHODS: [&str; 2] =
     ["/inference.GRPCInferenceService/ServerLive", "/inference.GRPCInferenceService/ServerReady"];
 
 /// HTTP paths that need no key.
-const OPEN_PATHS: [&str; 8] =
-    ["/health", "/livez", "/metrics", "/openapi.json", "/ready", "/readyz", "/ui", "/version"];
+const OPEN_PATHS: [&str; 9] =
+    ["/chat", "/health", "/livez", "/metrics", "/openapi.json", "/ready", "/readyz", "/ui", "/version"];
 
 #[tokio::test]
 async fn every_method_and_path_but_the_documented_ones_needs_a_key() {

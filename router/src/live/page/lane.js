@@ -84,7 +84,7 @@ function laneActions(lane) {
   if (lane.slotRows > ROWS_WHOLE) actions.push({ text: lane.rows.opened ? "Fold free slots" : `Show all ${count(lane.slotRows)} slots`, act: () => unfold(lane) });
   actions.push({ text: "Details", act: () => showWorker(lane) });
   if (view.canKill && worker.upNumber && !lane.goneAt) {
-    actions.push({ text: `Kill process ${worker.upNumber}…`, act: () => askToKill(lane), disabled: worker.state === "disconnected" });
+    actions.push({ text: `Kill process ${worker.upNumber}…`, act: () => askToKill(lane.name, worker), disabled: worker.state === "disconnected" });
   }
   return actions;
 }

@@ -1,4 +1,4 @@
-// All lanes: which there are, when they are drawn, pointer and keys in them, and the question before a worker is killed.
+// All lanes: which there are, when they are drawn, pointer and keys in them.
 
 const FRAME_MS = 1000 / 62;
 const FRAME_BUDGET_MS = 6;
@@ -314,27 +314,4 @@ function sayCursor(lane) {
   sayCell(at < 0 ? `Row ${row} is free. ${text}` : text);
   const box = lane.canvas.getBoundingClientRect();
   showTip(text, box.left + (lane.left + (index - drawnFrom) * geometry.column) / geometry.scale, box.top + rowTop(geometry, row) / geometry.scale);
-}
-
-let toKill = null;
-
-function askToKill(lane) {
-  toKill = { name: lane.name, number: lane.worker.upNumber };
-  byId("kill-title").textContent = `Kill ${printable(lane.name)}?`;
-  byId("kill-text").textContent = `Process ${lane.worker.upNumber} is ended at once (SIGKILL), with ${plural(lane.worker.requests ?? 0, "request")} in flight. `
-    + "Their streams go on at other workers, with the same tokens. The worker is started again.";
-  byId("kill").returnValue = "cancel";
-  byId("kill").showModal();
-}
-
-async function killWorker() {
-  const { name, number } = toKill;
-  try {
-    // Paths count as names do: worker-0 is process 1.
-    const answer = await fetch(`/ui/workers/${number - 1}/kill`, { method: "POST", headers: { ...authorization(), "X-Inflight-UI": "1" } });
-    if (answer.ok) announce(`${printable(name)} was killed`);
-    else showNotice(`${printable(name)} was not killed: ${await reasonOf(answer)}`);
-  } catch (error) {
-    showNotice(`${printable(name)} was not killed: ${error.message}`);
-  }
 }

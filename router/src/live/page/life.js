@@ -35,6 +35,8 @@ function closeLife() {
   clearTimeout(life.timer);
   life.controller?.abort();
   life.number = 0;
+  // Else the same link would do nothing.
+  if (location.hash.startsWith("#request=")) window.history.replaceState(null, "", location.pathname + location.search);
   byId("life").hidden = true;
   setAttribute(document.body, "data-life", null);
   select(0);

@@ -46,10 +46,7 @@ function setTone(tone) {
 }
 
 function setTheme(theme) {
-  settings.theme = theme;
-  setAttribute(document.documentElement, "data-theme", theme === "auto" ? null : theme);
-  byId("theme").value = theme;
-  keepSettings();
+  applyTheme(theme);
   redrawAll(true);
 }
 
@@ -126,26 +123,23 @@ function bindControls() {
   byId("theme").addEventListener("change", () => setTheme(byId("theme").value));
   byId("help-open").addEventListener("click", openHelp);
   byId("life-close").addEventListener("click", closeLife);
-  byId("connection-retry").addEventListener("click", connect);
-  byId("connection-key").addEventListener("click", askForKey);
   byId("playground").addEventListener("submit", sendPrompt);
   byId("stop").addEventListener("click", () => play.controller?.abort());
   byId("follow").addEventListener("click", () => openLife(play.number, byId("follow")));
   bindStart();
-  byId("kill").addEventListener("close", () => { if (byId("kill").returnValue === "kill") killWorker(); });
-  byId("key-cancel").addEventListener("click", () => byId("key").close("cancel"));
-  byId("key").addEventListener("close", () => {
-    const key = byId("key-input").value.trim();
-    byId("key-input").value = "";
-    if (byId("key").returnValue !== "use" || !key) return;
-    link.key = key;
-    link.attempt = 0;
-    connect();
-  });
+  bindKill();
+  bindKey(connect);
   document.addEventListener("keydown", onKey);
 }
 
+// `#request=NUMBER` opens the life of a request.
+function openLinked() {
+  const number = /^#request=(\d{1,15})$/.exec(location.hash)?.[1];
+  if (number) openLife(Number(number), byId("grid"));
+}
+
 function watchBrowser() {
+  addEventListener("hashchange", openLinked);
   darkPreferred.addEventListener("change", () => redrawAll(true));
   document.addEventListener("visibilitychange", () => {
     if (document.hidden) return;
@@ -171,3 +165,4 @@ setTone(settings.tone);
 setZoom(0);
 watchBrowser();
 connect();
+openLinked();

@@ -2,21 +2,9 @@
 
 const ANSWER_CHARACTERS_MAX = 400000;
 const play = {
-  controller: null, id: "", number: 0, text: null, waiting: "", scheduled: false, started: 0, first: 0, last: 0, longest: 0, tokens: 0,
+  controller: null, id: "", number: 0, text: null, waiting: "", scheduled: false, meter: createMeter(),
   worker: "", moves: 0, state: "",
 };
-
-function offerModels(models) {
-  const select = byId("model");
-  const chosen = select.value;
-  select.dataset.models = models.join("\n");
-  select.replaceChildren(...models.slice(0, 200).map((model) => {
-    const option = element("option", "", printable(model));
-    option.value = model;
-    return option;
-  }));
-  if (models.includes(chosen)) select.value = chosen;
-}
 
 // The key typed into the playground, else that of the page.
 function playgroundKey() {
@@ -45,8 +33,7 @@ async function sendPrompt(event) {
   const controller = new AbortController();
   const random = crypto.getRandomValues(new Uint32Array(2));
   Object.assign(play, {
-    controller, id: `page-${random[0].toString(36)}${random[1].toString(36)}`, number: 0, waiting: "", started: performance.now(), first: 0, last: 0,
-    longest: 0, tokens: 0, worker: "", moves: 0, text: document.createTextNode(""),
+    controller, id: `page-${random[0].toString(36)}${random[1].toString(36)}`, number: 0, waiting: "", meter: createMeter(), worker: "", moves: 0, text: document.createTextNode(""),
   });
   byId("answer-text").replaceChildren(play.text);
   setOwn(0);
@@ -68,15 +55,10 @@ function takeChunk(_name, data) {
   if (data === "[DONE]") return;
   const chunk = JSON.parse(data);
   if (chunk.error) throw new Error(chunk.error.message ?? "the stream failed");
-  if (chunk.usage) play.tokens = chunk.usage.completion_tokens ?? play.tokens;
   const choice = chunk.choices?.[0];
   const text = choice?.delta?.content ?? choice?.delta?.reasoning_content ?? choice?.text ?? "";
+  meterChunk(play.meter, chunk.usage, text !== "");
   if (!text) return;
-  const now = performance.now();
-  if (play.first) play.longest = Math.max(play.longest, now - play.last);
-  else play.first = now;
-  play.last = now;
-  if (!chunk.usage) play.tokens += 1;
   play.waiting += text;
   if (!play.scheduled) {
     play.scheduled = true;
@@ -96,13 +78,7 @@ function flushAnswer() {
 }
 
 function writePlay() {
-  const parts = [play.state];
-  if (play.first) {
-    const seconds = (play.last - play.first) / 1000;
-    parts.push(`first token ${milliseconds(play.first - play.started)}`, plural(play.tokens, "token"));
-    if (seconds > 0.2) parts.push(`${rate((play.tokens - 1) / seconds)} tokens/s`);
-    if (play.longest > 100) parts.push(`longest pause ${milliseconds(play.longest)}`);
-  }
+  const parts = [play.state, ...figuresText({ ...meterFigures(play.meter), promptTokens: 0 })];
   if (play.worker) parts.push(play.moves ? `moved ${play.moves === 1 ? "once" : `${play.moves} times`}, now at ${printable(play.worker)}` : `at ${printable(play.worker)}`);
   setText(byId("answer-state"), parts.filter(Boolean).join(" · "));
 }
@@ -123,7 +99,7 @@ function endPlay(state, failed) {
   flushAnswer();
   setPlaying(false, state);
   setAttribute(byId("answer"), "data-state", failed || null);
-  announce(failed ? `The playground's request failed: ${state}` : `The playground's answer is ${state === "Done" ? "complete" : "stopped"}, ${plural(play.tokens, "token")}`);
+  announce(failed ? `The playground's request failed: ${state}` : `The playground's answer is ${state === "Done" ? "complete" : "stopped"}, ${plural(play.meter.tokens, "token")}`);
   if (focused) byId("send").focus();
 }
 
@@ -150,10 +126,10 @@ function findOwn() {
     play.worker = request.worker;
     writePlay();
   }
-  if (play.controller && !play.first && play.state !== request.state) {
+  if (play.controller && !play.meter.first && play.state !== request.state) {
     play.state = printable(request.state) || play.state;
     writePlay();
-  } else if (play.controller && play.first) {
+  } else if (play.controller && play.meter.first) {
     play.state = request.state === "ended" ? "" : printable(request.state);
   }
 }

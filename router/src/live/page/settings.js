@@ -23,3 +23,10 @@ function keepSettings() {
     // They hold until the page is closed.
   }
 }
+
+function applyTheme(theme) {
+  settings.theme = theme;
+  setAttribute(document.documentElement, "data-theme", theme === "auto" ? null : theme);
+  byId("theme").value = theme;
+  keepSettings();
+}

@@ -38,18 +38,8 @@ function writeStart() {
   }
 }
 
-async function copyCommand() {
-  const command = byId("start-command");
-  try {
-    await navigator.clipboard.writeText(command.textContent);
-    byId("start-copy").textContent = "Copied";
-    announce("The command is copied");
-    setTimeout(() => { byId("start-copy").textContent = "Copy"; }, 2000);
-  } catch {
-    // Without TLS, browsers have no clipboard for pages: the viewer's own keys do it.
-    getSelection().selectAllChildren(command);
-    announce("The command is selected");
-  }
+function copyCommand() {
+  copyText(byId("start-copy"), byId("start-command"), "The command");
 }
 
 function goToPrompt() {

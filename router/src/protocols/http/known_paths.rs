@@ -48,15 +48,15 @@ impl KnownPaths {
         if GRPC_PREFIXES.iter().any(|prefix| path.starts_with(prefix)) {
             return "it is a gRPC method: call it over HTTP/2 with content-type: application/grpc".to_owned();
         }
-        let below =
-            |root: &str| path.strip_prefix(root).is_some_and(|rest| rest.is_empty() || rest.starts_with('/'));
-        if let Some((_, advice)) = self.elsewhere.iter().find(|(root, _)| below(root)) {
-            return (*advice).to_owned();
-        }
-        match self.nearest(path) {
-            Some(nearest) => format!("the nearest path is {nearest}"),
-            None => format!("GET {OPENAPI} lists the paths"),
-        }
+        let elsewhere = |is_it: &dyn Fn(&str) -> bool| {
+            self.elsewhere.iter().find(|(root, _)| is_it(root)).map(|(_, advice)| (*advice).to_owned())
+        };
+        let below = |root: &str| path.strip_prefix(root).is_some_and(|rest| rest.starts_with('/'));
+        // /chat/completions is near /v1/chat/completions, and not below the page /chat.
+        elsewhere(&|root| root == path)
+            .or_else(|| self.nearest(path).map(|nearest| format!("the nearest path is {nearest}")))
+            .or_else(|| elsewhere(&below))
+            .unwrap_or_else(|| format!("GET {OPENAPI} lists the paths"))
     }
 
     /// Returns the known path that a client may have meant.
@@ -130,7 +130,7 @@ mod tests {
             "/health",
             "/openapi.json",
         ];
-        KnownPaths::new(paths, vec![("/ui", "the live view is off")])
+        KnownPaths::new(paths, vec![("/ui", "the live view is off"), ("/chat", "the chat is off")])
     }
 
     #[test]
@@ -163,6 +163,7 @@ mod tests {
             assert!(advice == "GET /openapi.json lists the paths" || described, "{unlike}: {advice}");
         }
         assert_eq!(known().advice("/ui/events"), "the live view is off");
+        assert_eq!(known().advice("/chat"), "the chat is off");
         assert!(known().advice("/uix").contains("lists the paths"));
         assert!(known().advice("/inflight.v1.Inference/Generate").contains("gRPC method"));
     }

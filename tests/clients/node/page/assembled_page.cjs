@@ -1,14 +1,17 @@
-// The page as router/src/live/page.rs assembles it, from the parts that it names, in their order.
+// A page as router/src/live/page.rs assembles it, from the parts that it names, in their order; indentation and comments are left in.
 const crypto = require("node:crypto");
 const fs = require("node:fs");
 const path = require("node:path");
 
-function assembledPage() {
+// `constant` names the parts: LIVE or CHAT.
+function assembledPage(constant = "LIVE") {
   const live = path.join(__dirname, "../../../../router/src/live");
-  const names = [...fs.readFileSync(path.join(live, "page.rs"), "utf8").matchAll(/include_str!\("([^"]+)"\)/g)].map(([, name]) => name);
-  const [markup, style, ...parts] = names.map((name) => fs.readFileSync(path.join(live, name), "utf8"));
-  const script = `"use strict";\n(() => {\n${parts.join("")}})();\n`;
-  const html = markup.replace("/*STYLE*/", () => style).replace("/*SCRIPT*/", () => script);
+  const [, parts] = fs.readFileSync(path.join(live, "page.rs"), "utf8").split(`const ${constant}: Parts`);
+  const [declared] = parts.split("};");
+  const [markup, ...others] = [...declared.matchAll(/include_str!\("([^"]+)"\)/g)].map(([, name]) => name);
+  const joined = (ending) => others.filter((name) => name.endsWith(ending)).map((name) => fs.readFileSync(path.join(live, name), "utf8")).join("");
+  const script = `"use strict";\n(() => {\n${joined(".js")}})();\n`;
+  const html = fs.readFileSync(path.join(live, markup), "utf8").replace("/*STYLE*/", () => joined(".css")).replace("/*SCRIPT*/", () => script);
   const hash = crypto.createHash("sha256").update(script).digest("base64");
   const policy = [
     "default-src 'none'", "style-src 'unsafe-inline'", `script-src 'sha256-${hash}'`, "connect-src 'self'", "img-src data:",

@@ -348,7 +348,7 @@ async function onlyTheSyntheticRouterCan(browser, router) {
 
 // Names that look like the borders at which a large update is cut must not be cut.
 async function largeUpdatesAreParsedInParts() {
-  const inParts = new Function("location", "view", "breathe", `${part("connection.js")}\nreturn parseUpdate;`)({ search: "" }, {}, () => new Promise(setImmediate));
+  const inParts = new Function("location", "breathe", `${part("updates.js")}\nreturn parseUpdate;`)({ search: "" }, () => new Promise(setImmediate));
   const names = ['},{"number":7', '}],"tenants":[', '}]}', '"requests":[{', "\\", '\\"}],"a', "plain"];
   const requests = Array.from({ length: 9000 }, (_, at) => ({ number: at + 1, requestId: names[at % names.length], tenant: names[(at * 3 + 1) % names.length], state: "queued" }));
   for (const update of [

@@ -31,6 +31,8 @@ class SyntheticCluster {
     this.ended = [];
     this.workers = [];
     this.changed = new Set();
+    // Requests that were lost with a worker, until their next token.
+    this.lost = new Set();
     this.onToken = new Map();
     this.served = new Map();
     this.idle = false;
@@ -110,6 +112,7 @@ class SyntheticCluster {
     for (const number of lost.reverse()) {
       const request = this.requests.get(number);
       this.note(request, "lost", worker.name, "its worker is gone");
+      if (request.outputTokens) this.lost.add(number);
       Object.assign(request, { state: "retry", worker: "", computedTokens: 0, slot: -1, waitingReason: "retry budget" });
       this.queue.unshift(number);
     }
@@ -165,6 +168,7 @@ class SyntheticCluster {
       const drafted = number % 5 === 0 ? 3 : 0;
       const generated = drafted ? 1 + Math.floor(this.random() * 4) : 1;
       if (request.outputTokens === 0) this.note(request, "first_token", worker.name);
+      else if (this.lost.delete(number)) this.note(request, "resumed", worker.name);
       request.state = "decode";
       request.outputTokens += generated;
       this.changed.add(number);

@@ -11,6 +11,7 @@ class SyntheticRouter {
     this.key = options.key;
     this.refusal = 0;
     this.streams = new Set();
+    this.models = ["demo"];
     // Of the APIs that generate, with their keys.
     this.calls = [];
     this.server = http.createServer((request, response) => this.answer(request, response));
@@ -48,14 +49,14 @@ class SyntheticRouter {
 
   answer(request, response) {
     const { pathname, searchParams } = new URL(request.url, this.url);
-    if (pathname === "/ui") {
-      const { html, policy } = assembledPage();
+    if (pathname === "/ui" || pathname === "/chat") {
+      const { html, policy } = assembledPage(pathname === "/ui" ? "LIVE" : "CHAT");
       response.writeHead(200, { "content-type": "text/html; charset=utf-8", "content-security-policy": policy, "x-frame-options": "DENY" });
       response.end(html);
       return;
     }
     if (this.refusal) return this.refuse(response, this.refusal, "as many viewers watch as the router takes");
-    if (pathname.startsWith("/ui/") && this.key && request.headers.authorization !== `Bearer ${this.key}`) return this.refuse(response, 401, "unknown API key");
+    if (/^\/(ui|v1)\//.test(pathname) && this.key && request.headers.authorization !== `Bearer ${this.key}`) return this.refuse(response, 401, "unknown API key");
     const kill = /^\/ui\/workers\/(\d+)\/kill$/.exec(pathname);
     const life = /^\/ui\/requests\/(\d+)$/.exec(pathname);
     if (pathname === "/ui/events") this.events(response, Number(searchParams.get("rate")) || 4);
@@ -68,6 +69,9 @@ class SyntheticRouter {
       if (request.headers["x-inflight-ui"] !== "1") return this.refuse(response, 403, "X-Inflight-UI is missing");
       if (!this.cluster.kill(Number(kill[1]) + 1)) return this.refuse(response, 404, "no such worker");
       response.writeHead(204).end();
+    } else if (pathname === "/v1/models") {
+      response.writeHead(200, { "content-type": "application/json" });
+      response.end(JSON.stringify({ object: "list", data: this.models.map((id) => ({ id })) }));
     } else if (pathname.startsWith("/v1/") && request.method === "POST") this.generate(request, response);
     else this.refuse(response, 404, "no such path");
   }
@@ -112,14 +116,14 @@ class SyntheticRouter {
       response.writeHead(200, { "content-type": "text/event-stream" });
       let tokens = 0;
       const made = this.cluster.arrive({
-        requestId: request.headers["x-request-id"], tenant: "playground", promptTokens: 40, outputTokens: body.max_tokens,
+        requestId: request.headers["x-request-id"], tenant: "playground", promptTokens: 40, outputTokens: body.max_tokens ?? 30,
         onToken: (token, outcome) => {
           if (token !== null) {
             tokens += 1;
             response.write(`data: ${JSON.stringify({ choices: [{ index: 0, delta: { content: token }, text: token }] })}\n\n`);
             return;
           }
-          response.write(`data: ${JSON.stringify({ choices: [], usage: { completion_tokens: tokens } })}\n\ndata: [DONE]\n\n`);
+          response.write(`data: ${JSON.stringify({ choices: [], usage: { prompt_tokens: 40, completion_tokens: tokens } })}\n\ndata: [DONE]\n\n`);
           response.end();
           this.lastOutcome = outcome;
         },
