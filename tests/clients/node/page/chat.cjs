@@ -358,6 +358,7 @@ async function viewsAreTidy(browser, router) {
     await answered(page, { status: 429, body: { error: { message: "too many requests; try again in 3 s" } } });
     await say(page, "Tell a story");
     await until(page, "its life is shown", `document.querySelector("#stop").hidden && ${last(".phases")}.children.length >= 3`);
+    ensure(await page.$eval(".error button", (node) => node.hidden), "an answer that is not the last one can be retried");
     await check(page, "chat-answers", true);
     await page.click("#settings-open");
     await page.evaluate(() => window.scrollTo(0, 0));

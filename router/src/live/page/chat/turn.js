@@ -50,7 +50,8 @@ function buildAnswer(answer) {
   turn.calls = element("div", "calls");
   turn.error = element("div", "error");
   turn.errorText = element("p");
-  turn.error.append(turn.errorText, button("", "Retry", regenerate, "Retry: send the last message again"));
+  turn.retry = button("", "Retry", regenerate, "Retry: send the last message again");
+  turn.error.append(turn.errorText, turn.retry);
   turn.foot = element("div", "turn-foot");
   turn.figures = element("p", "figures");
   turn.copy = button("quiet", "Copy", () => copyText(turn.copy, turn.body, "The answer", answer.text), "Copy the answer");
@@ -129,6 +130,7 @@ function writeTurn(turn) {
   writeCalls(turn);
   turn.error.hidden = answer.state !== "failed";
   setText(turn.errorText, answer.error);
+  turn.retry.hidden = at !== last;
   setText(turn.figures, figuresOf(answer));
   turn.copy.hidden = streams || !answer.text;
   turn.again.hidden = streams || answer.state === "failed" || at !== last;
