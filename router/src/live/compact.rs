@@ -3,7 +3,7 @@
 
 /// Signs of a script with blanks that have no meaning. Plus and minus keep theirs: `a - -b` is not `a--b`.
 const SCRIPT_SIGNS: [&str; 28] = [
-    "{ ", " {", "} ", " }", "; ", ": ", " : ", ", ", " = ", " => ", " === ", " !== ", " && ", " || ", " ? ",
+    "{ ", " {", "} ", " }", "; ", " : ", ": ", ", ", " = ", " => ", " === ", " !== ", " && ", " || ", " ? ",
     " ?? ", "( ", " < ", " > ", " <= ", " >= ", " * ", " += ", " -= ", " ??= ", " ||= ", " % ", " | ",
 ];
 /// Signs of a style sheet with blanks that have no meaning.
@@ -71,7 +71,7 @@ mod tests {
             ("  const a = b ? c : d;\n\n  // e\n  f({ g, h: i });\n", "const a=b?c:d;f({g,h:i});"),
             (
                 "if (a && b) {\n  c(\"d = e, f\", `g : ${h}`);\n}\n",
-                "if (a&&b){c(\"d = e, f\", `g : ${h}`);}\n",
+                "if (a&&b){c(\"d = e, f\",`g : ${h}`);}\n",
             ),
             ("a = b - -c;\nd = /e = f/;\n", "a=b - -c;d = /e = f/;\n"),
             ("a(`b, ${c ? `d, e` : \"\"}`);\n", "a(`b, ${c ? `d, e` : \"\"}`);\n"),

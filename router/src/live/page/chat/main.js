@@ -13,9 +13,14 @@ async function loadModels() {
     if (models.includes(conversation.model)) byId("model").value = conversation.model;
     conversation.model = byId("model").value;
     byId("model").closest("label").hidden = models.length < 2;
+    writeServing();
   } catch (error) {
     showNotice(`The models are not known: ${error.message}`);
   }
+}
+
+function writeServing() {
+  setText(byId("serving"), printable(conversation.model));
 }
 
 function toggleSettings(open) {
@@ -30,6 +35,7 @@ function bindSettings() {
     byId(id).addEventListener("input", () => {
       conversation[name] = byId(id).value;
       keepConversation();
+      writeServing();
     });
   }
   byId("theme").addEventListener("change", () => {

@@ -45,7 +45,6 @@ const parseUpdate = JSON.parse;
 function takeUpdate(update) {
   const cluster = update.cluster ?? {};
   view.canKill = cluster.canKillWorkers === true;
-  setText(byId("serving"), [cluster.router, cluster.version].filter(Boolean).map(printable).join(" "));
   const { turn } = watch;
   if (!turn) return;
   const { answer } = turn;
