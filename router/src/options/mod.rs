@@ -330,7 +330,7 @@ pub struct Options {
         env = "INFLIGHT_ROUTER_RESUME_MAX_AGE"
     )]
     pub resume_age_max: Duration,
-    /// Serve operators: gRPC's Admin service and, over HTTP, the live view at /ui: off, read-only, or on
+    /// Serve operators: gRPC's Admin service and, over HTTP, the live view at /ui and the chat at /chat: off, read-only, or on
     #[arg(long, value_name = "MODE", default_value_t = Admin::default(), env = "INFLIGHT_ROUTER_ADMIN")]
     pub admin: Admin,
     /// Maximum viewers of the live view
