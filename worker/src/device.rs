@@ -73,12 +73,22 @@ pub(crate) fn load_runtime(
         },
         Device::Cpu | Device::Sim(_) => {}
     }
+    let cpu = cpu_options(options)?;
+    check_known_answer(options, &cpu)?;
+    let runtime = CpuRuntime::load_beside(model, &cpu, ledger, progress)?;
+    let runtime: Box<dyn Runtime> =
+        if options.compute.overlap { Box::new(runtime.overlapped()?) } else { Box::new(runtime) };
+    LoadedRuntime::new(runtime, options, SelfTestDevice::Cpu)
+}
+
+/// Returns the options of the CPU runtime.
+pub(crate) fn cpu_options(options: &Options) -> Result<CpuOptions, Error> {
     let kv_dtype = match options.compute.kv_cache_dtype {
         KvCacheDtype::Auto => None,
         KvCacheDtype::Int8 => Some(KvDtype::Int8),
         KvCacheDtype::Fp8 => return Err(wrong_kv_dtype(options, Options::KV_CACHE_DTYPES_ON_CPUS)),
     };
-    let cpu = CpuOptions {
+    Ok(CpuOptions {
         threads: options.compute.threads,
         kv_bytes: options.compute.kv_cache_bytes,
         host_bytes: options.compute.host_cache_bytes,
@@ -90,12 +100,7 @@ pub(crate) fn load_runtime(
         quantize: options.compute.quantize,
         kv_dtype,
         tensor_parallel: options.compute.tensor_parallel,
-    };
-    check_known_answer(options, &cpu)?;
-    let runtime = CpuRuntime::load_beside(model, &cpu, ledger, progress)?;
-    let runtime: Box<dyn Runtime> =
-        if options.compute.overlap { Box::new(runtime.overlapped()?) } else { Box::new(runtime) };
-    LoadedRuntime::new(runtime, options, SelfTestDevice::Cpu)
+    })
 }
 
 /// Compares what this processor computes with what is recorded for its instruction set, unless self-tests are off.
@@ -147,7 +152,8 @@ fn load_cuda(
     Ok(Box::new(CudaRuntime::load(model, &cuda, progress)?))
 }
 
-fn cuda_options(options: &Options) -> Result<CudaOptions, Error> {
+/// Returns the options of the CUDA runtime.
+pub(crate) fn cuda_options(options: &Options) -> Result<CudaOptions, Error> {
     if let Some(quantize) = options.compute.quantize {
         let range = "left out on GPUs, which keep weights in 16 bits; --device cpu rounds them";
         let (name, value) = ("quantize", quantize.to_string());

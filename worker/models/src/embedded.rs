@@ -1,7 +1,9 @@
 //! Files of the demo model embedded in the binary.
 
+use super::source::ModelSource;
+
 /// Name of the embedded model.
-pub(super) const NAME: &str = "inflight-demo";
+pub(super) const NAME: &str = ModelSource::EMBEDDED_NAME;
 
 /// Name of its weight file.
 pub(super) const WEIGHTS: &str = "inflight-demo.gguf";

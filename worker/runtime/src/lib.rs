@@ -16,6 +16,7 @@ pub mod collective;
 mod command_thread;
 mod host_memory;
 mod memory_ledger;
+mod memory_needs;
 mod non_finite_rows;
 mod recent_tokens;
 pub mod sharding;
@@ -25,6 +26,7 @@ pub use batch::{Batch, BlockCopy, DRAFT_ROWS, Feedback, SCORES_MAX, SampleRow, S
 pub use command_thread::{CommandQueue, CommandThread, CommandThreadOptions, ThreadEnded};
 pub use host_memory::{HostMemory, MemoryGroup, MemoryLimit, Readable};
 pub use memory_ledger::{MemoryLedger, OverLimit, PROMISED_BYTES};
+pub use memory_needs::MemoryNeeds;
 pub use non_finite_rows::NonFiniteRows;
 pub use recent_tokens::{RECENT_TOKENS, RecentTokens};
 pub use token_masks::TokenMasks;

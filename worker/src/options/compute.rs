@@ -15,7 +15,7 @@ use crate::self_test_interval::SelfTestInterval;
 #[command(next_help_heading = "Worker")]
 pub struct ComputeOptions {
     /// Model of the Hugging Face Hub (org/name, org/name@revision, org/name:Q4_K_M), a directory in its layout (config.json,
-    /// *.safetensors, tokenizer.json) or a .gguf file [default: the embedded demo model]
+    /// *.safetensors, tokenizer.json) or a .gguf file [default: inflight-demo, the embedded demo model]
     #[arg(long, short, value_name = "MODEL", env = "INFLIGHT_WORKER_MODEL")]
     pub model: Option<PathBuf>,
     /// Names of the served model, separated by commas or in several flags; responses and metrics have the first one
@@ -129,8 +129,8 @@ impl Default for ComputeOptions {
 
 impl ComputeOptions {
     /// Returns the model to serve.
-    pub(crate) fn source(&self) -> ModelSource {
-        self.model.clone().map_or(ModelSource::Embedded, ModelSource::Directory)
+    pub fn source(&self) -> ModelSource {
+        ModelSource::of_argument(self.model.as_deref())
     }
 
     /// Returns the directory of the fingerprint cache; `None`: weights are hashed at every start.

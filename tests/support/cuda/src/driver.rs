@@ -256,6 +256,12 @@ calls! {
         unsafe { put(free, left as usize).and_then(|()| put(total, all as usize)) }
     }
 
+    fn cuDeviceTotalMem_v2(bytes: *mut usize, ordinal: CUdevice) {
+        let (_, all) = device(ordinal)?.bytes();
+        // SAFETY: the caller guarantees that the output pointer is null or valid for writes.
+        unsafe { put(bytes, all as usize) }
+    }
+
     fn cuMemAlloc_v2(address: *mut CUdeviceptr, bytes: usize) {
         let device = current()?;
         check_not_capturing()?;

@@ -6,6 +6,7 @@
 mod copy_thread;
 mod forward;
 mod known_answers;
+mod load_plan;
 mod overlapped;
 mod processor;
 mod quantization;
@@ -22,7 +23,7 @@ use std::time::{Duration, Instant};
 use inflight_kernels::cpu::{Isa, KvCopier, KvDtype, KvLayout, KvPool, Pool, RopeTable, inverse_frequencies};
 use inflight_models::{self as models, ModelConfig, ModelDir};
 use inflight_runtime::collective::{Collective, host_group};
-use inflight_runtime::sharding::{self, Indivisible, RANKS_MAX, Shard};
+use inflight_runtime::sharding::{Indivisible, RANKS_MAX, Shard};
 use inflight_runtime::{
     self as runtime, Batch, Capabilities, DRAFT_ROWS, HostMemory, MemoryLedger, NonFiniteRows, OverLimit,
     PromptLogprobs, Readable, Runtime, RuntimeFacts, Sampled, Slot, SlotSetup, TokenMasks, TransferDone,
@@ -32,6 +33,8 @@ use inflight_worker_core::Transfer;
 use copy_thread::CopyThread;
 use forward::Forward;
 pub use known_answers::{KnownAnswersError, WrongAnswer, check_known_answer};
+use load_plan::LoadPlan;
+pub use load_plan::memory_needs;
 pub use overlapped::Overlapped;
 pub use quantization::{Quantization, UnknownQuantization};
 use rank_group::{Rank, RankGroup};
@@ -227,22 +230,16 @@ impl CpuRuntime {
         progress: &(dyn Fn(u64, u64) + Sync),
     ) -> Result<Self, Error> {
         let config = model.config();
-        let context_tokens = check(options, config)?;
-        let tensors = weights::find(model)?;
         let world = collectives.len();
-        let shards = sharding::shards(config, world, &|ranks| tensors.alignment(options.quantize, ranks))?;
-        let kv_dtype = options.kv_dtype.unwrap_or_else(|| tensors.kv_dtype().into());
+        let plan = LoadPlan::new(model, options, world)?;
+        let LoadPlan { context_tokens, tensors, shards, kv_dtype, isa, block_bytes, weight_bytes } = plan;
         let layout = |shard| shard_layout(shard, config, kv_dtype, options.block_tokens as usize);
-        let block_bytes = shards.iter().map(|shard| layout(shard).block_bytes() as u64).sum::<u64>();
         let blocks = u32::try_from(options.kv_bytes / block_bytes).unwrap_or(u32::MAX);
         let host_blocks = u32::try_from(options.host_bytes / block_bytes).unwrap_or(u32::MAX);
         if blocks == 0 {
             let CpuOptions { kv_bytes, block_tokens, .. } = *options;
             return Err(Error::KvTooSmall { kv_bytes, block_tokens, block_bytes });
         }
-        let isa = options.isa.unwrap_or_else(Isa::detect);
-        let packed = |shard| tensors.packed_bytes(options.quantize, isa, shard);
-        let weight_bytes = shards.iter().map(packed).sum::<u64>() + tensors.embedding_bytes();
         let (kv_bytes, host_bytes) = (options.kv_bytes, options.host_bytes);
         reserve_memory(ledger, weight_bytes, kv_bytes, host_bytes)?;
         let no_memory = |_| Error::Memory { kv_bytes, host_bytes };

@@ -103,6 +103,17 @@ pub(super) fn count() -> u32 {
     count.ok().and_then(|count| u32::try_from(count).ok()).unwrap_or(0)
 }
 
+/// Returns the bytes of a GPU's memory; `None` without a driver or such a GPU.
+pub(super) fn memory_bytes(ordinal: usize) -> Option<u64> {
+    if ordinal >= count() as usize {
+        return None;
+    }
+    let device = result::device::get(i32::try_from(ordinal).ok()?).ok()?;
+    // SAFETY: `device` was returned by the driver.
+    let bytes = unsafe { result::device::total_mem(device) };
+    bytes.ok().map(|bytes| bytes as u64)
+}
+
 /// Returns the CUDA version that the driver supports, 1000 times its major and 10 times its minor number.
 pub(super) fn driver_version() -> Result<i32, DriverError> {
     let mut version = 0;

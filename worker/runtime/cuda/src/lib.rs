@@ -63,8 +63,8 @@ use inflight_kernels::cuda::{Replacement, SamplingResult};
 use inflight_models::{self as models, ModelDir};
 use inflight_runtime::sharding::{self, RANKS_MAX};
 use inflight_runtime::{
-    self as runtime, Batch, Capabilities, NonFiniteRows, PromptLogprobs, Runtime, RuntimeFacts, Sampled,
-    Slot, SlotSetup, TokenMasks, TransferDone,
+    self as runtime, Batch, Capabilities, MemoryNeeds, NonFiniteRows, PromptLogprobs, Runtime,
+    RuntimeFacts, Sampled, Slot, SlotSetup, TokenMasks, TransferDone,
 };
 use inflight_worker_core::Transfer;
 
@@ -76,6 +76,7 @@ pub use gpu_info::Unavailable;
 pub use gpu_paths::{GpuPath, GpuPaths, PathOff};
 use group_swap::GroupSwap;
 use load_job::LoadJob;
+use load_plan::LoadPlan;
 use model_runner::check_model;
 pub use options::CudaOptions;
 use ranks::{CompletedStep, Ranks};
@@ -85,6 +86,11 @@ use shard_plan::ShardPlan;
 /// Returns the number of GPUs that the driver reports; 0 without a driver.
 pub fn count() -> u32 {
     gpu_info::count()
+}
+
+/// Returns the bytes of a GPU's memory; `None` without a driver or such a GPU.
+pub fn memory_bytes(gpu: usize) -> Option<u64> {
+    gpu_info::memory_bytes(gpu)
 }
 
 /// Checks that these GPUs are usable: all exist, and several are of one model and have NCCL.
@@ -105,6 +111,26 @@ pub fn available(gpus: &[usize]) -> Result<(), Unavailable> {
 /// [`Error::Indivisible`], or [`Error::Model`] naming the field at fault.
 pub fn supports(model: &ModelDir, ranks: usize) -> Result<(), Error> {
     shard_model(model, &weights::find(model)?, ranks).map(drop)
+}
+
+/// Returns the memory that the rank with the most of it takes on its GPU, without reading weights or asking a driver.
+///
+/// # Errors
+/// [`Error`] if an option is invalid, or the model cannot run on GPUs.
+pub fn memory_needs(model: &ModelDir, options: &CudaOptions) -> Result<MemoryNeeds, Error> {
+    let config = model.config();
+    let context_tokens = validate_options(options, config)?;
+    let tensors = weights::find(model)?;
+    let shards = shard_model(model, &tensors, options.gpus.len())?;
+    let collective = shards.len() > 1 || options.lone_communicator;
+    let plans = ShardPlan::for_ranks(shards, collective);
+    let needs = plans.map(|plan| {
+        LoadPlan::needs(config, &plan, options, context_tokens, tensors.allocated_bytes(plan.shard()))
+    });
+    let block_tokens = options.block_tokens;
+    let none = MemoryNeeds { weight_bytes: 0, buffer_bytes: 0, block_bytes: 0, block_tokens, context_tokens };
+    let bytes = |needs: &MemoryNeeds| needs.weight_bytes.saturating_add(needs.buffer_bytes);
+    Ok(needs.fold(none, |most, rank| if bytes(&rank) > bytes(&most) { rank } else { most }))
 }
 
 /// Returns a model's shards by rank, after checking that kernels exist for their shapes.

@@ -1,7 +1,8 @@
 //! Load plan of a rank: sizes of its buffers and of the KV pool, from the model, the options and the memory
 //! that is free when loading begins.
 
-use inflight_runtime::{Capabilities, RuntimeFacts, SCORES_MAX};
+use inflight_models::ModelConfig;
+use inflight_runtime::{Capabilities, MemoryNeeds, RuntimeFacts, SCORES_MAX};
 
 use super::error::Error as LoadError;
 use super::forward::windows;
@@ -11,7 +12,9 @@ use super::memory_plan::{
     component_table, mebibytes, options_to_lower, pool_blocks, total_bytes,
 };
 use super::metadata::{MetadataCapacity, MetadataLayout};
+use super::options::CudaOptions;
 use super::shapes::{BufferLimits, DEPTH, ModelShapes, PARTIALS};
+use super::shard_plan::ShardPlan;
 use super::step_graph::StepGraphs;
 
 /// Sizes of what a rank allocates.
@@ -36,12 +39,21 @@ pub(super) struct LoadPlan {
 impl LoadPlan {
     /// Plans the load of a shard on a GPU with `memory`: free and total bytes.
     pub(super) fn new(job: &LoadJob, memory: (u64, u64)) -> Self {
-        let LoadJob { config, shard_plan, options, context_tokens, .. } = job;
+        Self::of_shard(&job.config, &job.shard_plan, &job.options, job.context_tokens, memory)
+    }
+
+    fn of_shard(
+        config: &ModelConfig,
+        shard_plan: &ShardPlan,
+        options: &CudaOptions,
+        context_tokens: u32,
+        memory: (u64, u64),
+    ) -> Self {
         let shapes = shard_plan.shapes(config);
         let graphs = StepGraphs { sample_rows: options.sample_rows(), batch_tokens: options.batch_tokens };
         let (samples, rows) = (graphs.logits_rows_max(), graphs.rows_max());
         let table_entries =
-            options.slots as usize * (*context_tokens as usize).div_ceil(options.block_tokens as usize);
+            options.slots as usize * (context_tokens as usize).div_ceil(options.block_tokens as usize);
         let capacity = MetadataCapacity {
             rows: rows as usize,
             sampled_rows: rows as usize,
@@ -53,7 +65,7 @@ impl LoadPlan {
             table_entries: table_entries.min(1 << 24),
         };
         let metadata = MetadataLayout::new(&capacity).bytes;
-        let limits = BufferLimits::new(graphs, options.slots, *context_tokens, metadata);
+        let limits = BufferLimits::new(graphs, options.slots, context_tokens, metadata);
         let (free, total) = memory;
         Self {
             shapes,
@@ -64,6 +76,24 @@ impl LoadPlan {
             components: shapes.components(&limits),
             free,
             total,
+        }
+    }
+
+    /// Returns the memory that a shard takes, if its weights take `weight_bytes`.
+    pub(super) fn needs(
+        config: &ModelConfig,
+        shard_plan: &ShardPlan,
+        options: &CudaOptions,
+        context_tokens: u32,
+        weight_bytes: u64,
+    ) -> MemoryNeeds {
+        let plan = Self::of_shard(config, shard_plan, options, context_tokens, (0, 0));
+        MemoryNeeds {
+            weight_bytes,
+            buffer_bytes: total_bytes(&plan.components),
+            block_bytes: plan.block_bytes,
+            block_tokens: options.block_tokens,
+            context_tokens,
         }
     }
 

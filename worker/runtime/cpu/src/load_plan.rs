@@ -1,0 +1,60 @@
+//! Load plan of a model: its shards, their formats and the bytes of weights and KV blocks, known before weights are read.
+
+use inflight_kernels::cpu::{Isa, KvDtype};
+use inflight_models::ModelDir;
+use inflight_runtime::MemoryNeeds;
+use inflight_runtime::sharding::{self, Shard};
+
+use super::weights::{self, CheckpointWeights};
+use super::{CpuOptions, Error, check, shard_layout};
+
+/// What is loaded, and how many bytes it takes.
+pub(super) struct LoadPlan {
+    /// Maximum tokens per sequence.
+    pub(super) context_tokens: u32,
+    pub(super) tensors: CheckpointWeights,
+    /// Shards by rank.
+    pub(super) shards: Vec<Shard>,
+    pub(super) kv_dtype: KvDtype,
+    pub(super) isa: Isa,
+    /// Bytes of a KV block, over all ranks.
+    pub(super) block_bytes: u64,
+    /// Bytes of the packed weights of all ranks and of the embedding.
+    pub(super) weight_bytes: u64,
+}
+
+impl LoadPlan {
+    /// Plans the load of a model on `world` ranks.
+    ///
+    /// # Errors
+    /// [`Error`] if an option is invalid, a tensor is missing, or the model cannot be partitioned.
+    pub(super) fn new(model: &ModelDir, options: &CpuOptions, world: usize) -> Result<Self, Error> {
+        let config = model.config();
+        let context_tokens = check(options, config)?;
+        let tensors = weights::find(model)?;
+        let shards = sharding::shards(config, world, &|ranks| tensors.alignment(options.quantize, ranks))?;
+        let kv_dtype = options.kv_dtype.unwrap_or_else(|| tensors.kv_dtype().into());
+        let block =
+            |shard| shard_layout(shard, config, kv_dtype, options.block_tokens as usize).block_bytes();
+        let block_bytes = shards.iter().map(|shard| block(shard) as u64).sum();
+        let isa = options.isa.unwrap_or_else(Isa::detect);
+        let packed = |shard| tensors.packed_bytes(options.quantize, isa, shard);
+        let weight_bytes = shards.iter().map(packed).sum::<u64>() + tensors.embedding_bytes();
+        Ok(Self { context_tokens, tensors, shards, kv_dtype, isa, block_bytes, weight_bytes })
+    }
+}
+
+/// Returns the memory that a model takes, without reading its weights.
+///
+/// # Errors
+/// [`Error`] if an option is invalid, a tensor is missing, or the model cannot be partitioned.
+pub fn memory_needs(model: &ModelDir, options: &CpuOptions) -> Result<MemoryNeeds, Error> {
+    let plan = LoadPlan::new(model, options, options.tensor_parallel)?;
+    Ok(MemoryNeeds {
+        weight_bytes: plan.weight_bytes,
+        buffer_bytes: 0,
+        block_bytes: plan.block_bytes,
+        block_tokens: options.block_tokens,
+        context_tokens: plan.context_tokens,
+    })
+}

@@ -1,0 +1,23 @@
+//! Memory that a runtime takes with a model, known before anything is loaded.
+
+/// Memory of a runtime with a model: of the whole runtime on CPUs, of the rank that takes the most on GPUs.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct MemoryNeeds {
+    /// Bytes of the weights as they are in memory.
+    pub weight_bytes: u64,
+    /// Bytes of the buffers beside weights and KV block pool, as far as they are planned: on GPUs.
+    pub buffer_bytes: u64,
+    /// Bytes of a KV block.
+    pub block_bytes: u64,
+    /// Tokens per KV block.
+    pub block_tokens: u32,
+    /// Maximum tokens per sequence.
+    pub context_tokens: u32,
+}
+
+impl MemoryNeeds {
+    /// Returns the tokens that a KV block pool of `bytes` holds.
+    pub fn tokens(&self, bytes: u64) -> u64 {
+        (bytes / self.block_bytes.max(1)).saturating_mul(self.block_tokens.into())
+    }
+}
