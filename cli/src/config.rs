@@ -6,7 +6,7 @@
 //! Precedence: flag, environment, file, default.
 
 use std::any::TypeId;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::ffi::OsString;
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -22,6 +22,8 @@ use crate::renamed;
 
 /// Value name with which options of byte sizes are shown in the usage text.
 const SIZE: &str = "BYTES";
+/// Name of the flag of the model, for which `up` takes tables, too.
+const MODEL: &str = "model";
 /// Name of the flag of the configuration file.
 const CONFIG: &str = "config";
 
@@ -32,6 +34,62 @@ pub struct Invocation {
     pub cli: Cli,
     /// Raw matches of the subcommand, from which `up` forwards options to its children.
     pub matches: ArgMatches,
+    /// `[[model]]` tables of the configuration file of `up`, unless command line or environment name a model.
+    pub models: Vec<ModelTable>,
+}
+
+/// `[[model]]` table of a configuration file: a model with options of its own.
+#[derive(Debug, Clone, PartialEq)]
+pub struct ModelTable {
+    /// Path of the file.
+    path: PathBuf,
+    /// Line of each key, key and value.
+    entries: Vec<(usize, String, Value)>,
+}
+
+impl ModelTable {
+    /// Returns the table as flags of `command`, whose options have the names of the keys, and these names.
+    ///
+    /// # Errors
+    /// [`Error`] with the line of the key.
+    pub fn flags(&self, command: &Command) -> Result<(Vec<OsString>, BTreeSet<String>), Error> {
+        let (mut flags, mut keys) = (Vec::new(), BTreeSet::new());
+        for (line, key, value) in &self.entries {
+            let name = key.replace('_', "-");
+            let refuse = |message: String| Error::Value {
+                path: self.path.clone(),
+                line: *line,
+                key: key.clone(),
+                message,
+            };
+            let Some(argument) = options(command).find(|argument| argument.get_long() == Some(&name)) else {
+                let mut known: Vec<&str> = options(command).filter_map(Arg::get_long).collect();
+                known.sort_unstable();
+                let message = format!("a [[model]] table has no such key; it knows: {}", known.join(", "));
+                return Err(refuse(message));
+            };
+            let given = key_flags(argument, &name, value).map_err(refuse)?;
+            check(command, &given).map_err(refuse)?;
+            flags.extend(given);
+            keys.insert(name);
+        }
+        Ok((flags, keys))
+    }
+
+    /// Returns where the table begins, as FILE:LINE of its first key.
+    pub fn place(&self) -> String {
+        let line = self.entries.iter().map(|(line, ..)| *line).min().unwrap_or(1);
+        format!("{}:{line}", self.path.display())
+    }
+}
+
+/// What a configuration file says, as far as neither command line nor environment say it.
+#[derive(Debug, Default)]
+pub(crate) struct FileOptions {
+    /// Flags of the role.
+    pub flags: Vec<OsString>,
+    /// Models with options of their own.
+    pub models: Vec<ModelTable>,
 }
 
 /// Reason for which a configuration file was rejected.
@@ -102,6 +160,7 @@ pub fn parse(arguments: impl IntoIterator<Item = OsString>) -> Result<Invocation
     foreign::replace_command(&mut arguments);
     renamed::check(&arguments, std::env::vars_os())?;
     let refused = |error| foreign::explain(error, &arguments, &Cli::command());
+    let mut models = Vec::new();
     let first = Cli::command().try_get_matches_from(&arguments).map_err(refused)?;
     if let Some((role, matches)) = first.subcommand()
         && let Some(path) = configuration_file(matches)
@@ -110,16 +169,17 @@ pub fn parse(arguments: impl IntoIterator<Item = OsString>) -> Result<Invocation
         let Some(subcommand) = command.find_subcommand(role) else {
             return Err(CommandError::new(Exit::Usage, format!("unknown command `{role}`")));
         };
-        let flags = file_flags(&path, subcommand, matches)
+        let file = file_options(&path, subcommand, matches)
             .map_err(|e| CommandError::new(Exit::Usage, e.to_string()))?;
+        models = file.models;
         // No global option takes a value, so the subcommand's name is the first argument that equals it.
         let at = arguments.iter().position(|argument| argument == role).map_or(arguments.len(), |at| at + 1);
-        arguments.splice(at..at, flags);
+        arguments.splice(at..at, file.flags);
     }
     let matches = Cli::command().try_get_matches_from(&arguments).map_err(CommandError::Clap)?;
     let cli = Cli::from_arg_matches(&matches).map_err(CommandError::Clap)?;
     let matches = matches.subcommand().map(|(_, matches)| matches.clone()).unwrap_or_default();
-    Ok(Invocation { cli, matches })
+    Ok(Invocation { cli, matches, models })
 }
 
 /// Returns the flags with values that command line or environment set for the arguments of `group`, to
@@ -160,25 +220,25 @@ fn configuration_file(matches: &ArgMatches) -> Option<PathBuf> {
     matches.try_get_one::<PathBuf>(CONFIG).ok().flatten().cloned()
 }
 
-/// Reads the file and returns flags for the keys that neither command line nor environment set.
-fn file_flags(path: &Path, role: &Command, matches: &ArgMatches) -> Result<Vec<OsString>, Error> {
+/// Reads the file and returns what neither command line nor environment set.
+fn file_options(path: &Path, role: &Command, matches: &ArgMatches) -> Result<FileOptions, Error> {
     let text = fs::read_to_string(path).map_err(|source| Error::Read { path: path.to_owned(), source })?;
-    text_flags(path, &text, role, matches)
+    text_options(path, &text, role, matches)
 }
 
-/// Returns flags for the keys of the file's text that neither command line nor environment set.
-pub(crate) fn text_flags(
+/// Returns what the text of the file sets and neither command line nor environment do.
+pub(crate) fn text_options(
     path: &Path,
     text: &str,
     role: &Command,
     matches: &ArgMatches,
-) -> Result<Vec<OsString>, Error> {
+) -> Result<FileOptions, Error> {
     let entries: BTreeMap<Spanned<String>, Spanned<Value>> = toml::from_str(text).map_err(|error| {
         Error::Syntax { path: path.to_owned(), message: error.to_string().trim_end().to_owned() }
     })?;
-    let mut flags = Vec::new();
+    let mut options_of_file = FileOptions::default();
     for (key, value) in entries {
-        let line = text[..key.span().start].matches('\n').count() + 1;
+        let line = line_of(text, &key);
         let name = key.get_ref().replace('_', "-");
         let Some(argument) = options(role).find(|argument| argument.get_long() == Some(&name)) else {
             if let Some(new) = renamed::key(role.get_name(), &name) {
@@ -200,7 +260,23 @@ pub(crate) fn text_flags(
             key: key.get_ref().clone(),
             message,
         };
-        let given = key_flags(argument, &name, value.get_ref()).map_err(refuse)?;
+        let takes_tables = role.get_name() == "up" && name == MODEL;
+        let is_table = |value: &Value| matches!(value, Value::Table(_));
+        let tables = match value.get_ref() {
+            Value::Array(values) if takes_tables && !values.is_empty() && values.iter().all(is_table) => {
+                Some(model_tables(path, text)?)
+            }
+            Value::Table(_) if takes_tables => {
+                return Err(refuse(
+                    "write [[model]], with two brackets, above the keys of each model".into(),
+                ));
+            }
+            _ => None,
+        };
+        let given = match tables {
+            Some(_) => Vec::new(),
+            None => key_flags(argument, &name, value.get_ref()).map_err(refuse)?,
+        };
         check(role, &given).map_err(refuse)?;
         let id = argument.get_id().as_str();
         // `up` takes its model without a flag, too.
@@ -210,10 +286,36 @@ pub(crate) fn text_flags(
         let unset = !positional
             && !matches!(matches.value_source(id), Some(ValueSource::CommandLine | ValueSource::EnvVariable));
         if unset {
-            flags.extend(given);
+            options_of_file.flags.extend(given);
+            options_of_file.models.extend(tables.into_iter().flatten());
         }
     }
-    Ok(flags)
+    Ok(options_of_file)
+}
+
+fn line_of(text: &str, key: &Spanned<String>) -> usize {
+    text[..key.span().start].matches('\n').count() + 1
+}
+
+/// Returns the `[[model]]` tables of a file.
+fn model_tables(path: &Path, text: &str) -> Result<Vec<ModelTable>, Error> {
+    #[derive(serde::Deserialize)]
+    struct File {
+        model: Vec<BTreeMap<Spanned<String>, Spanned<Value>>>,
+    }
+    let file: File = toml::from_str(text).map_err(|error| Error::Syntax {
+        path: path.to_owned(),
+        message: error.to_string().trim_end().to_owned(),
+    })?;
+    let entry = |(key, value): (Spanned<String>, Spanned<Value>)| {
+        (line_of(text, &key), key.into_inner(), value.into_inner())
+    };
+    let tables = file.model.into_iter();
+    let table = |table: BTreeMap<_, _>| ModelTable {
+        path: path.to_owned(),
+        entries: table.into_iter().map(entry).collect(),
+    };
+    Ok(tables.map(table).collect())
 }
 
 /// Returns the options that a file may set: those with a long name, except `--config` and hidden ones.

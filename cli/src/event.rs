@@ -51,10 +51,32 @@ pub struct ClusterMember {
     pub http: Option<SocketAddr>,
 }
 
+/// Model of the cluster that `inflight up` is about to start.
+#[derive(Debug, Clone, Serialize)]
+pub struct PlannedModel {
+    /// Name that responses have.
+    pub name: String,
+    /// Further names.
+    pub aliases: Vec<String>,
+    /// Names of its workers.
+    pub workers: Vec<String>,
+    /// Bytes of the weights of each worker, if they are planned.
+    pub weight_bytes: Option<u64>,
+    /// Bytes of the KV cache of each worker, at least.
+    pub kv_cache_bytes: Option<u64>,
+    /// Tokens that it holds.
+    pub kv_cache_tokens: Option<u64>,
+}
+
 /// Event of `inflight up --json`.
 #[derive(Debug, Serialize)]
 #[serde(tag = "event", rename_all = "snake_case")]
 pub enum ClusterEvent<'a> {
+    /// Several models fit into this machine; their workers are started.
+    Planned {
+        /// The models.
+        models: &'a [PlannedModel],
+    },
     /// The router and all workers are ready.
     Ready {
         /// URL of the router, for clients.

@@ -7,7 +7,7 @@ use std::sync::OnceLock;
 use clap::{ArgMatches, Command, CommandFactory as _, FromArgMatches as _};
 
 use crate::Cli;
-use crate::config::{Error, text_flags};
+use crate::config::{Error, text_options};
 
 const ROLES: [&str; 4] = ["router", "worker", "up", "bench"];
 
@@ -21,8 +21,8 @@ pub fn configuration(data: &[u8]) -> bool {
     let mut accepted = false;
     let lines = text.matches('\n').count() + 1;
     for (role, matches) in roles() {
-        match text_flags(Path::new("config.toml"), text, role, matches) {
-            Ok(flags) => accepted |= check_flags(role, flags),
+        match text_options(Path::new("config.toml"), text, role, matches) {
+            Ok(file) => accepted |= check_flags(role, file.flags),
             Err(
                 Error::UnknownKey { line, .. } | Error::RenamedKey { line, .. } | Error::Value { line, .. },
             ) => assert!((1..=lines).contains(&line), "line {line} of {lines}"),

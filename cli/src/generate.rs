@@ -316,7 +316,12 @@ async fn request_input(
     client: &mut AuthenticatedClient,
 ) -> Result<Input, GenerateError> {
     let models = client.list_models(ListModelsRequest {}).await?.into_inner().models;
-    // An unknown or ambiguous model is reported by the router.
+    if let (None, [_, _, ..]) = (&args.model, models.as_slice()) {
+        let names = models.iter().map(|model| model.name.as_str()).collect::<Vec<_>>().join(", ");
+        let message = format!("several models are served; name one with --model: {names}");
+        return Err(GenerateError::Failure(CommandError::new(Exit::Usage, message)));
+    }
+    // An unknown model is reported by the router.
     let chat = select_model(&models, args.model.as_deref())
         .map_or(args.system.is_some(), |model| model.has_chat_template);
     let message = |role: &str, content: String| ChatMessage {

@@ -24,6 +24,7 @@ mod grammar_helper;
 mod hub;
 mod key;
 mod man;
+mod memory_plan;
 mod memory_share;
 mod metrics_compat;
 mod metrics_endpoint;
@@ -106,9 +107,9 @@ pub fn main() -> ExitCode {
     if let Some(ended) = grammar_helper::run() {
         return ended;
     }
-    let outcome =
-        config::parse(std::env::args_os()).and_then(|Invocation { cli, matches }| match cli.subcommand {
-            Subcommand::Up(args) => role::block_on(None, up::run(*args, &matches)),
+    let outcome = config::parse(std::env::args_os()).and_then(|Invocation { cli, matches, models }| {
+        match cli.subcommand {
+            Subcommand::Up(args) => role::block_on(None, up::run(*args, &matches, &models)),
             Subcommand::Generate(args) => role::block_on(Some(1), generate::run(*args)),
             Subcommand::Chat(args) => role::block_on(Some(1), chat::run(*args, &matches)),
             // One thread, to leave the cores to a server on the same machine.
@@ -130,7 +131,8 @@ pub fn main() -> ExitCode {
             Subcommand::Usage(args) => usage::run(&args),
             // The engine has its own threads; the session service needs few.
             Subcommand::Worker(args) => role::block_on(Some(2), worker::run(*args)),
-        });
+        }
+    });
     match outcome {
         Ok(()) => ExitCode::SUCCESS,
         Err(failure) => failure.report(),

@@ -58,7 +58,7 @@ pub struct ChildSpec {
     /// Where the child records, if it does: each start in a file of its own.
     pub record: Option<RecordingDir>,
     /// Environment variables that the child does not inherit.
-    pub unset: &'static [&'static str],
+    pub unset: Vec<OsString>,
 }
 
 /// Lifecycle event of a child process.
@@ -251,7 +251,7 @@ impl RunningChild {
     /// Starts the child; `starts` counts the starts so far, this one included.
     fn start(spec: &ChildSpec, starts: u32, log_sink: &LogSink) -> io::Result<Self> {
         let mut command = Command::new(program()?);
-        for variable in spec.unset {
+        for variable in &spec.unset {
             command.env_remove(variable);
         }
         let mut child = command

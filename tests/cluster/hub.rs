@@ -14,7 +14,7 @@ use crate::program;
 use crate::requests::{generate, model, sampled};
 
 /// Environment of a command that finds a Hub and a cache.
-fn environment(endpoint: &str, cache: &Path) -> Vec<(&'static str, OsString)> {
+pub(crate) fn environment(endpoint: &str, cache: &Path) -> Vec<(&'static str, OsString)> {
     vec![
         ("HF_ENDPOINT", endpoint.into()),
         ("HF_HUB_CACHE", cache.into()),

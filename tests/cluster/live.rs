@@ -12,7 +12,7 @@ use crate::program;
 use crate::requests::{GenerationResult, generate, model, sampled};
 
 /// Sends a call to the HTTP APIs and returns the response with its head.
-async fn call(cluster: &LocalCluster, method: &str, path: &str, headers: &str) -> Result<String> {
+pub(crate) async fn call(cluster: &LocalCluster, method: &str, path: &str, headers: &str) -> Result<String> {
     let address = cluster.http.strip_prefix("http://").context("not a URL")?;
     let mut stream = TcpStream::connect(address).await?;
     let head =

@@ -28,6 +28,7 @@ mod requests;
 mod resuming_commands;
 mod resumption;
 mod rolling;
+mod several_models;
 mod startup_errors;
 mod storm;
 mod structured_failover;

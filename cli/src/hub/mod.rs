@@ -6,7 +6,7 @@ pub mod pull;
 pub mod rm;
 
 use inflight_hub::{Located, Settings, locate};
-use inflight_worker::ComputeOptions;
+use inflight_worker::{ComputeOptions, ModelSource};
 
 use crate::exit::CommandError;
 pub use progress::Display;
@@ -20,6 +20,9 @@ pub fn resolve(compute: &mut ComputeOptions, display: &Display) -> Result<(), Co
     let Some(model) = compute.model.as_ref() else { return Ok(()) };
     // A path need not be text, a name is.
     let Some(argument) = model.to_str() else { return Ok(()) };
+    if compute.source() == ModelSource::Embedded {
+        return Ok(());
+    }
     let Located { path, name, .. } = locate(argument, &Settings::of_environment(), display)
         .map_err(|error| CommandError::chain("--model", &error))?;
     compute.model = Some(path);

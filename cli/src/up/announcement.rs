@@ -18,6 +18,8 @@ pub(super) struct Announcement<'a> {
     pub(super) models: &'a [Model],
     pub(super) router: &'a ClusterMember,
     pub(super) workers: &'a [&'a ClusterMember],
+    /// Name of each worker's model, if there are several.
+    pub(super) model_of: &'a [Option<&'a str>],
     /// File with the secret of the workers.
     pub(super) worker_secret: &'a Path,
 }
@@ -25,7 +27,7 @@ pub(super) struct Announcement<'a> {
 impl Announcement<'_> {
     /// Returns it as text.
     pub(super) fn text(&self) -> String {
-        let Self { endpoint, scheme, http, models, router, workers, worker_secret } = self;
+        let Self { endpoint, scheme, http, models, router, workers, model_of, worker_secret } = self;
         let command = own_command();
         let endpoint_flag = if endpoint == "127.0.0.1:8650" && *scheme == "http" {
             String::new()
@@ -49,8 +51,9 @@ impl Announcement<'_> {
             text.push_str(&format!("  HTTP     {http}/v1 (OpenAI), {http} (Anthropic)\n"));
             text.push_str(&format!("  pages    {http}/chat (chat), {http}/ui (live view)\n"));
         }
-        for worker in *workers {
-            text.push_str(&format!("  worker   {} ({})\n", worker.address, worker.name));
+        for (worker, model) in workers.iter().zip(*model_of) {
+            let model = model.map_or(String::new(), |model| format!(", {model}"));
+            text.push_str(&format!("  worker   {} ({}{model})\n", worker.address, worker.name));
         }
         for member in std::iter::once(router).chain(*workers) {
             if let Some(metrics) = member.metrics {
@@ -64,10 +67,15 @@ impl Announcement<'_> {
              {command} diagnose --worker-secret-file {secret} {addresses}\n",
             top.trim_end()
         ));
-        let curl = http.as_ref().map_or_else(String::new, |http| curl(http, models.first()));
+        // Of several models, requests name one.
+        let several = model_of.first().copied().flatten();
+        let example = models.iter().find(|model| several.is_none_or(|name| model.name == name));
+        let curl = http.as_ref().map_or_else(String::new, |http| curl(http, example, several));
+        let model_flag = several.map_or(String::new(), |name| format!("--model {name} "));
+        let model_key = several.map_or(String::new(), |name| format!("\"model\": \"{name}\", "));
         text.push_str(&format!(
-            "\nTry, from another terminal:\n\n  {command} generate {endpoint_flag}\"What is continuous batching?\"\n{curl}  \
-             grpcurl -plaintext -d '{{\"text\": \"Once upon a time\"}}' {endpoint} inflight.v1.Inference/Generate\n\n\
+            "\nTry, from another terminal:\n\n  {command} generate {endpoint_flag}{model_flag}\"What is continuous batching?\"\n{curl}  \
+             grpcurl -plaintext -d '{{{model_key}\"text\": \"Once upon a time\"}}' {endpoint} inflight.v1.Inference/Generate\n\n\
              Stop it with Ctrl-C here, or with:\n\n  kill {}\n",
             std::process::id()
         ));
@@ -82,7 +90,7 @@ fn addresses(members: &[&ClusterMember]) -> String {
 
 /// Returns a command line that calls the HTTP APIs: a conversation, or a text if the model has no chat
 /// template.
-fn curl(http: &str, model: Option<&Model>) -> String {
+fn curl(http: &str, model: Option<&Model>, named: Option<&str>) -> String {
     let (path, body) = match model {
         Some(model) if !model.has_chat_template => {
             ("completions", r#"{"prompt": "Once upon a time", "max_tokens": 64}"#)
@@ -93,6 +101,10 @@ fn curl(http: &str, model: Option<&Model>) -> String {
         ),
     };
     // Without a key no model is known here: the router requires one.
+    let body = match named {
+        Some(name) => format!("{{\"model\": \"{name}\", {}", &body[1..]),
+        None => body.to_owned(),
+    };
     let key = if model.is_none() { " -H \"authorization: Bearer $KEY\"" } else { "" };
     format!("  curl {http}/v1/{path} -H 'content-type: application/json'{key} -d '{body}'\n")
 }

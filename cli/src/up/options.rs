@@ -6,10 +6,12 @@
 //! - one of two queues has its plain name for the workers, and `--router-NAME` for the router;
 //! - the certificates of `--tls-*` are those of the router, as workers listen on the loopback address.
 
+use std::collections::BTreeSet;
 use std::ffi::{OsStr, OsString};
 use std::path::Path;
 
-use clap::{Arg, ArgMatches, Command, FromArgMatches};
+use clap::builder::Resettable;
+use clap::{Arg, ArgAction, ArgMatches, Command, FromArgMatches};
 use inflight_worker::ComputeOptions;
 
 use crate::config::given_flags;
@@ -23,9 +25,13 @@ const ROUTER_QUEUE: [(&str, &str); 4] = [
     ("aging-tokens-max", "router-aging-tokens-max"),
     ("bypass-max", "router-bypass-max"),
 ];
+/// Maximum number of workers.
+pub(super) const WORKERS_MAX: u32 = 256;
+/// Maximum share of the memory, relative to the others.
+const MEMORY_SHARE_MAX: f64 = 1e6;
 /// Options that are shown first, each with an example.
 const FIRST: [(&str, &str); 12] = [
-    ("model", "--model Qwen/Qwen3-0.6B"),
+    ("model", "--model Qwen/Qwen3-0.6B; several times for several models, each also as NAME,...=MODEL"),
     ("model-name", "--model-name qwen3,gpt-4o"),
     ("device", "--device cpu"),
     ("workers", "--workers 1"),
@@ -128,6 +134,41 @@ fn router_arguments() -> impl Iterator<Item = Arg> {
     })
 }
 
+/// Returns the options of the workers of one model: those of a worker, its names, and the number of workers. They ignore the
+/// environment, whose values are those of all models.
+pub fn model_command() -> Command {
+    let names = |argument: Arg| match argument.get_long() {
+        Some("model-name") => argument.long("names").alias("model-name"),
+        _ => argument,
+    };
+    let arguments = compute_arguments().chain(worker_arguments()).map(names);
+    let workers = Arg::new("workers").long("workers").value_name("N");
+    let workers = workers.value_parser(clap::value_parser!(u32).range(1..=WORKERS_MAX.into()));
+    let share = Arg::new("memory_share").long("memory-share").value_name("PART").value_parser(memory_share);
+    let command = Command::new("up").args(arguments).arg(workers).arg(share);
+    command.mut_args(|argument| argument.env(Resettable::Reset))
+}
+
+/// Reads a share of the memory.
+fn memory_share(text: &str) -> Result<f64, String> {
+    match text.parse::<f64>() {
+        Ok(share) if share > 0.0 && share <= MEMORY_SHARE_MAX => Ok(share),
+        _ => Err(format!("{text} is no number above 0 and up to {MEMORY_SHARE_MAX}")),
+    }
+}
+
+/// Returns the flags of a worker that the options of a model set.
+pub(super) fn model_flags(matches: &ArgMatches) -> Vec<OsString> {
+    given_flags(&Command::new("group").args(compute_arguments().chain(worker_arguments())), matches)
+}
+
+/// Returns the environment variables of the options of a worker with these names.
+pub(super) fn variables_of(keys: &BTreeSet<String>) -> Vec<OsString> {
+    let named = |argument: &Arg| argument.get_long().is_some_and(|long| keys.contains(long));
+    let arguments = compute_arguments().chain(worker_arguments()).filter(named);
+    arguments.filter_map(|argument| argument.get_env().map(OsStr::to_owned)).collect()
+}
+
 fn compute_arguments() -> impl Iterator<Item = Arg> {
     group::<ComputeOptions>()
 }
@@ -170,7 +211,8 @@ pub fn arrange(argument: Arg) -> Arg {
     if let Some(at) = FIRST.iter().position(|(first, _)| *first == long) {
         let example =
             format!("{}; example: {}", argument.get_help().cloned().unwrap_or_default(), FIRST[at].1);
-        return argument.help(example).help_heading(None::<&str>).display_order(at);
+        let argument = argument.help(example).help_heading(None::<&str>).display_order(at);
+        return if long == "model" { argument.action(ArgAction::Append) } else { argument };
     }
     let argument = match long.as_str() {
         "resume-key-file" => with_note(argument, "[default: a random one until `up` ends]"),
@@ -197,7 +239,6 @@ fn with_note(argument: Arg, note: &str) -> Arg {
 
 #[cfg(test)]
 mod tests {
-    use std::collections::BTreeSet;
     use std::path::PathBuf;
 
     use clap::CommandFactory as _;
@@ -271,9 +312,8 @@ mod tests {
             "--no-enable-prefix-caching",
         ];
         let invocation = parse(words.map(OsString::from)).unwrap();
-        let crate::Subcommand::Up(mut args) = invocation.cli.subcommand else { panic!() };
-        args.take_model_argument(&invocation.matches).unwrap();
-        assert_eq!((args.compute.model.as_deref(), args.workers), (Some(Path::new("models/a")), Some(3)));
+        let crate::Subcommand::Up(args) = invocation.cli.subcommand else { panic!() };
+        assert_eq!((args.model_arguments, args.workers), (vec![PathBuf::from("models/a")], Some(3)));
         let RoleFlags { router, worker, shared } = RoleFlags::given(&invocation.matches);
         let sorted = |mut flags: Vec<OsString>| {
             flags.sort();
@@ -289,30 +329,6 @@ mod tests {
              --tensor-parallel=2"
         );
         assert_eq!(sorted(shared), "--grammar-memory-max=1GiB --log=warn");
-    }
-
-    #[test]
-    fn a_model_is_given_once_and_goes_before_the_file() {
-        let file = std::env::temp_dir().join(format!("inflight-up-{}.toml", std::process::id()));
-        std::fs::write(&file, "model = \"b\"\ntool-call-format = \"mistral\"\nrouter-bypass-max = 9\n")
-            .unwrap();
-        let config = format!("--config={}", file.display());
-        let model = |words: &[&str]| {
-            let invocation = parse(words.iter().map(OsString::from)).map_err(|error| error.to_string())?;
-            let crate::Subcommand::Up(mut args) = invocation.cli.subcommand else { panic!() };
-            args.take_model_argument(&invocation.matches).map_err(|error| error.to_string())?;
-            let router = RoleFlags::given(&invocation.matches).router;
-            Ok::<_, String>((args.compute.model.unwrap_or_default(), router))
-        };
-        let (positional, router) = model(&["inflight", "up", "a", &config]).unwrap();
-        assert_eq!((positional, router.len()), (PathBuf::from("a"), 2), "{router:?}");
-        assert_eq!(model(&["inflight", "up", &config]).unwrap().0, PathBuf::from("b"));
-        assert_eq!(model(&["inflight", "run", "-m", "c"]).unwrap().0, PathBuf::from("c"));
-        assert!(model(&["inflight", "up", "a", "-m", "c"]).unwrap_err().contains("given twice"));
-        std::fs::write(&file, "a = 1\n\ntool-format = \"mistral\"\n").unwrap();
-        let unknown = model(&["inflight", "up", &config]).unwrap_err();
-        assert!(unknown.contains(":1: unknown key `a`") && unknown.contains("tool-call-format"), "{unknown}");
-        std::fs::remove_file(&file).unwrap();
     }
 
     #[test]

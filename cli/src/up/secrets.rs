@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 
 use clap::ArgMatches;
 
-use super::Args;
+use super::args::Args;
 use super::options::{is_flag, path_flag, replace_flag};
 use crate::exit::{CommandError, Exit};
 use crate::key;
