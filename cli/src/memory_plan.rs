@@ -56,7 +56,7 @@ impl ModelDemand {
         self.workers.iter().any(|gpus| !gpus.is_empty())
     }
 
-    /// Returns pools of a worker on the host with their minimum sizes.
+    /// Returns pools of a worker in the host's memory with their minimum sizes: at most the KV cache and the host cache, in this order.
     fn pools(&self) -> Vec<(PoolDemand, u64)> {
         let Some(needs) = self.needs else { return Vec::new() };
         let least = |pool: PoolDemand, min: u64| (pool, if pool.given { pool.bytes } else { min });
@@ -257,7 +257,7 @@ fn divide_host(models: &[ModelDemand], machine: &MachineMemory) -> Result<Vec<Ho
         let mut host = HostPools { kv: model.kv.bytes, flags: Vec::new() };
         let pools = model.pools();
         let names = ["--kv-cache-bytes", "--host-cache-bytes"];
-        for ((pool, least), name) in pools.iter().rev().zip(names.iter().rev()) {
+        for ((pool, least), name) in pools.iter().zip(&names[names.len() - pools.len()..]) {
             let bytes = size(model, pool, *least);
             if *name == names[0] {
                 host.kv = bytes;
@@ -278,7 +278,7 @@ fn host_refusal(models: &[ModelDemand], place: Place, limit: u64, needed: u128) 
         let mut bytes = u128::from(weights);
         let names = ["KV cache", "host cache"];
         if place == Place::Host {
-            for ((pool, least), name) in pools.iter().rev().zip(names.iter().rev()) {
+            for ((pool, least), name) in pools.iter().zip(&names[names.len() - pools.len()..]) {
                 let at_least = if pool.given { "" } else { "at least " };
                 parts.push(format!("{name} of {at_least}{}", Readable(*least)));
                 bytes += u128::from(*least);
@@ -320,7 +320,7 @@ fn divide_gpus(models: &[ModelDemand], machine: &MachineMemory) -> Result<Vec<Ve
         let needed: u128 = planned.iter().map(|model| on(model) as u128 * u128::from(taken(model))).sum();
         if let Some(model) = with_own.iter().find(|model| model.gpu_least() > own(model)) {
             let needed = model.gpu_least().into();
-            return Err(gpu_refusal(&[model], (gpu, total), own(model), needed));
+            return Err(gpu_refusal(&[*model], (gpu, total), own(model), needed));
         }
         if needed > u128::from(limit) {
             return Err(gpu_refusal(&planned, (gpu, total), limit, needed));

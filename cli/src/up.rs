@@ -279,11 +279,13 @@ impl LocalCluster {
         let worker_secret = self.plan.secrets.worker();
         let model_of: Vec<Option<&str>> =
             (0..workers.len()).map(|worker| self.plan.model_of(worker)).collect();
+        let names: Vec<&[String]> = self.plan.models.iter().map(|model| model.names.as_slice()).collect();
         let announcement = Announcement {
             endpoint,
             scheme,
             http,
             models,
+            names: &names,
             router,
             workers: &workers,
             model_of: &model_of,

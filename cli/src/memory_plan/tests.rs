@@ -67,7 +67,7 @@ fn what_fits_keeps_its_default_pools_and_what_does_not_is_refused_with_the_sum()
     let refused = divide(&models, &machine(4 * GIB, &[])).unwrap_err().to_string();
     for clue in [
         "the models need 5.09 GiB together, and this machine's processes may use 4.00 GiB",
-        "a: 4.06 GiB for 2 workers, each with weights of 2.00 GiB, host cache of at least 16.0 MiB, KV cache of at least 16.0 MiB",
+        "a: 4.06 GiB for 2 workers, each with weights of 2.00 GiB, KV cache of at least 16.0 MiB, host cache of at least 16.0 MiB",
         "b: 1.03 GiB for 1 worker with weights of 1.00 GiB",
         "fewer workers (--workers 1)",
         "--quantize int8",

@@ -15,7 +15,10 @@ pub(super) struct Announcement<'a> {
     pub(super) scheme: &'a str,
     /// URL of the HTTP APIs, if served.
     pub(super) http: Option<String>,
+    /// Models as the router lists them; none if it does that only with a key.
     pub(super) models: &'a [Model],
+    /// Names of the models as far as they are known without the router.
+    pub(super) names: &'a [&'a [String]],
     pub(super) router: &'a ClusterMember,
     pub(super) workers: &'a [&'a ClusterMember],
     /// Name of each worker's model, if there are several.
@@ -27,7 +30,7 @@ pub(super) struct Announcement<'a> {
 impl Announcement<'_> {
     /// Returns it as text.
     pub(super) fn text(&self) -> String {
-        let Self { endpoint, scheme, http, models, router, workers, model_of, worker_secret } = self;
+        let Self { endpoint, scheme, http, models, names, router, workers, model_of, worker_secret } = self;
         let command = own_command();
         let endpoint_flag = if endpoint == "127.0.0.1:8650" && *scheme == "http" {
             String::new()
@@ -45,6 +48,9 @@ impl Announcement<'_> {
             text.push_str(&format!(
                 "  model    {name} ({also}{architecture}, context of {context_tokens} tokens)\n"
             ));
+        }
+        for names in names.iter().filter(|names| models.is_empty() && !names.is_empty()) {
+            text.push_str(&format!("  model    {}\n", names.join(", ")));
         }
         text.push_str(&format!("  gRPC     {endpoint}\n"));
         if let Some(http) = http {
@@ -100,11 +106,11 @@ fn curl(http: &str, model: Option<&Model>, named: Option<&str>) -> String {
             r#"{"messages": [{"role": "user", "content": "What is continuous batching?"}]}"#,
         ),
     };
-    // Without a key no model is known here: the router requires one.
     let body = match named {
         Some(name) => format!("{{\"model\": \"{name}\", {}", &body[1..]),
         None => body.to_owned(),
     };
+    // Without a key no model is known here: the router requires one.
     let key = if model.is_none() { " -H \"authorization: Bearer $KEY\"" } else { "" };
     format!("  curl {http}/v1/{path} -H 'content-type: application/json'{key} -d '{body}'\n")
 }

@@ -136,7 +136,7 @@ fn router_arguments() -> impl Iterator<Item = Arg> {
 
 /// Returns the options of the workers of one model: those of a worker, its names, and the number of workers. They ignore the
 /// environment, whose values are those of all models.
-pub fn model_command() -> Command {
+pub(super) fn model_command() -> Command {
     let names = |argument: Arg| match argument.get_long() {
         Some("model-name") => argument.long("names").alias("model-name"),
         _ => argument,
