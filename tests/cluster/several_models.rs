@@ -113,9 +113,8 @@ async fn two_models_divide_the_memory_of_one_gpu() -> Result<()> {
     let flags = ["--device=cuda", "--no-autotune", "--verbose", &models[0], &models[1]];
     let flags = [&flags, &small[..]].concat();
     let tight = SimulatedGpu::new("memory=768,checks=false")?;
-    let refused =
-        run_with_env(program(), &[&["up", "--port=0"], &flags[..]].concat(), "", &tight.environment());
-    let refused = refused.await?;
+    let up = [&["up", "--port=0"], &flags[..]].concat();
+    let refused = run_with_env(program(), &up, "", &tight.environment()).await?;
     ensure!(refused.code == Some(1), "{refused:?}");
     for clue in ["of GPU 0, and may use", "a: ", "b: ", "--max-context-tokens", "fewer or smaller models"] {
         ensure!(refused.stderr.contains(clue), "no {clue:?} in {}", refused.stderr);
