@@ -168,7 +168,8 @@ async fn a_renewed_certificate_is_served_and_an_invalid_one_is_not() {
         }
         assert_eq!(call(old, None).await, Ok(()), "connections that are there stay");
         for purpose in ["server", "client_ca"] {
-            let expiry = format!("inflight_tls_certificate_expiry_timestamp_seconds{{purpose=\"{purpose}\"}} ");
+            let expiry =
+                format!("inflight_tls_certificate_expiry_timestamp_seconds{{purpose=\"{purpose}\"}} ");
             assert!(rendered().contains(&expiry), "{expiry}");
         }
     })

@@ -63,8 +63,8 @@ use inflight_kernels::cuda::{Replacement, SamplingResult};
 use inflight_models::{self as models, ModelDir};
 use inflight_runtime::sharding::{self, RANKS_MAX};
 use inflight_runtime::{
-    self as runtime, Batch, Capabilities, MemoryNeeds, NonFiniteRows, PromptLogprobs, Runtime,
-    RuntimeFacts, Sampled, Slot, SlotSetup, TokenMasks, TransferDone,
+    self as runtime, Batch, Capabilities, MemoryNeeds, NonFiniteRows, PromptLogprobs, Runtime, RuntimeFacts,
+    Sampled, Slot, SlotSetup, TokenMasks, TransferDone,
 };
 use inflight_worker_core::Transfer;
 
