@@ -148,9 +148,10 @@ mod tests {
 
     #[test]
     fn several_models_take_the_gpus_in_turn() {
+        type Case<'a> = (&'a [WorkerRequest], &'a [u32], Vec<Vec<Vec<u32>>>);
         let auto = |workers, ranks| request(Device::Auto, workers, ranks);
         let none = Vec::<u32>::new;
-        let cases: [(&[WorkerRequest], &[u32], Vec<Vec<Vec<u32>>>); 8] = [
+        let cases: [Case<'_>; 8] = [
             (&[auto(None, 1), auto(None, 1)], &[], vec![vec![none()], vec![none()]]),
             (&[auto(Some(2), 1), auto(None, 1)], &[], vec![vec![none(), none()], vec![none()]]),
             (&[auto(None, 1), auto(None, 1)], &[0], vec![vec![vec![0]], vec![vec![0]]]),

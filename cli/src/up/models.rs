@@ -303,8 +303,10 @@ mod tests {
 
     #[test]
     fn what_several_models_cannot_have_is_refused_with_what_to_do() {
+        /// Words, file and pieces of the message.
+        type Case<'a> = (&'a [&'a str], &'a str, &'a [&'a str]);
         let of_a = "[[model]]\nmodel = \"a\"\n";
-        let cases: [(&[&str], &str, &[&str]); 12] = [
+        let cases: [Case<'_>; 12] = [
             (&["-m=a", "-m=b", "--model-name=x"], "", &["2 are given", "--model NAME,...=MODEL", "`names`"]),
             (&["-m=x=a", "--model-name=y"], "", &["x=a has names", "leave one out"]),
             (&["-m=org/a", "-m=org/a"], "", &["org/a would be the name of two models", "org/a and org/a"]),

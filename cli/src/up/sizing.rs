@@ -52,8 +52,10 @@ impl PlacedModel {
     pub(super) fn line(&self) -> String {
         let names = self.names.join(", ");
         let number = self.workers.len();
-        let (workers, each) =
-            if number == 1 { ("1 worker".to_owned(), "") } else { (format!("{number} workers"), "each ") };
+        let (workers, with) = match number {
+            1 => ("1 worker".to_owned(), " with"),
+            _ => (format!("{number} workers"), ", each with"),
+        };
         let mut gpus: Vec<u32> = self.workers.iter().flat_map(|(gpus, _)| gpus.iter().copied()).collect();
         gpus.sort_unstable();
         gpus.dedup();
@@ -70,7 +72,7 @@ impl PlacedModel {
         let context = self.context_tokens.filter(|context| u64::from(*context) > kv_tokens);
         let context = context.map_or(String::new(), |context| format!(" of a context of {context}"));
         format!(
-            "{names}: {workers}{place}, {each}with weights of {weights} and a KV cache of {kv}, {kv_tokens} tokens{context}"
+            "{names}: {workers}{place}{with} weights of {weights} and a KV cache of {kv}, {kv_tokens} tokens{context}"
         )
     }
 }
