@@ -83,6 +83,7 @@ impl HttpApi {
         let (ui, metrics) = (self.ui.is_some(), self.metrics.is_some());
         let off = [
             ("/ui", ADMIN_SERVES, ui),
+            ("/ui/", ADMIN_SERVES, ui),
             (page::CHAT, ADMIN_SERVES, ui),
             ("/metrics", HTTP_METRICS_SERVES, metrics),
         ];
@@ -94,7 +95,7 @@ impl HttpApi {
 
     /// Returns the routes of the APIs at the gRPC port: those of clients.
     pub(crate) fn client_routes(self) -> Router {
-        let elsewhere = ["/ui", page::CHAT, "/metrics"].map(|path| (path, AT_THE_HTTP_PORT)).to_vec();
+        let elsewhere = ["/ui", "/ui/", page::CHAT, "/metrics"].map(|path| (path, AT_THE_HTTP_PORT)).to_vec();
         self.routes_of(&[Part::Clients], elsewhere)
     }
 

@@ -30,7 +30,7 @@ const OPENAPI: &str = "/openapi.json";
 pub(crate) struct KnownPaths {
     /// Paths without parameters.
     paths: Vec<&'static str>,
-    /// Paths, with those below them, that other options or ports serve, with advice.
+    /// Paths that other options or ports serve, with advice; one that ends with a slash stands for those below it.
     elsewhere: Vec<(&'static str, &'static str)>,
 }
 
@@ -48,15 +48,14 @@ impl KnownPaths {
         if GRPC_PREFIXES.iter().any(|prefix| path.starts_with(prefix)) {
             return "it is a gRPC method: call it over HTTP/2 with content-type: application/grpc".to_owned();
         }
-        let elsewhere = |is_it: &dyn Fn(&str) -> bool| {
-            self.elsewhere.iter().find(|(root, _)| is_it(root)).map(|(_, advice)| (*advice).to_owned())
-        };
-        let below = |root: &str| path.strip_prefix(root).is_some_and(|rest| rest.starts_with('/'));
-        // /chat/completions is near /v1/chat/completions, and not below the page /chat.
-        elsewhere(&|root| root == path)
-            .or_else(|| self.nearest(path).map(|nearest| format!("the nearest path is {nearest}")))
-            .or_else(|| elsewhere(&below))
-            .unwrap_or_else(|| format!("GET {OPENAPI} lists the paths"))
+        let is_elsewhere = |known: &str| known == path || (known.ends_with('/') && path.starts_with(known));
+        if let Some((_, advice)) = self.elsewhere.iter().find(|(known, _)| is_elsewhere(known)) {
+            return (*advice).to_owned();
+        }
+        match self.nearest(path) {
+            Some(nearest) => format!("the nearest path is {nearest}"),
+            None => format!("GET {OPENAPI} lists the paths"),
+        }
     }
 
     /// Returns the known path that a client may have meant.
@@ -130,7 +129,7 @@ mod tests {
             "/health",
             "/openapi.json",
         ];
-        KnownPaths::new(paths, vec![("/ui", "the live view is off"), ("/chat", "the chat is off")])
+        KnownPaths::new(paths, vec![("/ui/", "the live view is off"), ("/chat", "the chat is off")])
     }
 
     #[test]
