@@ -411,7 +411,7 @@ fn keys_sort_filter_select_and_show_ended_requests() {
     assert_eq!(selected(&model), Some(3));
     press(&mut model, KeyCode::Home);
     assert_eq!(selected(&model), Some(1));
-    for pane in [Pane::Workers, Pane::Tenants, Pane::Requests, Pane::Overview] {
+    for pane in [Pane::Workers, Pane::Tenants, Pane::Requests, Pane::Findings, Pane::Overview] {
         press(&mut model, KeyCode::Tab);
         assert_eq!(model.pane, pane);
     }
