@@ -46,7 +46,8 @@ fn machine(limit: u64, gpus: &[(u32, u64)]) -> MachineMemory {
 
 /// Value of a flag of a worker.
 fn value(share: &WorkerShare, flag: &str) -> Option<f64> {
-    let mut values = share.flags.iter().filter_map(|given| given.to_str()?.strip_prefix(flag)?.strip_prefix('='));
+    let mut values =
+        share.flags.iter().filter_map(|given| given.to_str()?.strip_prefix(flag)?.strip_prefix('='));
     values.next_back().map(|value| value.parse().unwrap())
 }
 
