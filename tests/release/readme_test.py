@@ -119,7 +119,7 @@ def inside(folder, release, endpoint):
     install, source = found["Install"], found["From source"]
     program = lines.work / "target/debug/inflight"
     program.parent.mkdir(parents=True)
-    program.symlink_to(PROGRAM)
+    program.symlink_to(pathlib.Path(PROGRAM).resolve())
     shutil.copytree(ROOT / "examples", lines.work / "examples")
     served = None
     for line in install:

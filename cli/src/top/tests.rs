@@ -569,8 +569,8 @@ fn hostile_names_and_any_size_of_the_terminal_do_no_harm() {
             }
             setup(&mut model);
             model.life(0, Ok(life.clone()));
-            // Each setup has another third of the widths.
-            let widths = (0..48).filter(|columns| (*columns + at as u16).is_multiple_of(3));
+            // Each setup has another sixth of the widths.
+            let widths = (0..48).filter(|columns| (*columns + at as u16).is_multiple_of(6));
             for (columns, rows) in widths.flat_map(|columns| (0..16).map(move |rows| (columns, rows))) {
                 screen(&model, columns, rows);
                 if rows == 7 {
