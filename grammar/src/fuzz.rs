@@ -17,8 +17,8 @@ const COMPILED_MAX: usize = 4096;
 const WALK_MAX: usize = 24;
 
 /// Compiles a grammar and walks through it. The first byte is its kind: `o` any JSON object, `j` a schema, both on one line, `a` and `s` the
-/// same with any whitespace, `r` a regular expression, `c` choices, one a line, `l` Lark; what follows is its text, of which the walk is
-/// drawn, too. Returns whether the grammar compiles.
+/// same with any whitespace, `r` a regular expression, `c` choices, one a line, `l` Lark. The rest is its text, which also
+/// decides the steps of the walk. Returns whether the grammar compiles.
 ///
 /// # Panics
 /// A mask has a bit outside the vocabulary, refuses a token that may follow, or differs after drafts that were taken back.

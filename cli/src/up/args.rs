@@ -9,7 +9,7 @@ use inflight_worker::ComputeOptions;
 use super::options::{RoleOptions, arrange};
 use crate::telemetry;
 
-/// What the help shows after the options.
+/// Text at the end of `inflight up --help`: examples.
 const EXAMPLES: &str = "Examples:
   inflight up                                        the embedded demo model, on two workers without a GPU
   inflight up Qwen/Qwen3-0.6B --workers 1            a model of the Hugging Face Hub, or a path

@@ -84,7 +84,7 @@ impl ModelPlan {
     pub(super) fn resolve(&mut self) -> Result<(), CommandError> {
         hub::resolve(&mut self.compute, &hub::Display::of_command())?;
         if let Some(model) = &self.compute.model {
-            // As it was found, and not as it was named.
+            // The path of its files, in place of the name that was given.
             replace_flag(&mut self.flags, "--model", model);
         }
         if !self.flags.iter().any(|flag| is_flag(flag, "--model-name")) {

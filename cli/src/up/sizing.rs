@@ -124,7 +124,7 @@ fn place_one(model: &ModelPlan, usable: &[u32]) -> PlacedModel {
     }
 }
 
-/// Returns the workers of several models, which are opened to know their names and what they need.
+/// Returns the workers of several models. Opens the files of each model to read its names and its memory needs.
 fn place_several(models: &[ModelPlan], usable: &[u32]) -> Result<Vec<PlacedModel>, CommandError> {
     let refused = |model: &ModelPlan, error: &dyn std::error::Error| {
         CommandError::chain(&format!("--model {}", model.source), error)

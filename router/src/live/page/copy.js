@@ -2,7 +2,7 @@
 
 const COPIED_MS = 2000;
 
-// Copies a text, that of a node without it; `what` says to screen readers what was copied.
+// Copies `text` (default: the text of `node`) to the clipboard; `what` names it for screen readers.
 async function copyText(button, node, what, text = node.textContent) {
   try {
     await navigator.clipboard.writeText(text);

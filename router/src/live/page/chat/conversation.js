@@ -2,7 +2,7 @@
 
 const CONVERSATION_NAME = "inflight-chat";
 const TURNS_MAX = 200;
-// Of all that is kept; the oldest turns are left out beyond it.
+// Maximum characters of the stored conversation; the oldest turns are dropped first.
 const KEPT_CHARACTERS_MAX = 1000000;
 const ANSWER_CHARACTERS_MAX = 400000;
 const CALLS_MAX = 64;
