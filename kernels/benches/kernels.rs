@@ -136,11 +136,11 @@ fn attentions(c: &mut Criterion) {
         ("decode 16 at 4000, int8", bytes, 16, 4000, 1),
     ] {
         let (kv_heads, head_dim) = (SHAPE.kv_heads, SHAPE.head_dim);
-        let layout = KvLayout { dtype, layers: 1, kv_heads, head_dim, block_tokens: BLOCK_TOKENS };
+        let layout = KvLayout::new(dtype, kv_heads, head_dim, BLOCK_TOKENS);
         let tokens: usize = before + count;
         let table = tokens.div_ceil(BLOCK_TOKENS);
         let blocks: Vec<u32> = (0..(sequences * table) as u32).collect();
-        let mut kv = KvPool::new(layout, sequences * table).expect("it fits");
+        let mut kv = KvPool::new(layout.layer_bytes(), sequences * table).expect("it fits");
         let mut rope = RopeTable::new(inverse_frequencies(SHAPE.head_dim, 10_000.0, &RopeScaling::None));
         rope.ensure(tokens);
         let values = |rows: usize| (0..rows * SHAPE.width()).map(|i| (i % 23) as f32 * 0.1 - 1.0).collect();
@@ -152,22 +152,33 @@ fn attentions(c: &mut Criterion) {
             };
             let places: Vec<KvSlot> = positions.iter().map(place).collect();
             let mut qkv: Vec<f32> = values(tokens);
-            finish_qkv(&bench.pool, bench.isa, SHAPE, &mut qkv, None, &rope, &positions, &places, &mut kv, 0);
+            finish_qkv(
+                &bench.pool,
+                bench.isa,
+                SHAPE,
+                &mut qkv,
+                None,
+                &rope,
+                &positions,
+                &places,
+                &mut kv,
+                &layout,
+            );
         }
         let qkv: Vec<f32> = values(sequences * count);
         let mut out = vec![0.0; sequences * count * SHAPE.heads * SHAPE.head_dim];
-        let starts: Vec<u32> = (0..=sequences).map(|s| (s * count) as u32).collect();
-        let positions: Vec<u32> = (0..sequences).flat_map(|_| before as u32..tokens as u32).collect();
-        let tables: Vec<u32> = (0..=sequences).map(|s| (s * table) as u32).collect();
+        let positions: Vec<u32> = (before as u32..tokens as u32).collect();
         let mut ragged = Ragged::default();
-        ragged.set(&starts, &positions, &tables, &blocks, BLOCK_TOKENS, blocks.len());
+        for blocks in blocks.chunks_exact(table) {
+            ragged.push(&positions, 0, blocks.iter().copied(), BLOCK_TOKENS);
+        }
         let visible: usize = (before + 1..=tokens).sum();
         let work = match count {
-            1 => Work::Bytes((sequences * tokens) as f64 * layout.block_bytes() as f64 / BLOCK_TOKENS as f64),
+            1 => Work::Bytes((sequences * tokens) as f64 * layout.layer_bytes() as f64 / BLOCK_TOKENS as f64),
             _ => Work::Operations(Arithmetic::Bf16, 4.0 * (visible * SHAPE.heads * SHAPE.head_dim) as f64),
         };
         bench.run(c, &format!("attention {what}"), work, || {
-            attention(&bench.pool, bench.isa, SHAPE, &qkv, &ragged, &kv, 0, None, &mut out);
+            attention(&bench.pool, bench.isa, SHAPE, &qkv, &ragged, &kv, &layout, &mut out);
         });
     }
 }
@@ -186,14 +197,8 @@ fn rows(c: &mut Criterion) {
     bench.run(c, "swiglu 512", bytes(3 * gated.len()), || {
         swiglu(&bench.pool, bench.isa, &gates, INNER, &mut gated);
     });
-    let layout = KvLayout {
-        dtype: Dtype::Bf16.into(),
-        layers: 1,
-        kv_heads: SHAPE.kv_heads,
-        head_dim: SHAPE.head_dim,
-        block_tokens: BLOCK_TOKENS,
-    };
-    let mut kv = KvPool::new(layout, count / BLOCK_TOKENS).expect("it fits");
+    let layout = KvLayout::new(Dtype::Bf16.into(), SHAPE.kv_heads, SHAPE.head_dim, BLOCK_TOKENS);
+    let mut kv = KvPool::new(layout.layer_bytes(), count / BLOCK_TOKENS).expect("it fits");
     let mut rope = RopeTable::new(inverse_frequencies(SHAPE.head_dim, 10_000.0, &RopeScaling::None));
     rope.ensure(count);
     let mut qkv = vec![0.1f32; count * SHAPE.width()];
@@ -202,7 +207,18 @@ fn rows(c: &mut Criterion) {
     let places: Vec<KvSlot> =
         positions.iter().map(|p| KvSlot { block: p / tokens, offset: p % tokens }).collect();
     bench.run(c, "finish_qkv 512", bytes(2 * qkv.len()), || {
-        finish_qkv(&bench.pool, bench.isa, SHAPE, &mut qkv, None, &rope, &positions, &places, &mut kv, 0);
+        finish_qkv(
+            &bench.pool,
+            bench.isa,
+            SHAPE,
+            &mut qkv,
+            None,
+            &rope,
+            &positions,
+            &places,
+            &mut kv,
+            &layout,
+        );
     });
 }
 

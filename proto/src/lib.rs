@@ -35,7 +35,10 @@ pub mod kserve {
 pub const FILE_DESCRIPTOR_SET: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/inflight.bin"));
 
 /// Version of the session protocol between router and worker that this build implements.
-pub const PROTOCOL_VERSION: u32 = 1;
+pub const PROTOCOL_VERSION: u32 = 2;
+
+/// Protocol version from which routers know groups of layers.
+pub const LAYER_GROUPS_VERSION: u32 = 2;
 
 /// Returns the maximum encoded size in bytes of a `Submit` to a worker with a context of `context_tokens`.
 ///

@@ -7,7 +7,7 @@ use inflight_runtime::{
     Batch, Capabilities, Error, PromptLogprobs, Runtime, RuntimeFacts, Sampled, Slot, SlotSetup,
     TokenLogprob, TokenMasks, TransferDone,
 };
-use inflight_worker_core::Transfer;
+use inflight_worker_core::{MemoryShape, Transfer};
 
 pub const VOCAB: u32 = 285;
 pub const BLOCK_TOKENS: u32 = 4;
@@ -51,7 +51,7 @@ impl ContextHashRuntime {
         let capabilities = Capabilities {
             vocab_size: VOCAB,
             context_tokens: CONTEXT_TOKENS,
-            block_tokens: BLOCK_TOKENS,
+            shape: MemoryShape::uniform(BLOCK_TOKENS),
             block_bytes: 0,
             blocks: BLOCKS,
             host_blocks: 0,
@@ -112,7 +112,7 @@ impl Runtime for ContextHashRuntime {
         sampled.clear();
         let size = BLOCK_TOKENS as usize;
         let address = |sequence: usize, position: usize| {
-            let table = &batch.blocks[batch.block_starts[sequence] as usize..];
+            let table = batch.tables[0].of(sequence);
             table[position / size] as usize * size + position % size
         };
         for copy in &batch.copies {

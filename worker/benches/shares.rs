@@ -342,8 +342,10 @@ impl<'a> Workload<'a> {
                 let (prompt, _, fed) = streams[slot];
                 let count = prompt.saturating_sub(fed).min(PROMPT - self.batch.rows());
                 // A stream that has just ended starts again in the next step.
-                let in_step =
-                    self.batch.blocks.iter().any(|block| *block as usize / (CONTEXT / BLOCK_TOKENS) == slot);
+                let in_step = self.batch.tables[0]
+                    .blocks
+                    .iter()
+                    .any(|block| *block as usize / (CONTEXT / BLOCK_TOKENS) == slot);
                 if count == 0 || in_step {
                     continue;
                 }

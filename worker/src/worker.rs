@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
 
 use futures::{Stream, StreamExt as _};
-use inflight_contract::SamplingSpec;
+use inflight_contract::{LayerGroup, MemoryShape, SamplingSpec};
 use inflight_grammar::{GrammarError, MemoryBudget, Vocabulary};
 use inflight_grammar_service::Grammars;
 use inflight_models::{self as models, FingerprintCache, ModelDir};
@@ -245,6 +245,14 @@ fn grammars(bundle: &Bundle, vocab_size: u32, eos_token_ids: &[u32], options: &O
     grammars.with_matcher_bytes_max(bytes.max(MemoryBudget::DEFAULT_BYTES))
 }
 
+/// Returns the groups of layers of a hello; none for one group with full attention, which older routers know.
+fn layer_groups(shape: &MemoryShape) -> Vec<v1::LayerGroup> {
+    let groups = if shape.is_uniform() { &[] } else { shape.groups() };
+    let message =
+        |group: &LayerGroup| v1::LayerGroup { blocks: group.blocks, window: group.window.unwrap_or(0) };
+    groups.iter().map(message).collect()
+}
+
 /// Returns what a worker tells operators about itself; its KV block pool has `kv_cache_bytes`.
 fn worker_facts(facts: RuntimeFacts, kv_cache_bytes: u64) -> v1::WorkerFacts {
     v1::WorkerFacts {
@@ -311,7 +319,7 @@ impl Core {
             limits: Some(v1::WorkerLimits {
                 vocab_size: engine.model_limits().vocab_size,
                 context_tokens: engine.model_limits().context_tokens,
-                block_tokens: limits.block_tokens,
+                block_tokens: limits.block_tokens(),
                 kv_blocks: limits.blocks,
                 max_sequences: limits.running_max,
                 host_kv_blocks: limits.host_blocks,
@@ -320,6 +328,7 @@ impl Core {
             secret_proof: Vec::new(),
             model_aliases: aliases,
             facts: Some(worker_facts(facts, u64::from(limits.blocks) * engine.block_bytes())),
+            layer_groups: layer_groups(&limits.shape),
         };
         let service_tables = ServiceTables::new(&hello.incarnation);
         let (sender, messages) = mpsc::channel(COMMANDS_MAX);

@@ -33,6 +33,8 @@ pub struct Ragged {
     tasks: Vec<TaskRows>,
     blocks: Vec<u32>,
     positions: Vec<u32>,
+    /// Positions that each row sees, its own included; `None`: all up to its own.
+    window: Option<u32>,
 }
 
 /// Consecutive rows of one sequence.
@@ -41,50 +43,54 @@ struct TaskRows {
     /// Index of the first row; `end` is exclusive.
     first: u32,
     end: u32,
-    /// Offset of the sequence's block table in `blocks`.
+    /// Offset of the sequence's block table in `blocks`, and the index in its sequence of the first block there.
     table: u32,
+    first_block: u32,
 }
 
 impl Ragged {
-    /// Sets the batch and reuses its buffers: rows `starts[s]..starts[s + 1]` belong to sequence `s`, whose
-    /// block table is `blocks[block_starts[s]..block_starts[s + 1]]`.
-    ///
-    /// # Panics
-    /// If a block table is too short, positions of a sequence do not ascend, or a block is not below
-    /// `pool_blocks`.
-    pub fn set(
-        &mut self,
-        starts: &[u32],
-        positions: &[u32],
-        block_starts: &[u32],
-        blocks: &[u32],
-        block_tokens: usize,
-        pool_blocks: usize,
-    ) {
+    /// Empties the batch and keeps its buffers. All its sequences see `window` positions, or all.
+    pub fn clear(&mut self, window: Option<u32>) {
         self.tasks.clear();
         self.blocks.clear();
         self.positions.clear();
-        assert!(blocks.iter().all(|block| (*block as usize) < pool_blocks), "a block is out of the pool");
-        for s in 0..starts.len() - 1 {
-            let table = block_starts[s + 1] - block_starts[s];
-            let rows = &positions[starts[s] as usize..starts[s + 1] as usize];
-            let covered = table as usize * block_tokens;
-            assert!(rows.iter().all(|position| (*position as usize) < covered), "a block table is too short");
-            assert!(rows.is_sorted(), "positions do not ascend");
-            for first in (starts[s]..starts[s + 1]).step_by(TASK_ROWS as usize) {
-                let end = (first + TASK_ROWS).min(starts[s + 1]);
-                self.tasks.push(TaskRows { first, end, table: block_starts[s] });
-            }
+        self.window = window;
+    }
+
+    /// Appends a sequence: the positions of its rows, and its block table from block `first_block` on.
+    ///
+    /// # Panics
+    /// If the table lacks a block that a row sees, or positions do not ascend.
+    pub fn push(
+        &mut self,
+        positions: &[u32],
+        first_block: u32,
+        blocks: impl Iterator<Item = u32>,
+        block_tokens: usize,
+    ) {
+        let (table, row) = (self.blocks.len() as u32, self.positions.len() as u32);
+        self.blocks.extend(blocks);
+        let held = first_block as usize..first_block as usize + (self.blocks.len() - table as usize);
+        assert!(positions.is_sorted(), "positions do not ascend");
+        if let [low, ..] = positions
+            && let Some(high) = positions.last()
+        {
+            let low = window_start(*low as usize + 1, self.window);
+            let seen = low / block_tokens..*high as usize / block_tokens + 1;
+            assert!(held.start <= seen.start && seen.end <= held.end, "a block table is too short");
         }
-        self.blocks.extend_from_slice(blocks);
         self.positions.extend_from_slice(positions);
+        let end = self.positions.len() as u32;
+        for first in (row..end).step_by(TASK_ROWS as usize) {
+            self.tasks.push(TaskRows { first, end: (first + TASK_ROWS).min(end), table, first_block });
+        }
     }
 }
 
 /// Computes out[rows, heads * head_dim] = softmax(q k^T / sqrt(head_dim)) v for every row and head, with a
-/// causal mask and an optional sliding window of `window` positions.
+/// causal mask and the batch's sliding window.
 ///
-/// `qkv` holds rows finished by [`super::finish_qkv`]; keys and values are read from the pool only.
+/// `qkv` holds rows finished by [`super::finish_qkv`]; keys and values are read from the pool only, at `layout`.
 ///
 /// # Panics
 /// If shapes do not match, or `head_dim` exceeds [`HEAD_DIM_MAX`].
@@ -95,26 +101,26 @@ pub fn attention(
     qkv: &[f32],
     batch: &Ragged,
     kv: &KvPool,
-    layer: usize,
-    window: Option<u32>,
+    layout: &KvLayout,
     out: &mut [f32],
 ) {
-    let rows = batch.positions.len();
-    let layout = *kv.layout();
+    let (rows, window) = (batch.positions.len(), batch.window);
+    layout.check(kv);
+    let layout = *layout;
     assert!(qkv.len() == rows * shape.width(), "qkv is not [rows, width]");
     assert!(out.len() == rows * shape.heads * shape.head_dim, "out is not [rows, heads * head_dim]");
     assert!(
         (layout.kv_heads, layout.head_dim) == (shape.kv_heads, shape.head_dim),
-        "the KV pool differs in shape"
+        "the layer's KV differs in shape"
     );
     assert!(shape.heads.is_multiple_of(shape.kv_heads) && shape.head_dim <= HEAD_DIM_MAX, "heads do not fit");
     assert!(batch.blocks.iter().all(|block| (*block as usize) < kv.blocks()), "a block is out of the pool");
-    assert!(layer < layout.layers, "the layer is out of the KV pool");
     let out = SharedPtr(out.as_mut_ptr());
     let scale = (std::f64::consts::LOG2_E / (shape.head_dim as f64).sqrt()) as f32;
     let operands = |index: usize| {
         let task = *batch.tasks.get(index / shape.kv_heads)?;
-        Some((task, index % shape.kv_heads, &batch.blocks[task.table as usize..]))
+        let table = BlockTable { blocks: &batch.blocks[task.table as usize..], first: task.first_block };
+        Some((task, index % shape.kv_heads, table))
     };
     pool.each(batch.tasks.len() * shape.kv_heads, &|index| {
         let Some((task, kv_head, table)) = operands(index) else { return };
@@ -132,7 +138,6 @@ pub fn attention(
             positions: &batch.positions,
             kv: kv.as_ptr(),
             layout,
-            layer,
             window,
             scale,
             out: out.get(),
@@ -175,18 +180,33 @@ struct AttentionTask<'a> {
     qkv: *const f32,
     task: TaskRows,
     kv_head: usize,
-    table: &'a [u32],
+    table: BlockTable<'a>,
     /// Range that this thread probably reads next, for prefetching.
     #[cfg_attr(not(target_arch = "x86_64"), expect(dead_code, reason = "only `bf16` prefetches it"))]
     next_range: Option<NextRange<'a>>,
     positions: &'a [u32],
     kv: *const u8,
     layout: KvLayout,
-    layer: usize,
     window: Option<u32>,
     /// Factor of scores: log2(e) / sqrt(head_dim), as powers of 2 are cheaper than powers of e.
     scale: f32,
     out: *mut f32,
+}
+
+/// Block table of a sequence, from a block on.
+#[derive(Clone, Copy)]
+struct BlockTable<'a> {
+    blocks: &'a [u32],
+    /// Index of the first block in its sequence.
+    first: u32,
+}
+
+impl BlockTable<'_> {
+    /// Returns the block with this index in its sequence.
+    #[inline(always)]
+    fn at(&self, index: usize) -> u32 {
+        self.blocks[index - self.first as usize]
+    }
 }
 
 /// Range of keys and values to prefetch: of one head, positions `low..high`.
@@ -194,7 +214,7 @@ struct AttentionTask<'a> {
 #[cfg_attr(not(target_arch = "x86_64"), expect(dead_code, reason = "only `bf16` prefetches them"))]
 struct NextRange<'a> {
     kv_head: usize,
-    table: &'a [u32],
+    table: BlockTable<'a>,
     low: usize,
     high: usize,
 }
@@ -271,13 +291,13 @@ impl AttentionTask<'_> {
         buffer: &mut Option<Box<GatheredTile<N>>>,
     ) -> KvTile<N> {
         let layout = &self.layout;
-        let (pool, stride) = (self.kv.cast::<N>(), layout.value_stride());
+        let stride = layout.value_stride();
         let tokens = layout.block_tokens;
         // SAFETY: the block table covers positions before `end`, and its blocks are in the pool.
         unsafe {
             if tokens >= TILE {
                 let offset = base % tokens;
-                let keys = pool.add(layout.keys(self.table[base / tokens], self.layer, self.kv_head));
+                let keys = self.kv.add(layout.keys(self.table.at(base / tokens), self.kv_head)).cast::<N>();
                 let values = keys.add(layout.values_after_keys() + offset * stride);
                 let (mut key_scales, mut value_scales) = (std::ptr::null(), std::ptr::null());
                 if N::SCALED {
@@ -300,12 +320,14 @@ impl AttentionTask<'_> {
         buffer: &mut GatheredTile<N>,
     ) -> KvTile<N> {
         let layout = &self.layout;
-        let (pool, stride, tokens) = (self.kv.cast::<N>(), layout.value_stride(), layout.block_tokens);
+        let (stride, tokens) = (layout.value_stride(), layout.block_tokens);
         // SAFETY: the block table covers positions before `end`, and its blocks are in the pool.
         unsafe {
-            for position in base..end.min(base + TILE) {
+            // Blocks before the first one hold positions that no query of the batch sees.
+            for position in base.max(self.table.first as usize * tokens)..end.min(base + TILE) {
                 let (j, offset) = (position - base, position % tokens);
-                let keys = pool.add(layout.keys(self.table[position / tokens], self.layer, self.kv_head));
+                let head = layout.keys(self.table.at(position / tokens), self.kv_head);
+                let keys = self.kv.add(head).cast::<N>();
                 let values = keys.add(layout.values_after_keys() + offset * stride);
                 for d in 0..layout.head_dim {
                     buffer.keys[d * TILE + j] = keys.add(d * tokens + offset).read();
@@ -332,8 +354,8 @@ impl AttentionTask<'_> {
         let line = LINE_BYTES / size_of::<N>();
         // SAFETY: the block table covers positions before `end`; prefetching never faults.
         unsafe {
-            let head = layout.keys(self.table[base / tokens], self.layer, self.kv_head);
-            let keys = self.kv.cast::<N>().add(head);
+            let head = layout.keys(self.table.at(base / tokens), self.kv_head);
+            let keys = self.kv.add(head).cast::<N>();
             let values = keys.add(layout.values_after_keys() + base % tokens * layout.value_stride());
             if tokens == TILE {
                 // Keys are contiguous only where a tile is the whole block.
@@ -345,7 +367,7 @@ impl AttentionTask<'_> {
                 S::prefetch(values.add(at).cast());
             }
             if N::SCALED {
-                let scales = self.kv.cast::<N>().add(head + layout.scales_after_keys()).cast::<f32>();
+                let scales = keys.add(layout.scales_after_keys()).cast::<f32>();
                 S::prefetch(scales.add(base % tokens).cast());
                 S::prefetch(scales.add(tokens + base % tokens).cast());
             }

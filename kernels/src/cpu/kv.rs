@@ -45,22 +45,64 @@ impl From<Dtype> for KvDtype {
     }
 }
 
-/// Shape of a KV pool.
+/// Keys and values of a layer in the blocks of a KV pool: [kv_heads, (keys, values, scales)] at an offset in each block.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct KvLayout {
-    /// Element type.
-    pub dtype: KvDtype,
-    /// Layers of the model.
-    pub layers: usize,
-    /// Key and value heads per layer.
-    pub kv_heads: usize,
+    pub(crate) dtype: KvDtype,
+    /// Key and value heads.
+    pub(crate) kv_heads: usize,
     /// Elements per key or value.
-    pub head_dim: usize,
+    pub(crate) head_dim: usize,
     /// Tokens per block; a power of two.
-    pub block_tokens: usize,
+    pub(crate) block_tokens: usize,
+    /// Bytes of a head in a block.
+    head_bytes: usize,
+    /// Bytes of a block, over all layers in it.
+    block_bytes: usize,
+    /// Bytes from the start of a block to the layer's first head.
+    offset: usize,
 }
 
 impl KvLayout {
+    /// Creates the layout of the only layer in a block.
+    ///
+    /// # Panics
+    /// If `block_tokens` is not a power of two.
+    pub fn new(dtype: KvDtype, kv_heads: usize, head_dim: usize, block_tokens: usize) -> Self {
+        assert!(block_tokens.is_power_of_two(), "block_tokens is not a power of two");
+        let mut layout =
+            Self { dtype, kv_heads, head_dim, block_tokens, head_bytes: 0, block_bytes: 0, offset: 0 };
+        layout.head_bytes = (layout.head_elements() * dtype.bytes()).next_multiple_of(size_of::<f32>());
+        layout.block_bytes = layout.layer_bytes();
+        layout
+    }
+
+    /// Returns the layout of the layer at `offset` in blocks of `block_bytes`, both in bytes.
+    ///
+    /// # Panics
+    /// If the layer is not within the block, or not aligned to 4 bytes.
+    #[must_use]
+    pub fn within(self, block_bytes: usize, offset: usize) -> Self {
+        assert!(offset + self.layer_bytes() <= block_bytes, "a layer is beyond the end of its block");
+        let align = size_of::<f32>();
+        let aligned = offset.is_multiple_of(align) && block_bytes.is_multiple_of(align);
+        assert!(aligned, "a layer's rows are not aligned");
+        Self { block_bytes, offset, ..self }
+    }
+
+    /// Returns the bytes of the layer in a block.
+    pub fn layer_bytes(&self) -> usize {
+        self.kv_heads * self.head_bytes
+    }
+
+    /// Checks that the pool has such blocks.
+    ///
+    /// # Panics
+    /// If it has others.
+    pub(crate) fn check(&self, pool: &KvPool) {
+        assert_eq!(self.block_bytes, pool.block_bytes, "the KV pool has blocks of another size");
+    }
+
     /// Returns the elements between consecutive tokens' values: `head_dim`, padded to whole vectors.
     pub(crate) fn value_stride(&self) -> usize {
         self.head_dim.next_multiple_of(TILE)
@@ -74,19 +116,10 @@ impl KvLayout {
         self.scales_after_keys() + scales
     }
 
-    fn block_elements(&self) -> usize {
-        self.layers * self.kv_heads * self.head_elements()
-    }
-
-    /// Returns the bytes of one block over all layers.
-    pub fn block_bytes(&self) -> usize {
-        self.block_elements() * self.dtype.bytes()
-    }
-
-    /// Returns the offset of a head's keys, in elements from the start of the pool.
+    /// Returns the offset of a head's keys, in bytes from the start of the pool.
     #[inline(always)]
-    pub(crate) fn keys(&self, block: u32, layer: usize, head: usize) -> usize {
-        block as usize * self.block_elements() + (layer * self.kv_heads + head) * self.head_elements()
+    pub(crate) fn keys(&self, block: u32, head: usize) -> usize {
+        block as usize * self.block_bytes + self.offset + head * self.head_bytes
     }
 
     /// Returns the offset from a head's keys to its values in elements; a multiple of 4 to align scales.
@@ -114,14 +147,14 @@ pub struct KvSlot {
 
 /// Keys and values of all sequences, in blocks.
 ///
-/// A block is contiguous over all layers, [layers, kv_heads, (keys, values, scales)], so that copying it is
+/// A block is contiguous over the layers in it, each [kv_heads, (keys, values, scales)], so that copying it is
 /// one copy. Keys are [head_dim, block_tokens], so that a vector holds one component of neighbouring
 /// positions and scores need no horizontal sums; values are [block_tokens, head_dim].
 ///
 /// Fresh pages are the operating system's zero pages, huge ones where available: unused blocks cost no
 /// memory, except those that share a huge page with used ones.
 pub struct KvPool {
-    layout: KvLayout,
+    block_bytes: usize,
     blocks: usize,
     memory: Arc<PoolMemory>,
 }
@@ -167,7 +200,7 @@ impl KvCopier {
     /// # Errors
     /// If the memory cannot be allocated.
     pub fn new(pool: &KvPool, host_blocks: usize) -> io::Result<Self> {
-        let block_bytes = pool.layout.block_bytes();
+        let block_bytes = pool.block_bytes;
         Ok(Self {
             block_bytes,
             device_blocks: pool.blocks,
@@ -203,21 +236,17 @@ impl KvCopier {
 }
 
 impl KvPool {
-    /// Creates a pool of `blocks` blocks.
+    /// Creates a pool of `blocks` blocks of `block_bytes` bytes.
     ///
     /// # Errors
     /// If the memory cannot be allocated.
-    ///
-    /// # Panics
-    /// If `block_tokens` is not a power of two.
-    pub fn new(layout: KvLayout, blocks: usize) -> io::Result<Self> {
-        assert!(layout.block_tokens.is_power_of_two(), "block_tokens is not a power of two");
-        Ok(Self { layout, blocks, memory: Arc::new(memory(blocks, layout.block_bytes())?) })
+    pub fn new(block_bytes: usize, blocks: usize) -> io::Result<Self> {
+        Ok(Self { block_bytes, blocks, memory: Arc::new(memory(blocks, block_bytes)?) })
     }
 
-    /// Returns the shape of the pool.
-    pub fn layout(&self) -> &KvLayout {
-        &self.layout
+    /// Returns the bytes of a block.
+    pub fn block_bytes(&self) -> usize {
+        self.block_bytes
     }
 
     /// Returns the number of blocks.
@@ -232,7 +261,7 @@ impl KvPool {
     pub fn copy_block(&mut self, from: u32, to: u32) {
         let (from, to) = (from as usize, to as usize);
         assert!(from < self.blocks && to < self.blocks, "a block is out of the pool");
-        let bytes = self.layout.block_bytes();
+        let bytes = self.block_bytes;
         // SAFETY: the assertion bounds both ranges; `copy` allows overlap.
         unsafe {
             let start = self.memory.as_ptr();

@@ -137,16 +137,16 @@ pub fn finish_qkv(
     positions: &[u32],
     places: &[KvSlot],
     kv: &mut KvPool,
-    layer: usize,
+    layout: &KvLayout,
 ) {
     let rows = positions.len();
-    let layout = *kv.layout();
+    layout.check(kv);
+    let layout = *layout;
     assert!(qkv.len() == rows * shape.width() && places.len() == rows, "qkv is not [rows, width]");
     assert!(
         (layout.kv_heads, layout.head_dim) == (shape.kv_heads, shape.head_dim),
-        "the KV pool differs in shape"
+        "the layer's KV differs in shape"
     );
-    assert!(layer < layout.layers, "the layer is out of the KV pool");
     assert!(shape.head_dim <= HEAD_DIM_MAX, "head_dim exceeds {HEAD_DIM_MAX}");
     assert_eq!(rope.frequencies.len() * 2, shape.head_dim, "the rope table differs in shape");
     if let Some((q, k, _)) = norms {
@@ -159,18 +159,8 @@ pub fn finish_qkv(
     let qkv = SharedPtr(qkv.as_mut_ptr());
     let kv = SharedPtr(kv.as_mut_ptr());
     pool.split(rows, grain(rows, shape.width() * 4), &|rows| {
-        let job = FinishQkv {
-            shape,
-            qkv: qkv.get(),
-            norms,
-            rope,
-            positions,
-            places,
-            kv: kv.get(),
-            layout,
-            layer,
-            rows,
-        };
+        let job =
+            FinishQkv { shape, qkv: qkv.get(), norms, rope, positions, places, kv: kv.get(), layout, rows };
         simd::run(isa, job);
     });
 }
@@ -184,7 +174,6 @@ struct FinishQkv<'a> {
     places: &'a [KvSlot],
     kv: *mut u8,
     layout: KvLayout,
-    layer: usize,
     rows: Range<usize>,
 }
 
@@ -238,9 +227,9 @@ impl FinishQkv<'_> {
         for head in 0..layout.kv_heads {
             let keys = sound(&keys[head * head_dim..][..head_dim]);
             let values = sound(&values[head * head_dim..][..head_dim]);
-            // SAFETY: block, layer, head and offset are within the pool by the checks in `finish_qkv`.
+            // SAFETY: block, head and offset are within the pool by the checks in `finish_qkv`.
             unsafe {
-                let k = self.kv.cast::<N>().add(layout.keys(block, self.layer, head));
+                let k = self.kv.add(layout.keys(block, head)).cast::<N>();
                 let v = k.add(layout.values_after_keys() + offset * layout.value_stride());
                 let (mut key_factor, mut value_factor) = (1.0, 1.0);
                 if N::SCALED {

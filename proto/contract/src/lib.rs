@@ -14,6 +14,7 @@ mod finish;
 mod json_whitespace;
 mod limits;
 mod logprobs;
+mod memory_shape;
 mod sampling;
 mod service_counter;
 mod service_table;
@@ -27,6 +28,7 @@ pub use finish::FinishReason;
 pub use json_whitespace::JsonWhitespace;
 pub use limits::{ModelLimits, PRIORITY_MAX, Priority, RequestError, RequestShape};
 pub use logprobs::{PositionLogprobs, PromptLogprobs, TokenLogprob};
+pub use memory_shape::{GROUPS_MAX, LayerGroup, MemoryShape, SPAN_BLOCKS_MAX, ShapeError};
 pub use sampling::{
     NumberKind, SAMPLING_NUMBERS, SamplingError, SamplingNumber, SamplingOverrides, SamplingParams,
     SamplingSpec, StopConditions,

@@ -8,7 +8,7 @@
 use std::hint::black_box;
 use std::time::{Duration, Instant};
 
-use inflight_contract::{ModelLimits, Priority, Weight};
+use inflight_contract::{MemoryShape, ModelLimits, Priority, Weight};
 use inflight_router_core::{
     Command, Credits, Dispatcher, DispatcherOptions, Event, FairQueueOptions, Grant, LaneId, PlacementKind,
     QueueLimits, RequestId, RequestSpec, SequenceUpdate, SessionId, Submission, WorkerCommand, WorkerId,
@@ -100,7 +100,7 @@ fn measure(workers: usize) {
             fingerprint: String::new(),
             incarnation: worker.to_string(),
             limits: ModelLimits { vocab_size: 1000, context_tokens: tokens, kv_tokens: tokens },
-            block_tokens: 16,
+            shape: MemoryShape::uniform(16),
             capacity: Credits { sequences: 1 << 20, blocks: 1 << 20 },
             host_blocks: 0,
             heartbeat: hour,

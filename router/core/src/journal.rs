@@ -1,6 +1,6 @@
 //! Journal of a request: the tokens received so far, which failover resubmits.
 
-use inflight_contract::{AdmissionCost, FinishReason};
+use inflight_contract::{AdmissionCost, FinishReason, MemoryShape};
 
 /// How a choice ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -249,14 +249,14 @@ impl Journal {
     }
 
     /// Returns the KV blocks needed to admit the running choices, prompt included.
-    pub fn blocks(&self, prompt_tokens: usize, block_tokens: u32) -> u32 {
-        let own = self.choice_blocks(block_tokens).map(|(_, blocks)| blocks);
-        own.fold(AdmissionCost::new(block_tokens).prompt(prompt_tokens), u32::saturating_add)
+    pub fn blocks(&self, prompt_tokens: usize, shape: MemoryShape) -> u32 {
+        let own = self.choice_blocks(shape).map(|(_, blocks)| blocks);
+        own.fold(AdmissionCost::new(shape).prompt(prompt_tokens), u32::saturating_add)
     }
 
     /// Returns the running choices with the KV blocks that each needs for itself at admission.
-    pub fn choice_blocks(&self, block_tokens: u32) -> impl Iterator<Item = (u32, u32)> + '_ {
-        let cost = AdmissionCost::new(block_tokens);
+    pub fn choice_blocks(&self, shape: MemoryShape) -> impl Iterator<Item = (u32, u32)> + '_ {
+        let cost = AdmissionCost::new(shape);
         let open = self.choices.iter().enumerate().filter(|(_, choice)| choice.end.is_none());
         open.map(move |(i, choice)| (i as u32, cost.choice(choice.tokens.len())))
     }

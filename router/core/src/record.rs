@@ -7,7 +7,7 @@ use serde::{Deserialize, Serialize};
 use crate::{Command, Dispatcher, DispatcherOptions, Event, PlacementKind};
 
 /// First bytes of a log, including the format version.
-const MAGIC: &[u8; 8] = b"inflrou3";
+const MAGIC: &[u8; 8] = b"inflrou4";
 
 /// Configuration of the recorded dispatcher.
 #[derive(Debug, Serialize, Deserialize)]

@@ -6,7 +6,7 @@ use std::hash::{DefaultHasher, Hash as _, Hasher as _};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use inflight_contract::ModelLimits;
+use inflight_contract::{LayerGroup, MemoryShape, ModelLimits};
 use inflight_net::SecretFile;
 use inflight_proto::v1::session_request::Message as ToWorker;
 use inflight_proto::v1::session_response::Message as Response;
@@ -224,7 +224,7 @@ impl SessionTask {
         if proof.is_some_and(|proof| !proof.verify_answer(&hello.secret_proof)) {
             return Err(SessionError::Unproven);
         }
-        let (limits, block_tokens, capacity) = check_hello(&hello)?;
+        let (limits, shape, capacity) = check_hello(&hello)?;
         let fetch = self.fetch_bundle(client.clone(), hello.bundle_digest.clone(), limit);
         let fetch = async {
             let late =
@@ -262,7 +262,7 @@ impl SessionTask {
             fingerprint: hello.fingerprint,
             incarnation: hello.incarnation,
             limits,
-            block_tokens,
+            shape,
             capacity,
             host_blocks: hello.limits.map_or(0, |limits| limits.host_kv_blocks),
             heartbeat,
@@ -415,7 +415,7 @@ where
     answer.map_err(|status| SessionError::Refused { what, status })
 }
 
-pub(super) fn check_hello(hello: &v1::Hello) -> Result<(ModelLimits, u32, Credits), SessionError> {
+pub(super) fn check_hello(hello: &v1::Hello) -> Result<(ModelLimits, MemoryShape, Credits), SessionError> {
     let violation = |what: String| Err(SessionError::Protocol(what));
     if hello.protocol_version == 0 || hello.protocol_version > PROTOCOL_VERSION {
         return violation(format!(
@@ -455,10 +455,25 @@ pub(super) fn check_hello(hello: &v1::Hello) -> Result<(ModelLimits, u32, Credit
     if [vocab_size, context_tokens, block_tokens, kv_blocks, max_sequences].contains(&0) {
         return violation("hello with limits of zero".to_owned());
     }
-    let kv_tokens = limits.kv_blocks.saturating_mul(limits.block_tokens);
+    let groups: Vec<LayerGroup> = hello.layer_groups.iter().map(layer_group).collect();
+    let shape = match groups.as_slice() {
+        [] => MemoryShape::uniform(block_tokens),
+        groups => match MemoryShape::new(block_tokens, groups) {
+            Ok(shape) => shape,
+            Err(error) => return violation(format!("hello with groups of layers that can't be: {error}")),
+        },
+    };
+    let kv_tokens = shape.tokens(kv_blocks);
+    if kv_tokens == 0 {
+        return violation(format!("hello with {kv_blocks} KV blocks, which hold no token: {shape}"));
+    }
     let model =
         ModelLimits { vocab_size: limits.vocab_size, context_tokens: limits.context_tokens, kv_tokens };
-    Ok((model, limits.block_tokens, Credits { sequences: max_sequences, blocks: kv_blocks }))
+    Ok((model, shape, Credits { sequences: max_sequences, blocks: kv_blocks }))
+}
+
+fn layer_group(group: &v1::LayerGroup) -> LayerGroup {
+    LayerGroup { blocks: group.blocks, window: (group.window > 0).then_some(group.window) }
 }
 
 /// Formats an error with its causes: the transport's own message has no detail.

@@ -149,7 +149,7 @@ pub fn simulate(
         (0..options.routers).map(|nth| SimulatedRouter::new(options, nth)).collect();
     let mut workers: Vec<SimulatedWorker> =
         (0..options.workers).map(|_| SimulatedWorker::new(options)).collect();
-    let blocks = |request: &ClusterRequest| request.prompt_tokens.div_ceil(options.limits.block_tokens) + 1;
+    let blocks = |request: &ClusterRequest| request.prompt_tokens.div_ceil(options.limits.block_tokens()) + 1;
     let blocks_to_start = requests.iter().map(blocks).max().unwrap_or(1);
     for (worker, node) in workers.iter_mut().enumerate() {
         node.set_blocks_to_start(blocks_to_start);

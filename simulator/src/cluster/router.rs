@@ -198,7 +198,7 @@ fn worker_id(worker: usize) -> WorkerId {
 /// Returns the hello message of a simulated worker.
 fn worker_info(options: &ClusterOptions, worker: usize) -> WorkerInfo {
     let limits = options.limits;
-    let tokens = limits.blocks.saturating_mul(limits.block_tokens);
+    let tokens = limits.pool_tokens();
     WorkerInfo {
         worker: worker_id(worker),
         model: "model".to_owned(),
@@ -207,7 +207,7 @@ fn worker_info(options: &ClusterOptions, worker: usize) -> WorkerInfo {
         fingerprint: "simulated".to_owned(),
         incarnation: format!("worker-{worker}"),
         limits: ModelLimits { vocab_size: 1, context_tokens: tokens, kv_tokens: tokens },
-        block_tokens: limits.block_tokens,
+        shape: limits.shape,
         capacity: Credits { sequences: limits.running_max + options.queue_ahead, blocks: limits.blocks },
         host_blocks: limits.host_blocks,
         // Simulated workers report changes only.

@@ -94,7 +94,7 @@ pub(super) struct SimulatedWorker {
 impl SimulatedWorker {
     pub fn new(options: &ClusterOptions) -> Self {
         let limits = options.limits;
-        let cost = CostModel::new(options.profile.prior(limits.block_tokens));
+        let cost = CostModel::new(options.profile.prior(limits.block_tokens()));
         let tenants = VirtualTokenCounters::new(TokenCost::default(), 1000);
         let scheduler = Scheduler::new(limits, PolicyKind::default().build(), cost, tenants);
         let capacity = Capacity {
@@ -189,7 +189,7 @@ impl SimulatedWorker {
         request: &ClusterRequest,
         now: Time,
     ) -> Result<(), ClusterError> {
-        let block_tokens = self.scheduler.limits().block_tokens;
+        let block_tokens = self.scheduler.limits().block_tokens();
         let hashes: Vec<BlockHash> = request.hashes(block_tokens).collect();
         let submitted = self.scheduler.submit(
             NewSequence {
@@ -208,7 +208,7 @@ impl SimulatedWorker {
             now,
         );
         let id = submitted.map_err(|error| ClusterError::Refused(index, error.to_string()))?;
-        let cost = AdmissionCost::new(block_tokens);
+        let cost = AdmissionCost::new(self.scheduler.limits().shape);
         let blocks = cost.prompt(request.prompt_tokens as usize) + cost.choice(0);
         let cost = Grant { sequences: 1, blocks };
         self.grants.charge(router, cost);
@@ -282,7 +282,7 @@ impl SimulatedWorker {
 
     /// Plans an iteration and launches it. Returns true if another plan may admit more at once.
     fn plan(&mut self, now: Time) -> bool {
-        let block_tokens = u64::from(self.scheduler.limits().block_tokens);
+        let block_tokens = u64::from(self.scheduler.limits().block_tokens());
         let plan = self.scheduler.plan(now);
         let mut ends = self.transfers.back().map_or(now, |transfer| transfer.ends.max(now));
         for transfer in &plan.transfers {

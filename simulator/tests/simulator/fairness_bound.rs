@@ -64,7 +64,7 @@ fn the_service_gap_of_two_backlogged_tenants_never_exceeds_the_bound() {
             let cost = CostModel::new(CostPrior::default());
             let mut simulation = Simulation::new(scheduler_with(limits, Box::new(policy)), cost);
             // Admitted requests may also hold the host pool.
-            let tokens = limits.pool_tokens() + limits.host_blocks * limits.block_tokens;
+            let tokens = limits.pool_tokens() + limits.host_blocks * limits.block_tokens();
             let gap = ServiceGap::new(TokenCost::default(), tokens);
             let mut gap = gap.with_bypasses(limits.bypass_max).with_aging(tokens_max);
             simulation.run(&requests, &mut gap).unwrap();

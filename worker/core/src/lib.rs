@@ -7,7 +7,6 @@
 #![forbid(unsafe_code)]
 
 mod anticipation;
-mod block_pool;
 mod cost;
 mod diagnosis;
 mod dispatch_ahead;
@@ -19,6 +18,7 @@ mod hash_index;
 mod history;
 mod iteration;
 mod least_squares;
+mod memory;
 pub mod policy;
 mod prefill_load;
 mod profile;
@@ -31,7 +31,6 @@ mod step_target;
 mod time;
 
 pub use anticipation::Anticipation;
-pub use block_pool::{Block, BlockPool, CacheEvent, CacheTier};
 pub use cost::{CostModel, CostPrior, StepWork};
 pub use diagnosis::{Bottleneck, Conditions, Finding, Objectives, diagnose};
 pub use dispatch_ahead::DispatchAhead;
@@ -39,11 +38,12 @@ pub use drafts::{DraftKind, DraftSource, Drafts, DraftsWanted, PromptLookup, Unk
 pub use first_token::{FirstTokenParts, FirstTokens};
 pub use grants::{Capacity, Grant, Grants, priority_sequences_max};
 pub use history::{History, IterationSummary};
-pub use inflight_contract::BlockHash;
+pub use inflight_contract::{BlockHash, LayerGroup, MemoryShape};
 pub use iteration::{
     Blocked, BlockedBy, Chunk, Copy, Direction, Iteration, IterationOutcome, PredictedPreemption, Preempted,
     Preemption, TokenVerdict, Transfer, TransferId,
 };
+pub use memory::{Block, CacheEvent, CacheTier, GroupTable, Tables};
 pub use prefill_load::PrefillLoad;
 pub use profile::{DeviceProfile, ProfileError};
 pub use record::{ReplayError, ReplayEvent, replay};

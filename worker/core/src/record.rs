@@ -5,7 +5,8 @@ use std::hash::{Hash as _, Hasher};
 use std::time::Duration;
 
 use inflight_contract::{
-    BlockHash, CostCoefficients, FinishReason, Service, TokenCost, VirtualTokenCounters, Weight,
+    BlockHash, CostCoefficients, FinishReason, GROUPS_MAX, LayerGroup, MemoryShape, Service, TokenCost,
+    VirtualTokenCounters, Weight,
 };
 
 use crate::DraftKind::{Forced, Guessed};
@@ -17,7 +18,7 @@ use crate::{
 };
 
 /// First bytes of a log, including the format version.
-const MAGIC: &[u8; 8] = b"inflrec5";
+const MAGIC: &[u8; 8] = b"inflrec6";
 
 /// Maximum blocks of a pool, and maximum running sequences, of a replay: more than any device has, so that a damaged
 /// log cannot allocate without bound.
@@ -54,30 +55,23 @@ impl RecordLog {
     /// Creates a log that starts with the scheduler's configuration.
     pub fn new(limits: &SchedulerLimits, policy: Policy, prior: &CostPrior) -> Self {
         let mut log = Self { bytes: MAGIC.to_vec() };
-        let SchedulerLimits {
-            block_tokens,
-            blocks,
-            host_blocks,
-            running_max,
-            waiting_max,
-            iteration_tokens,
-            ..
-        } = *limits;
-        let SchedulerLimits {
-            sequence_tokens, watermark_blocks, min_decode_tokens, depth, bypass_max, ..
-        } = *limits;
+        log.number(limits.shape.block_tokens().into());
+        log.number(limits.shape.groups().len() as u64);
+        for group in limits.shape.groups() {
+            log.number(group.blocks.into());
+            log.option(group.window.map(u64::from));
+        }
         for value in [
-            block_tokens,
-            blocks,
-            host_blocks,
-            running_max,
-            waiting_max,
-            iteration_tokens,
-            sequence_tokens,
-            watermark_blocks,
-            min_decode_tokens,
-            depth,
-            bypass_max,
+            limits.blocks,
+            limits.host_blocks,
+            limits.running_max,
+            limits.waiting_max,
+            limits.iteration_tokens,
+            limits.sequence_tokens,
+            limits.watermark_blocks,
+            limits.min_decode_tokens,
+            limits.depth,
+            limits.bypass_max,
             limits.preemption_threshold,
             limits.iteration_scores,
             limits.drafts_max,
@@ -380,7 +374,7 @@ impl RecordReader<'_> {
             return Err(ReplayError::Malformed { at: 0, what: "the log of a scheduler of this version" });
         }
         let limits = SchedulerLimits {
-            block_tokens: self.small()?,
+            shape: self.shape()?,
             blocks: self.at_most(BLOCKS_MAX)?,
             host_blocks: self.at_most(BLOCKS_MAX)?,
             running_max: self.at_most(RUNNING_MAX)?,
@@ -416,6 +410,17 @@ impl RecordReader<'_> {
         let tenants = VirtualTokenCounters::new(TokenCost::default(), Scheduler::TENANTS_MAX);
         Scheduler::new(limits, policy.build(), CostModel::new(prior), tenants)
             .map_err(|_| self.malformed("limits that agree with each other"))
+    }
+
+    fn shape(&mut self) -> Result<MemoryShape, ReplayError> {
+        let (block_tokens, count) = (self.small()?, self.at_most(GROUPS_MAX as u32)?);
+        let mut groups = Vec::new();
+        for _ in 0..count {
+            let blocks = self.small()?;
+            let window = self.option()?.map(u32::try_from).transpose();
+            groups.push(LayerGroup { blocks, window: window.map_err(|_| self.malformed("a window"))? });
+        }
+        MemoryShape::new(block_tokens, &groups).map_err(|_| self.malformed("groups of layers"))
     }
 
     /// Applies one record to the scheduler.

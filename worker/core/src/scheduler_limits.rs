@@ -1,12 +1,15 @@
 //! Configuration of the scheduler: pool sizes, budgets and thresholds.
 
+use inflight_contract::{GROUPS_MAX, MemoryShape};
+
 use crate::StepTarget;
+use crate::memory::Spans;
 
 /// Hard limits of a scheduler.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct SchedulerLimits {
-    /// Tokens per KV block.
-    pub block_tokens: u32,
+    /// Groups of layers, and tokens of a span.
+    pub shape: MemoryShape,
     /// KV blocks in the device pool.
     pub blocks: u32,
     /// KV blocks in the host pool; 0 disables swapping.
@@ -83,10 +86,10 @@ impl SchedulerLimits {
         (f64::from(blocks) * share + 1e-6) as u32
     }
 
-    /// Returns limits with these values and defaults for all others.
+    /// Returns limits with these values and defaults for all others, for a model whose layers all have full attention.
     pub fn new(block_tokens: u32, blocks: u32, running_max: u32, iteration_tokens: u32) -> Self {
         Self {
-            block_tokens,
+            shape: MemoryShape::uniform(block_tokens),
             blocks,
             host_blocks: 0,
             running_max,
@@ -114,7 +117,7 @@ impl SchedulerLimits {
     /// [`LimitsError`] with the offending limit.
     pub fn validate(&self) -> Result<(), LimitsError> {
         for (name, value) in [
-            ("block_tokens", self.block_tokens),
+            ("block_tokens", self.shape.block_tokens()),
             ("blocks", self.blocks),
             ("running_max", self.running_max),
             ("waiting_max", self.waiting_max),
@@ -139,9 +142,14 @@ impl SchedulerLimits {
         Ok(())
     }
 
-    /// Returns the capacity of the device pool in tokens.
+    /// Returns the tokens of a span.
+    pub fn block_tokens(&self) -> u32 {
+        self.shape.block_tokens()
+    }
+
+    /// Returns the length of the longest sequence that the device pool holds, in tokens.
     pub fn pool_tokens(&self) -> u32 {
-        self.blocks.saturating_mul(self.block_tokens)
+        self.shape.tokens(self.blocks)
     }
 
     /// Returns the maximum length of a sequence in tokens: bounded by the limit and by the whole pool.
@@ -149,15 +157,50 @@ impl SchedulerLimits {
         self.sequence_tokens.min(self.pool_tokens())
     }
 
-    /// Returns the number of blocks that hold `tokens` tokens.
-    pub fn blocks_for(&self, tokens: u32) -> u32 {
-        tokens.div_ceil(self.block_tokens)
+    /// Returns the maximum number of tokens behind the committed ones for which a sequence holds blocks in groups with a window.
+    pub fn tokens_ahead(&self) -> u32 {
+        let window = self.shape.groups().iter().filter_map(|group| group.window).max().unwrap_or(0);
+        self.depth.saturating_mul(self.iteration_tokens).max(window)
+    }
+
+    /// Returns the spans that are reserved, by group, at the admission of a sequence with `known` tokens, of which `computed` are
+    /// cached, that may generate `remaining` more: all that it needs in groups with full attention; in the others a window ahead or,
+    /// if the pool is too small for that, a token.
+    pub(crate) fn reserved(&self, known: u32, remaining: u32, computed: u32) -> Spans {
+        let reserved = known.saturating_add(self.min_decode_tokens.min(remaining));
+        let reserved = reserved.min(self.sequence_tokens_max());
+        let ends = |most: u32| {
+            let mut ends = [0; GROUPS_MAX];
+            for (group, end) in self.shape.groups().iter().zip(&mut ends) {
+                let ahead = group.window.map(|window| computed.saturating_add(window.min(most)));
+                *end = self.shape.spans(ahead.unwrap_or(reserved).min(reserved));
+            }
+            ends
+        };
+        let windows = ends(u32::MAX);
+        let fits =
+            self.shape.is_uniform() || self.blocks_of(&self.first_spans(computed), &windows) <= self.blocks;
+        if fits { windows } else { ends(1) }
+    }
+
+    /// Returns the first spans, by group, that a sequence needs to compute the token at `position`.
+    pub(crate) fn first_spans(&self, position: u32) -> Spans {
+        let mut firsts = [0; GROUPS_MAX];
+        for (group, first) in self.shape.groups().iter().zip(&mut firsts) {
+            *first = group.first_span(position, self.shape.block_tokens());
+        }
+        firsts
     }
 
     /// Returns the number of blocks reserved at admission of a sequence with `known` tokens that may generate
-    /// `remaining` more.
+    /// `remaining` more, if none of them are cached.
     pub fn admission_blocks(&self, known: u32, remaining: u32) -> u32 {
-        let reserved = known.saturating_add(self.min_decode_tokens.min(remaining));
-        self.blocks_for(reserved.min(self.sequence_tokens_max()))
+        self.blocks_of(&[0; GROUPS_MAX], &self.reserved(known, remaining, 0))
+    }
+
+    /// Returns the blocks of these spans: by group, from the first one to the one before the end.
+    pub(crate) fn blocks_of(&self, firsts: &Spans, ends: &Spans) -> u32 {
+        let spans = firsts.iter().zip(ends).map(|(first, end)| end.saturating_sub(*first));
+        self.shape.groups().iter().zip(spans).map(|(group, spans)| group.blocks * spans).sum()
     }
 }

@@ -3,7 +3,8 @@
 use inflight_contract::{BlockHash, Service, Tenant, Weight};
 
 use crate::drafts::{Acceptance, DraftKind};
-use crate::{Block, Time, TransferId};
+use crate::memory::{Spans, Tables};
+use crate::{Time, TransferId};
 
 /// Id of a sequence from submission to end. Indices are reused, with a new generation each time.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -43,7 +44,7 @@ pub struct NewSequence<'a> {
     pub tenant: &'a str,
     /// Fairness weight of the tenant.
     pub weight: Weight,
-    /// Hashes of the leading full blocks of the known tokens; fewer are allowed, none disables prefix
+    /// Hashes of the leading full spans of the known tokens; fewer are allowed, none disables prefix
     /// sharing.
     pub hashes: &'a [BlockHash],
     /// Group of sequences with equal known tokens (choices of one request): the first computes them, the
@@ -114,7 +115,7 @@ pub(crate) enum SequenceState {
     Decoding { slot: Slot },
     /// Being copied to the host; the transfer owns its blocks.
     SwappingOut { transfer: TransferId },
-    /// On the host, with its blocks in `host_table`.
+    /// On the host, with its blocks in `host_tables`.
     Swapped,
     /// Being copied to the device; it owns a slot, and the transfer owns its blocks.
     SwappingIn { transfer: TransferId, slot: Slot },
@@ -147,11 +148,13 @@ pub(crate) struct Sequence {
     pub input_tokens: u32,
     /// Input tokens already charged, or shared and therefore not charged.
     pub charged_tokens: u32,
-    pub table: Vec<Block>,
-    pub host_table: Vec<Block>,
+    pub tables: Tables,
+    pub host_tables: Tables,
     pub hashes: Vec<BlockHash>,
-    /// Leading blocks of the table that are in the prefix cache.
-    pub sealed_blocks: u32,
+    /// Leading spans that are in the prefix cache, or whose window has passed.
+    pub sealed_spans: u32,
+    /// Span at which another sequence left the path of this one, as far as its lookup of a prefix shows; 0 if it does not.
+    pub junction: u32,
     pub group: Option<u64>,
     /// Positions whose logits are wanted and not committed.
     pub scored: ScoredRange,
@@ -161,12 +164,14 @@ pub(crate) struct Sequence {
     pub draft_kind: DraftKind,
     /// Drafted tokens in the iteration in flight; they count as known and computed until it is committed.
     pub drafts_in_flight: u32,
-    /// Blocks that the table had before it was extended for the drafts in flight.
-    pub undrafted_blocks: u32,
+    /// Spans up to which the tables reached before they were extended for the drafts in flight, by group.
+    pub undrafted: Spans,
     /// Estimate of how many of its guessed drafts stand.
     pub acceptance: Acceptance,
     /// Number of iterations in flight that use its slot or blocks.
     pub in_flight: u32,
+    /// Number of block copies from or to it in iterations in flight: windows do not pass meanwhile.
+    pub copies: u32,
     /// Beneficiary of a pending preemption, which happens when no iteration uses this sequence any more.
     pub preempt_for: Option<SequenceId>,
     /// Set if the pending preemption happens even if no sequence needs the blocks.
@@ -177,8 +182,8 @@ pub(crate) struct Sequence {
     pub bypass_count: u32,
     /// Time of its preemption; `None` while it has a slot or was never preempted.
     pub preempted_at: Option<Time>,
-    /// Exclusively owned cached blocks that were dropped by its last recompute preemption.
-    pub dropped_blocks: u32,
+    /// Exclusively owned cached spans that were dropped by its last recompute preemption.
+    pub dropped_spans: u32,
     /// Set after resumption until one of its tokens is computed.
     pub without_progress: bool,
     /// Iteration number until which other sequences are preempted first (cool-down after resumption).

@@ -1,5 +1,7 @@
 //! Ragged batch: the input of one step.
 
+use inflight_worker_core::{GroupTable, MemoryShape, Tables};
+
 use super::{Block, Capabilities, Error, Sampled, Slot};
 
 /// Row of the batch to compute logits for and to sample from.
@@ -57,8 +59,8 @@ pub struct BlockCopy {
 /// Input of one step: a ragged batch without padding, of prefill chunks and decodes in any mix.
 ///
 /// Sequence `s` holds rows `starts[s]..starts[s + 1]`. The rows of a sequence have consecutive positions, and
-/// keys and values of all positions before its first row are cached. Its block table covers every position up
-/// to its last row. Buffers are reused from step to step.
+/// keys and values of all positions before its first row that it sees are cached. In each group of layers, its block table
+/// covers every position that its rows see, up to the last row. Buffers are reused from step to step.
 #[derive(Debug, Clone, Default)]
 pub struct Batch {
     /// Token ids; [rows].
@@ -67,10 +69,8 @@ pub struct Batch {
     pub positions: Vec<u32>,
     /// First row of each sequence, and the number of rows at the end; [sequences + 1].
     pub starts: Vec<u32>,
-    /// Concatenated block tables.
-    pub blocks: Vec<Block>,
-    /// First entry of each sequence's table in `blocks`, and the length at the end; [sequences + 1].
-    pub block_starts: Vec<u32>,
+    /// Block tables by group of layers.
+    pub tables: Vec<BatchTables>,
     /// Rows to sample from, ascending; those of a slot are consecutive.
     pub samples: Vec<SampleRow>,
     /// Rows to score, ascending; at most [`SCORES_MAX`].
@@ -81,6 +81,67 @@ pub struct Batch {
     pub feedback: Vec<Feedback>,
 }
 
+/// Block tables of a batch's sequences in a group of layers.
+#[derive(Debug, Clone)]
+pub struct BatchTables {
+    /// Concatenated tables: the blocks of each sequence's spans, from the first one that it holds.
+    pub blocks: Vec<Block>,
+    /// First entry of each sequence's table in `blocks`, and the length at the end; [sequences + 1].
+    pub starts: Vec<u32>,
+    /// Index of the first span in each sequence's table; [sequences].
+    pub first_spans: Vec<u32>,
+}
+
+impl BatchTables {
+    fn new() -> Self {
+        Self { blocks: Vec::new(), starts: vec![0], first_spans: Vec::new() }
+    }
+
+    fn clear(&mut self) {
+        self.blocks.clear();
+        self.starts.clear();
+        self.starts.push(0);
+        self.first_spans.clear();
+    }
+
+    fn push(&mut self, first_span: u32, blocks: &[Block]) {
+        self.blocks.extend_from_slice(blocks);
+        self.starts.push(self.blocks.len() as u32);
+        self.first_spans.push(first_span);
+    }
+
+    /// Returns the blocks of a sequence.
+    pub fn of(&self, sequence: usize) -> &[Block] {
+        &self.blocks[self.starts[sequence] as usize..self.starts[sequence + 1] as usize]
+    }
+
+    fn is_sound(&self, sequences: usize) -> bool {
+        self.starts.len() == sequences + 1
+            && self.first_spans.len() == sequences
+            && self.starts.first() == Some(&0)
+            && self.starts.last() == Some(&(self.blocks.len() as u32))
+            && self.starts.is_sorted()
+    }
+
+    /// Returns true if the table of a sequence has the blocks that its tokens from `position` on see, up to `context` tokens.
+    fn covers(
+        &self,
+        sequence: usize,
+        group: usize,
+        position: u32,
+        context: u32,
+        shape: &MemoryShape,
+    ) -> bool {
+        let group = shape.groups()[group];
+        let blocks = self.starts[sequence + 1] - self.starts[sequence];
+        let first = self.first_spans[sequence];
+        let end = first.saturating_add(blocks / group.blocks);
+        blocks.is_multiple_of(group.blocks)
+            && first <= group.first_span(position, shape.block_tokens())
+            && end >= shape.spans(context)
+    }
+}
+
 impl Batch {
     /// Empties the batch and keeps its buffers.
     pub fn clear(&mut self) {
@@ -88,29 +149,45 @@ impl Batch {
         self.positions.clear();
         self.starts.clear();
         self.starts.push(0);
-        self.blocks.clear();
-        self.block_starts.clear();
-        self.block_starts.push(0);
+        self.tables.iter_mut().for_each(BatchTables::clear);
         self.samples.clear();
         self.scores.clear();
         self.copies.clear();
         self.feedback.clear();
     }
 
-    /// Appends a sequence: tokens from `position` on, and its block table.
+    /// Appends a sequence of a model with one group of layers: tokens from `position` on, and its block table.
     pub fn push_sequence(&mut self, tokens: &[u32], position: u32, blocks: &[Block]) {
-        self.tokens.extend_from_slice(tokens);
-        self.positions.extend((position..).take(tokens.len()));
-        self.starts.push(self.tokens.len() as u32);
-        self.blocks.extend_from_slice(blocks);
-        self.block_starts.push(self.blocks.len() as u32);
+        self.push_drafted(tokens, &[], position, blocks);
     }
 
     /// Appends a sequence as [`Batch::push_sequence`], with drafted tokens behind its own.
     pub fn push_drafted(&mut self, tokens: &[u32], drafts: &[u32], position: u32, blocks: &[Block]) {
+        self.push_rows(tokens, drafts, position);
+        self.table(0).push(0, blocks);
+    }
+
+    /// Appends a sequence: tokens from `position` on, drafted ones behind them, and its block tables.
+    pub fn push(&mut self, tokens: &[u32], drafts: &[u32], position: u32, tables: &Tables) {
+        self.push_rows(tokens, drafts, position);
+        for (group, table) in tables.groups().iter().enumerate() {
+            self.table(group).push(GroupTable::first_span(table), table.blocks());
+        }
+    }
+
+    fn push_rows(&mut self, tokens: &[u32], drafts: &[u32], position: u32) {
         self.tokens.extend_from_slice(tokens);
-        self.positions.extend((position..).take(tokens.len()));
-        self.push_sequence(drafts, position + tokens.len() as u32, blocks);
+        self.tokens.extend_from_slice(drafts);
+        self.positions.extend((position..).take(tokens.len() + drafts.len()));
+        self.starts.push(self.tokens.len() as u32);
+    }
+
+    /// Returns the tables of a group, empty ones if it has none yet.
+    fn table(&mut self, group: usize) -> &mut BatchTables {
+        if self.tables.len() <= group {
+            self.tables.resize_with(group + 1, BatchTables::new);
+        }
+        &mut self.tables[group]
     }
 
     /// Requests a sample from the last row of the sequence pushed last.
@@ -195,25 +272,22 @@ impl Batch {
         ensure(rows > 0, "it has no rows")?;
         ensure(rows <= bounds.batch_tokens as usize, "it has more rows than batch_tokens")?;
         ensure(self.positions.len() == rows, "positions and tokens differ in number")?;
-        ensure(self.block_starts.len() == sequences + 1, "block_starts and starts differ in number")?;
-        ensure(
-            self.starts.first() == Some(&0) && self.block_starts.first() == Some(&0),
-            "starts do not begin at 0",
-        )?;
+        ensure(self.starts.first() == Some(&0), "starts do not begin at 0")?;
         ensure(self.starts.last() == Some(&(rows as u32)), "starts do not end at the number of rows")?;
-        ensure(
-            self.block_starts.last() == Some(&(self.blocks.len() as u32)),
-            "block_starts do not end at the number of table entries",
-        )?;
+        let groups = bounds.shape.groups().len();
+        ensure(self.tables.len() == groups, "there are not as many block tables as groups of layers")?;
+        for tables in &self.tables {
+            ensure(tables.is_sound(sequences), "the starts of the block tables contradict each other")?;
+            let within = tables.blocks.iter().all(|block| *block < bounds.blocks);
+            ensure(within, "a block is out of the pool")?;
+        }
         ensure(
             self.tokens.iter().all(|token| *token < bounds.vocab_size),
             "a token is out of the vocabulary",
         )?;
-        ensure(self.blocks.iter().all(|block| *block < bounds.blocks), "a block is out of the pool")?;
         for s in 0..sequences {
             let (first, end) = (self.starts[s] as usize, self.starts[s + 1] as usize);
             ensure(first < end && end <= rows, "a sequence has no rows")?;
-            ensure(self.block_starts[s] <= self.block_starts[s + 1], "block_starts decrease")?;
             let positions = &self.positions[first..end];
             ensure(
                 positions.windows(2).all(|pair| pair[1] == pair[0] + 1),
@@ -221,8 +295,10 @@ impl Batch {
             )?;
             let context = positions[positions.len() - 1] as usize + 1;
             ensure(context <= bounds.context_tokens as usize, "a position is beyond the context")?;
-            let table = (self.block_starts[s + 1] - self.block_starts[s]) as usize;
-            ensure(table * bounds.block_tokens as usize >= context, "a block table is too short")?;
+            let covers = |group: usize| {
+                self.tables[group].covers(s, group, positions[0], context as u32, &bounds.shape)
+            };
+            ensure((0..groups).all(covers), "a block table is too short")?;
         }
         ensure(
             self.samples.len() <= bounds.sample_rows as usize,

@@ -9,12 +9,13 @@ use std::time::Duration;
 
 use inflight_contract::SamplingParams;
 pub use inflight_contract::{PositionLogprobs, PromptLogprobs, TokenLogprob};
-use inflight_worker_core::{Transfer, TransferId};
+use inflight_worker_core::{MemoryShape, Transfer, TransferId};
 
 mod batch;
 pub mod collective;
 mod command_thread;
 mod host_memory;
+mod kv_plan;
 mod memory_ledger;
 mod memory_needs;
 mod non_finite_rows;
@@ -22,9 +23,10 @@ mod recent_tokens;
 pub mod sharding;
 mod token_masks;
 
-pub use batch::{Batch, BlockCopy, DRAFT_ROWS, Feedback, SCORES_MAX, SampleRow, ScoreRow};
+pub use batch::{Batch, BatchTables, BlockCopy, DRAFT_ROWS, Feedback, SCORES_MAX, SampleRow, ScoreRow};
 pub use command_thread::{CommandQueue, CommandThread, CommandThreadOptions, ThreadEnded};
 pub use host_memory::{HostMemory, MemoryGroup, MemoryLimit, Readable};
+pub use kv_plan::{GroupMemory, KvPlan, KvPlanError, LayerPlace, LayerRows};
 pub use memory_ledger::{MemoryLedger, OverLimit, PROMISED_BYTES};
 pub use memory_needs::MemoryNeeds;
 pub use non_finite_rows::NonFiniteRows;
@@ -51,9 +53,9 @@ pub struct Capabilities {
     pub vocab_size: u32,
     /// Maximum tokens per sequence.
     pub context_tokens: u32,
-    /// Tokens per KV block.
-    pub block_tokens: u32,
-    /// Bytes of a KV block in all layers, over all ranks; 0 for simulated devices.
+    /// Groups of layers, and tokens of a span.
+    pub shape: MemoryShape,
+    /// Bytes of a KV block, over all ranks; 0 for simulated devices.
     pub block_bytes: u64,
     /// Blocks in the KV block pool.
     pub blocks: u32,

@@ -36,7 +36,7 @@ impl Engine {
         // The first round faults memory in and is not representative.
         for round in 0..3 {
             for (sequences, len, context) in SHAPES {
-                let blocks_each = (context + len).div_ceil(capabilities.block_tokens);
+                let blocks_each = (context + len).div_ceil(capabilities.shape.block_tokens());
                 let fits = sequences <= capabilities.slots
                     && sequences * len <= capabilities.batch_tokens
                     && context + len < capabilities.context_tokens

@@ -190,15 +190,16 @@ impl Engine {
             prefix_cache: !scheduling.no_prefix_cache,
             step_target: scheduling.step_target(),
             iteration_scores: SCORES_MAX,
-            min_decode_tokens: scheduling.decode_reserve_tokens.unwrap_or(capabilities.block_tokens),
+            min_decode_tokens: scheduling.decode_reserve_tokens.unwrap_or(capabilities.shape.block_tokens()),
             watermark_blocks: SchedulerLimits::watermark_of(capabilities.blocks, scheduling.kv_watermark),
             preemption_threshold: scheduling.preemption_threshold,
             bypass_max: scheduling.bypass_max,
             iteration_samples: capabilities.sample_rows,
             drafts_max,
             govern_drafts: options.govern_drafts,
+            shape: capabilities.shape,
             ..SchedulerLimits::new(
-                capabilities.block_tokens,
+                capabilities.shape.block_tokens(),
                 capabilities.blocks,
                 capabilities.slots,
                 capabilities.batch_tokens,
@@ -398,16 +399,16 @@ impl Engine {
                 launched.scored.push(scored.len());
             }
             let (start, end) = (chunk.start as usize, (chunk.start + chunk.len) as usize);
-            let table = self.scheduler.block_table(chunk.id);
+            let tables = self.scheduler.tables(chunk.id).expect("a planned sequence has not ended");
             if chunk.drafts > 0 {
                 let drafts = live.drafter.take(chunk.drafts);
-                self.batch.push_drafted(&live.tokens[start..], drafts, chunk.start, table);
+                self.batch.push(&live.tokens[start..], drafts, chunk.start, tables);
                 launched.drafts.extend_from_slice(drafts);
             } else if end <= live.tokens.len() {
-                self.batch.push_sequence(&live.tokens[start..end], chunk.start, table);
+                self.batch.push(&live.tokens[start..end], &[], chunk.start, tables);
             } else {
                 // The token is sampled by the iteration in flight and filled in by the device.
-                self.batch.push_sequence(&[0], chunk.start, table);
+                self.batch.push(&[0], &[], chunk.start, tables);
                 self.batch.feed_last_row(self.sample_of[chunk.id.index()]);
             }
             if chunk.samples {
@@ -509,7 +510,7 @@ impl Engine {
 
     /// Cost of requests against their sessions' grants.
     fn admission_cost(&self) -> AdmissionCost {
-        AdmissionCost::new(self.scheduler.limits().block_tokens)
+        AdmissionCost::new(self.scheduler.limits().shape)
     }
 
     fn cancel(&mut self, key: RequestKey, choice: Option<u32>) {
@@ -544,8 +545,7 @@ impl Engine {
                 }
                 if ids.iter().all(Option::is_none) {
                     self.requests.remove(&live.key);
-                    let blocks =
-                        AdmissionCost::new(self.scheduler.limits().block_tokens).prompt(live.prompt_len);
+                    let blocks = AdmissionCost::new(self.scheduler.limits().shape).prompt(live.prompt_len);
                     self.grants.release(live.key.session, Grant { sequences: 0, blocks });
                 }
             }

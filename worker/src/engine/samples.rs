@@ -16,7 +16,7 @@ impl Engine {
     pub(super) fn take_samples(&mut self, launched: &LaunchedIteration, events: &mut Vec<ChoiceEvent>) {
         self.verdicts.clear();
         self.accepted.clear();
-        let block_tokens = self.scheduler.limits().block_tokens as usize;
+        let block_tokens = self.scheduler.limits().block_tokens() as usize;
         let (mut sampled, mut scores) = (self.sampled.drain(..), self.scores.drain(..));
         // Rows of the chunks before.
         let (mut samples_before, mut scores_before) = (0, 0);

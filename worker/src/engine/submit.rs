@@ -62,7 +62,7 @@ impl Engine {
         now: Time,
         events: &mut Vec<ChoiceEvent>,
     ) -> Result<(), Failure> {
-        let block_tokens = self.scheduler.limits().block_tokens as usize;
+        let block_tokens = self.scheduler.limits().block_tokens() as usize;
         let root = BlockHash::root(&request.tenant);
         // Without hashes, nothing of a self-test comes from the prefix cache or enters it.
         let root = (request.key.session != SessionId::SELF_TEST).then_some(root);

@@ -66,7 +66,7 @@ impl StepMetrics {
     pub fn new(limits: &SchedulerLimits, block_bytes: u64) -> Self {
         metrics::gauge!(BLOCKS).set(limits.blocks);
         metrics::gauge!(HOST_BLOCKS).set(limits.host_blocks);
-        metrics::gauge!(BLOCK_TOKENS).set(limits.block_tokens);
+        metrics::gauge!(BLOCK_TOKENS).set(limits.block_tokens());
         metrics::gauge!(BLOCK_BYTES).set(block_bytes as f64);
         metrics::gauge!(SEQUENCES_MAX).set(limits.running_max);
         metrics::gauge!(BATCH_TOKENS_MAX).set(limits.iteration_tokens);

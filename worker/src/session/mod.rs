@@ -23,8 +23,8 @@ use futures::{Stream, StreamExt as _};
 use inflight_contract::Grammar;
 use inflight_grammar_service::Grammars;
 use inflight_net::{Peer, Turns};
-use inflight_proto::AnswerProof;
 use inflight_proto::v1::{self, session_request, session_response, worker_server};
+use inflight_proto::{AnswerProof, LAYER_GROUPS_VERSION};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc, oneshot};
 use tokio_util::sync::CancellationToken;
 use tonic::{Request, Response, Status, Streaming};
@@ -127,7 +127,8 @@ impl worker_server::Worker for WorkerService {
         let secret_proof = request.extensions().get::<AnswerProof>().cloned();
         let secret_proof = secret_proof.map_or_else(Vec::new, |proof| proof.0);
         let mut requests = request.into_inner();
-        let (router, protocol_version) = receive_open(&mut requests).await?;
+        let needed = if sessions.hello.layer_groups.is_empty() { 1 } else { LAYER_GROUPS_VERSION };
+        let (router, protocol_version) = receive_open(&mut requests, needed).await?;
         if let Some(peer) = peer {
             peer.set_authenticated();
         }
@@ -202,8 +203,12 @@ impl worker_server::Worker for WorkerService {
     }
 }
 
-/// Waits for the `open` message; returns the router's name and the protocol version that both sides support.
-async fn receive_open(requests: &mut Streaming<v1::SessionRequest>) -> Result<(RouterName, u32), Status> {
+/// Waits for the `open` message of a router that speaks protocol version `needed` or a later one; returns the router's name and the
+/// protocol version that both sides support.
+async fn receive_open(
+    requests: &mut Streaming<v1::SessionRequest>,
+    needed: u32,
+) -> Result<(RouterName, u32), Status> {
     let first = tokio::time::timeout(OPEN_TIMEOUT, requests.message()).await;
     let first = first.map_err(|_| Status::deadline_exceeded("the session was not opened in time"))??;
     match first.and_then(|request| request.message) {
@@ -213,14 +218,14 @@ async fn receive_open(requests: &mut Streaming<v1::SessionRequest>) -> Result<(R
             let what = format!("a router's id and incarnation have at most {ROUTER_NAME_BYTES_MAX} bytes");
             Err(Status::invalid_argument(what))
         }
-        Some(session_request::Message::Open(open)) if open.protocol_version >= 1 => {
+        Some(session_request::Message::Open(open)) if open.protocol_version >= needed => {
             let router = RouterName { id: open.router_id, incarnation: open.incarnation };
             Ok((router, open.protocol_version.min(inflight_proto::PROTOCOL_VERSION)))
         }
         Some(session_request::Message::Open(open)) => Err(Status::failed_precondition(format!(
-            "the router speaks protocol version {}, this worker {}",
+            "the router speaks protocol version {}, and this worker needs version {needed}{}; update the router",
             open.protocol_version,
-            inflight_proto::PROTOCOL_VERSION
+            if needed < LAYER_GROUPS_VERSION { "" } else { ", as its model has layers with sliding windows" },
         ))),
         _ => Err(Status::invalid_argument("the first message of a session must be `open`")),
     }

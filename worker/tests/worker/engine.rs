@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
-use inflight_contract::{AdmissionCost, CostCoefficients, FinishReason, SamplingSpec, Weight};
+use inflight_contract::{AdmissionCost, CostCoefficients, FinishReason, MemoryShape, SamplingSpec, Weight};
 use inflight_runtime::{
     Batch, Capabilities, Error, NonFiniteRows, PromptLogprobs, Runtime, RuntimeFacts, Sampled, Slot,
     SlotSetup, TokenLogprob, TokenMasks, TransferDone,
@@ -113,7 +113,7 @@ impl RecordingRuntime {
         let capabilities = Capabilities {
             vocab_size: VOCAB,
             context_tokens: 120,
-            block_tokens: 4,
+            shape: MemoryShape::uniform(4),
             block_bytes: 0,
             blocks,
             host_blocks,
@@ -226,7 +226,7 @@ impl Runtime for RecordingRuntime {
         }
         sampled.clear();
         let address = |sequence: usize, position: usize| {
-            let table = &batch.blocks[batch.block_starts[sequence] as usize..];
+            let table = batch.tables[0].of(sequence);
             table[position / 4] as usize * 4 + position % 4
         };
         for copy in &batch.copies {
@@ -393,7 +393,7 @@ proptest! {
             engine.command(Command::Backlog { session, has_waiting: false }, NOW, &mut events);
         }
         engine.command(Command::Open(SessionId(3)), NOW, &mut events);
-        let cost = AdmissionCost::new(4);
+        let cost = AdmissionCost::new(MemoryShape::uniform(4));
         // Expected use of grants by request: blocks of the prompt, and blocks of each unfinished choice.
         let mut ledger: BTreeMap<RequestKey, (u32, BTreeMap<u32, u32>)> = BTreeMap::new();
         let requests: Vec<Request> =

@@ -33,6 +33,7 @@ use inflight_worker::engine::{
 use inflight_worker_core::{CostPrior, Drafts, Load, SchedulingOptions, StepTargetOption, Time};
 use proptest::prelude::*;
 use proptest::test_runner::{Config, RngSeed, TestRunner};
+use serde_json::Value;
 
 /// Token, and the bits of its log probability and of the top ones.
 type TokenBits = (u32, Vec<u32>);
@@ -551,12 +552,49 @@ fn seeds() -> std::ops::Range<u64> {
     }
 }
 
+/// Model under test: full attention, windows in all layers, or in some.
+#[derive(Debug, Clone, Copy)]
+enum TestModel {
+    Plain(Arch),
+    /// Qwen 2 with a window of this size in every other layer.
+    MixedWindows(u32),
+}
+
+impl TestModel {
+    fn write(self, dtype: Dtype) -> TempDir {
+        match self {
+            Self::Plain(arch) => Checkpoint::new(arch, dtype).write_temp().unwrap(),
+            Self::MixedWindows(size) => {
+                let folder = Checkpoint::new(Arch::Qwen2, dtype).write_temp().unwrap();
+                let path = folder.path().join("config.json");
+                let mut config: Value = serde_json::from_slice(&std::fs::read(&path).unwrap()).unwrap();
+                let layers = config["num_hidden_layers"].as_u64().unwrap();
+                let kind = |layer: u64| match layer.is_multiple_of(2) {
+                    true => "sliding_attention",
+                    false => "full_attention",
+                };
+                config["layer_types"] = (0..layers).map(kind).collect();
+                config["use_sliding_window"] = true.into();
+                config["sliding_window"] = size.into();
+                std::fs::write(&path, config.to_string()).unwrap();
+                folder
+            }
+        }
+    }
+}
+
 /// Workloads of each format in a thorough run, over all instruction sets.
 const CASES: u32 = 60;
 
 #[test]
 fn scarcity_never_changes_the_answer() {
-    let archs = [Arch::Llama32, Arch::Qwen3, Arch::Mistral];
+    let models = [
+        TestModel::Plain(Arch::Llama32),
+        TestModel::MixedWindows(13),
+        TestModel::Plain(Arch::Qwen3),
+        TestModel::Plain(Arch::Mistral),
+        TestModel::MixedWindows(40),
+    ];
     let mut isas = vec![Isa::PORTABLE];
     for name in ISAS {
         match Isa::by_name(name) {
@@ -571,8 +609,8 @@ fn scarcity_never_changes_the_answer() {
     for seed in seeds() {
         for (d, (format, coverage)) in formats.iter().copied().zip(&coverages).enumerate() {
             for (i, isa) in isas.iter().copied().enumerate() {
-                let arch = archs[(d + i + seed as usize) % archs.len()];
-                let folder = Checkpoint::new(arch, format.dtype).write_temp().unwrap();
+                let model = models[(d + i + seed as usize) % models.len()];
+                let folder = model.write(format.dtype);
                 let config = Config {
                     // As many for each format on machines with few instruction sets: enough to cover every event.
                     cases: all.div_ceil(isas.len() as u32),
@@ -585,7 +623,7 @@ fn scarcity_never_changes_the_answer() {
                 });
                 if let Err(error) = outcome {
                     panic!(
-                        "seed {seed} (INFLIGHT_SEEDS={seed}..{}), {arch:?}, {format:?}, {}: {error}",
+                        "seed {seed} (INFLIGHT_SEEDS={seed}..{}), {model:?}, {format:?}, {}: {error}",
                         seed + 1,
                         isa.name()
                     );

@@ -151,7 +151,7 @@ fn execute(runtime: &mut dyn LogitsRuntime, batch: &mut Batch) -> Vec<StepBits> 
 fn alone(runtime: &mut dyn LogitsRuntime, request: &Request) -> Vec<StepBits> {
     let mut tokens = prompt(request, runtime.capabilities().vocab_size);
     attach(runtime, 0, request, &tokens, &[]);
-    let block_tokens = runtime.capabilities().block_tokens as usize;
+    let block_tokens = runtime.capabilities().shape.block_tokens() as usize;
     let blocks: Vec<u32> = (0..(tokens.len() + request.output).div_ceil(block_tokens) as u32).collect();
     let (mut batch, mut steps) = (Batch::default(), Vec::new());
     for position in 0..request.prompt + request.output - 1 {
@@ -269,7 +269,7 @@ fn together(
                 drafts.truncate(room);
                 drafted += drafts.len();
             }
-            while sequence.blocks.len() * (bounds.block_tokens as usize) < end + drafts.len() {
+            while sequence.blocks.len() * (bounds.shape.block_tokens() as usize) < end + drafts.len() {
                 sequence.blocks.push(free.swap_remove(rng.below(free.len())));
             }
             let part = &sequence.tokens[sequence.fed..end];
@@ -562,7 +562,7 @@ fn the_schedule_never_changes_the_answer_of_a_gpu() {
 
 /// Scores every token of a sequence but the first, in chunks of `chunk` tokens, with five alternatives.
 fn scores(runtime: &mut CpuRuntime, tokens: &[u32], chunk: usize) -> Vec<PromptLogprobs> {
-    let block_tokens = runtime.capabilities().block_tokens as usize;
+    let block_tokens = runtime.capabilities().shape.block_tokens() as usize;
     let blocks: Vec<u32> = (0..tokens.len().div_ceil(block_tokens) as u32).collect();
     let (mut batch, mut sampled, mut scores) = (Batch::default(), Vec::new(), Vec::new());
     for (nth, part) in tokens.chunks(chunk).enumerate() {

@@ -39,14 +39,16 @@ struct Chunks {
 fn run(isa: Isa, case: &Case, chunks: Chunks) -> Vec<Vec<f32>> {
     let QkvShape { heads, kv_heads, head_dim } = case.shape;
     let pool = Pool::new(chunks.threads).unwrap();
-    let layout =
-        KvLayout { dtype: case.dtype, layers: 2, kv_heads, head_dim, block_tokens: chunks.block_tokens };
+    let layout = KvLayout::new(case.dtype, kv_heads, head_dim, chunks.block_tokens);
+    // Behind another layer, and before a gap.
+    let block_bytes = 2 * layout.layer_bytes() + 8;
+    let layout = layout.within(block_bytes, layout.layer_bytes());
     let needed: Vec<usize> = case.lengths.iter().map(|length| length.div_ceil(chunks.block_tokens)).collect();
     let total: usize = needed.iter().sum();
-    let mut kv = KvPool::new(layout, total).unwrap();
+    let mut kv = KvPool::new(block_bytes, total).unwrap();
     // Stale contents of blocks must not matter.
     let garbage = kv.as_mut_ptr();
-    for i in 0..total * layout.block_bytes() {
+    for i in 0..total * block_bytes {
         // SAFETY: `i` is below the pool's size in bytes.
         unsafe { garbage.add(i).write(0xff) };
     }
@@ -62,7 +64,9 @@ fn run(isa: Isa, case: &Case, chunks: Chunks) -> Vec<Vec<f32>> {
     let mut done = vec![0; case.lengths.len()];
     let mut turn = 0;
     while (0..done.len()).any(|s| done[s] < case.lengths[s]) {
-        let (mut starts, mut positions, mut block_starts, mut blocks) = (vec![0], vec![], vec![0], vec![]);
+        let mut positions = vec![];
+        let mut ragged = Ragged::default();
+        ragged.clear(case.window);
         let (mut qkv, mut places, mut ran) = (vec![], vec![], vec![]);
         for s in 0..done.len() {
             let count = chunks.rows.min(case.lengths[s] - done[s]);
@@ -81,9 +85,12 @@ fn run(isa: Isa, case: &Case, chunks: Chunks) -> Vec<Vec<f32>> {
                 let block = table[position / chunks.block_tokens];
                 places.push(KvSlot { block, offset: (position % chunks.block_tokens) as u32 });
             }
-            starts.push(positions.len() as u32);
-            blocks.extend_from_slice(&table[..(done[s] + count).div_ceil(chunks.block_tokens)]);
-            block_starts.push(blocks.len() as u32);
+            // The table begins anywhere up to the first block that the chunk sees.
+            let seen = case.window.map_or(0, |window| (done[s] + 1).saturating_sub(window as usize));
+            let begin = if turn.is_multiple_of(2) { seen / chunks.block_tokens } else { 0 };
+            let blocks = &table[begin..(done[s] + count).div_ceil(chunks.block_tokens)];
+            let rows: Vec<u32> = (done[s] as u32..(done[s] + count) as u32).collect();
+            ragged.push(&rows, begin as u32, blocks.iter().copied(), chunks.block_tokens);
             ran.push((s, done[s], count));
             done[s] += count;
         }
@@ -91,11 +98,9 @@ fn run(isa: Isa, case: &Case, chunks: Chunks) -> Vec<Vec<f32>> {
         if ran.is_empty() {
             continue;
         }
-        finish_qkv(&pool, isa, case.shape, &mut qkv, norms, &rope, &positions, &places, &mut kv, 1);
-        let mut ragged = Ragged::default();
-        ragged.set(&starts, &positions, &block_starts, &blocks, chunks.block_tokens, total);
+        finish_qkv(&pool, isa, case.shape, &mut qkv, norms, &rope, &positions, &places, &mut kv, &layout);
         let mut attended = vec![0.0; positions.len() * heads * head_dim];
-        attention(&pool, isa, case.shape, &qkv, &ragged, &kv, 1, case.window, &mut attended);
+        attention(&pool, isa, case.shape, &qkv, &ragged, &kv, &layout, &mut attended);
         let mut at = 0;
         for (s, first, count) in ran {
             let width = heads * head_dim;

@@ -73,7 +73,7 @@ impl Dispatcher {
         self.sessions_of(spec.lane).map(move |session| {
             let need = Credits {
                 sequences: request.journal.running().count_ones(),
-                blocks: request.journal.blocks(spec.prompt_tokens as usize, session.block_tokens),
+                blocks: request.journal.blocks(spec.prompt_tokens as usize, session.shape),
             };
             let (grant, used) = (session.ledger.grant(), session.ledger.used());
             let beyond = || {
@@ -178,9 +178,8 @@ impl Dispatcher {
             virtual_start_time,
             min_waiting_virtual_time,
         };
-        let prompt_blocks =
-            AdmissionCost::new(session.block_tokens).prompt(request.spec.prompt_tokens as usize);
-        let choices = request.journal.choice_blocks(session.block_tokens);
+        let prompt_blocks = AdmissionCost::new(session.shape).prompt(request.spec.prompt_tokens as usize);
+        let choices = request.journal.choice_blocks(session.shape);
         let placed = RequestPlaced { worker, fingerprint, changed_after, tokens, cached_tokens };
         request.send(ClientCommand::Placed(placed), commands);
         let RequestSpec { priority, tenant, .. } = &request.spec;

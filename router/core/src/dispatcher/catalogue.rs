@@ -102,7 +102,8 @@ impl Dispatcher {
         if !self.placement.reads_prefixes() {
             return Vec::new();
         }
-        let sizes: BTreeSet<u32> = self.sessions_of(lane).map(|session| session.block_tokens).collect();
+        let sizes: BTreeSet<u32> =
+            self.sessions_of(lane).map(|session| session.shape.block_tokens()).collect();
         sizes.into_iter().take(Self::BLOCK_SIZES_MAX).collect()
     }
 

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use inflight_contract::{ModelLimits, Priority, Weight};
+use inflight_contract::{MemoryShape, ModelLimits, Priority, Weight};
 use serde::{Deserialize, Serialize};
 
 use crate::{
@@ -110,8 +110,8 @@ pub struct WorkerInfo {
     pub incarnation: String,
     /// Limits of the model on this worker.
     pub limits: ModelLimits,
-    /// Tokens per KV block.
-    pub block_tokens: u32,
+    /// Groups of layers, and tokens of a span.
+    pub shape: MemoryShape,
     /// Total sequences and KV blocks.
     pub capacity: Credits,
     /// Blocks of the host pool.

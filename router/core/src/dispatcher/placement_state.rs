@@ -2,6 +2,8 @@
 
 use std::time::Duration;
 
+use inflight_contract::MemoryShape;
+
 use crate::{
     BlockHashChain, Candidate, Command, Estimate, IndexStatus, Notice, PlacementRequest, Placer, Policy,
     RequestSpec, SnapshotPiece, SubmissionId, WorkerId, WorkerStates, WorkerUpdate,
@@ -25,8 +27,8 @@ impl PlacementState {
         Self { placer: Placer::new(policy), workers: WorkerStates::default() }
     }
 
-    pub(super) fn open(&mut self, worker: WorkerId, block_tokens: u32, blocks: usize) {
-        self.workers.open(worker, block_tokens, blocks.min(INDEX_BLOCKS_MAX));
+    pub(super) fn open(&mut self, worker: WorkerId, shape: MemoryShape, blocks: usize) {
+        self.workers.open(worker, shape, blocks.min(INDEX_BLOCKS_MAX));
     }
 
     pub(super) fn close(&mut self, worker: WorkerId) {

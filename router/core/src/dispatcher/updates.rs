@@ -39,7 +39,7 @@ impl Dispatcher {
         let worker = info.worker;
         let tables = self.queue.open(worker, lane, info.incarnation.clone());
         let blocks = info.capacity.blocks as usize + info.host_blocks as usize;
-        self.placement.open(worker, info.block_tokens, blocks);
+        self.placement.open(worker, info.shape, blocks);
         let session = WorkerSession::new(session, lane, info, self.now);
         for table in tables {
             session.send_service_table(table, &mut self.commands);

@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-use inflight_contract::{BlockHash, CostCoefficients};
+use inflight_contract::{BlockHash, CostCoefficients, MemoryShape};
 use serde::{Deserialize, Serialize};
 
 use super::{Cached, Estimate, WorkerLoad};
@@ -52,7 +52,7 @@ struct Routed {
 
 #[derive(Debug)]
 struct Member {
-    block_tokens: u32,
+    shape: MemoryShape,
     index: PrefixIndex,
     /// Blocks of the requests in flight, each with their number: they are, or soon will be, on the device,
     /// whatever events have arrived.
@@ -83,10 +83,10 @@ pub struct WorkerStates {
 }
 
 impl WorkerStates {
-    /// Starts a session: nothing is known. The worker's pools have `blocks_max` blocks of `block_tokens`.
-    pub fn open(&mut self, worker: WorkerId, block_tokens: u32, blocks_max: usize) {
+    /// Starts a session: nothing is known. The worker's pools have `blocks_max` blocks for memory of this shape.
+    pub fn open(&mut self, worker: WorkerId, shape: MemoryShape, blocks_max: usize) {
         let member = Member {
-            block_tokens,
+            shape,
             index: PrefixIndex::new(blocks_max),
             in_flight_blocks: BlockMap::default(),
             routed: BTreeMap::new(),
@@ -164,7 +164,7 @@ impl WorkerStates {
     /// Returns the prediction for a prompt of this length at a worker.
     pub fn estimate(&self, worker: WorkerId, prompt_tokens: u32, chains: &[BlockHashChain]) -> Estimate {
         let Some(member) = self.members.get(&worker) else { return Estimate::default() };
-        let chain = chains.iter().find(|chain| chain.block_tokens == member.block_tokens);
+        let chain = chains.iter().find(|chain| chain.block_tokens == member.shape.block_tokens());
         Estimate {
             cached: chain.map_or_else(Cached::default, |chain| member.cached(chain, prompt_tokens)),
             cost: member.cost.unwrap_or_default(),
@@ -183,7 +183,7 @@ impl WorkerStates {
         estimate: &Estimate,
     ) {
         let Some(member) = self.members.get_mut(&worker) else { return };
-        let chain = chains.iter().find(|chain| chain.block_tokens == member.block_tokens).cloned();
+        let chain = chains.iter().find(|chain| chain.block_tokens == member.shape.block_tokens()).cloned();
         for block in chain.iter().flat_map(|chain| chain.blocks.iter()) {
             *member.in_flight_blocks.entry(*block).or_insert(0) += 1;
         }
@@ -225,9 +225,14 @@ impl Member {
         let on_device = |block: &&u64| {
             self.index.holds(Tier::Device, **block) || self.in_flight_blocks.contains_key(*block)
         };
-        let device = chain.blocks.iter().take_while(on_device).count();
-        let after_device = chain.blocks[device..].iter();
-        let host = after_device.take_while(|block| self.index.holds(Tier::Host, **block)).count();
+        // With windows a sequence can resume behind a block although earlier ones are gone; the host pool has no prefixes then.
+        let (device, host) = if self.shape.has_windows() {
+            (chain.blocks.iter().rposition(|block| on_device(&block)).map_or(0, |last| last + 1), 0)
+        } else {
+            let device = chain.blocks.iter().take_while(on_device).count();
+            let after_device = chain.blocks[device..].iter();
+            (device, after_device.take_while(|block| self.index.holds(Tier::Host, **block)).count())
+        };
         let tokens =
             |blocks: usize| u32::try_from(blocks).unwrap_or(u32::MAX).saturating_mul(chain.block_tokens);
         let most = prompt_tokens.saturating_sub(1);
@@ -250,7 +255,7 @@ mod tests {
     #[test]
     fn a_cached_prefix_is_a_device_run_with_blocks_in_flight_then_a_host_run() {
         let mut fleet = WorkerStates::default();
-        fleet.open(WorkerId(0), 4, 100);
+        fleet.open(WorkerId(0), MemoryShape::uniform(4), 100);
         let stored = |tier, block| CacheChange::Stored(tier, block);
         fleet.apply(WorkerId(0), 0, [1, 2, 9].map(|block| stored(Tier::Device, block)));
         fleet.apply(WorkerId(0), 3, [4, 5, 7].map(|block| stored(Tier::Host, block)));
@@ -289,7 +294,7 @@ mod tests {
             ops in prop::collection::vec((0u8..3, any::<prop::sample::Index>(), 1u32..500), 1..100)
         ) {
             let mut fleet = WorkerStates::default();
-            fleet.open(WorkerId(3), 4, 100);
+            fleet.open(WorkerId(3), MemoryShape::uniform(4), 100);
             // Handle and prefill of each submission sent, and whether it has ended.
             let mut sent: Vec<(f64, bool)> = Vec::new();
             let mut taken = 0;

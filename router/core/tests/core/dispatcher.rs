@@ -5,7 +5,7 @@
 use std::collections::BTreeMap;
 use std::time::Duration;
 
-use inflight_contract::{FinishReason, ModelLimits, Priority, Weight};
+use inflight_contract::{FinishReason, MemoryShape, ModelLimits, Priority, Weight};
 use inflight_router_core::{
     ClientCommand, Command, Credits, Dispatcher, DispatcherLoad, DispatcherOptions, Event, Failure,
     FailureBlame, FairQueueOptions, Grant, LaneId, PlacementKind, QueueLimits, Recording, ReplayError,
@@ -184,7 +184,7 @@ impl Cluster {
             fingerprint: if worker == 1 { "other" } else { "one" }.to_owned(),
             incarnation: format!("{session}"),
             limits: ModelLimits { vocab_size: 1000, context_tokens: tokens, kv_tokens: tokens },
-            block_tokens: 16,
+            shape: MemoryShape::uniform(16),
             capacity: Credits { sequences: 4, blocks: 100 },
             host_blocks: 0,
             heartbeat: SECOND,

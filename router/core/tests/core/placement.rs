@@ -2,7 +2,7 @@
 
 use std::collections::{BTreeMap, VecDeque};
 
-use inflight_contract::CostCoefficients;
+use inflight_contract::{CostCoefficients, MemoryShape};
 use inflight_router_core::{
     BlockHashChain, Cached, Candidate, Credits, Estimate, Ledger, PlacementKind, PlacementRequest, Placer,
     Standing, SubmissionId, WorkerId, WorkerLoad, WorkerStates,
@@ -189,7 +189,7 @@ impl Cluster {
         let mut fleet = WorkerStates::default();
         let mut ledgers: Vec<Ledger> = (0..workers).map(|_| Ledger::default()).collect();
         for (worker, ledger) in (0..).map(WorkerId).zip(&mut ledgers) {
-            fleet.open(worker, 16, 1000);
+            fleet.open(worker, MemoryShape::uniform(16), 1000);
             ledger.set_grant(Credits { sequences: slots, blocks: slots * 1000 });
         }
         let placed = vec![0; workers];

@@ -58,9 +58,9 @@ pub(crate) fn session(mut data: &[u8]) -> bool {
         assert_eq!(again.encode_to_vec(), encoded);
         match message.message {
             Some(Response::Hello(hello)) => {
-                if let Ok((limits, block_tokens, capacity)) = check_hello(&hello) {
-                    assert!(limits.sequence_tokens() > 0 && block_tokens > 0 && capacity.blocks > 0);
-                    router.reopen(hello.model, limits, block_tokens, capacity);
+                if let Ok((limits, shape, capacity)) = check_hello(&hello) {
+                    assert!(limits.sequence_tokens() > 0 && shape.block_tokens() > 0 && capacity.blocks > 0);
+                    router.reopen(hello.model, limits, shape, capacity);
                 }
             }
             Some(Response::Update(message)) if router.open => router.update(update(message)),
@@ -103,7 +103,12 @@ impl Router {
         };
         router.apply(Event::WorkerJoined { worker: WORKER });
         let limits = inflight_contract::ModelLimits { vocab_size: 1000, context_tokens: 64, kv_tokens: 1600 };
-        router.reopen("m".to_owned(), limits, 16, Credits { sequences: 8, blocks: 100 });
+        router.reopen(
+            "m".to_owned(),
+            limits,
+            inflight_contract::MemoryShape::uniform(16),
+            Credits { sequences: 8, blocks: 100 },
+        );
         for logprobs in [None, Some(1), None] {
             let request = router.streams.insert(Stream::default());
             let call = RequestSpec {
@@ -134,7 +139,7 @@ impl Router {
         &mut self,
         model: String,
         limits: inflight_contract::ModelLimits,
-        block_tokens: u32,
+        shape: inflight_contract::MemoryShape,
         capacity: Credits,
     ) {
         self.close(ResubmissionReason::SessionLost);
@@ -146,7 +151,7 @@ impl Router {
             fingerprint: "f".to_owned(),
             incarnation: "i".to_owned(),
             limits,
-            block_tokens,
+            shape,
             capacity,
             host_blocks: 4,
             heartbeat: Duration::from_secs(1),

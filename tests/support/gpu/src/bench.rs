@@ -64,7 +64,7 @@ pub fn steps(
 ) -> JobResult<Value> {
     let capabilities = runtime.capabilities().clone();
     attach(runtime, capabilities.slots)?;
-    let each = |case: &Case| (case.context + case.tokens).div_ceil(capabilities.block_tokens);
+    let each = |case: &Case| (case.context + case.tokens).div_ceil(capabilities.shape.block_tokens());
     fill(
         runtime,
         task.cases.iter().map(|case| case.sequences * each(case)).max().unwrap_or(0),
@@ -191,13 +191,14 @@ pub fn fill(runtime: &mut CudaRuntime, blocks: u32, computed: u32) -> JobResult<
     let capabilities = runtime.capabilities().clone();
     let blocks = blocks.min(capabilities.blocks);
     let computed = blocks.min(computed.max(1));
-    let tokens = capabilities.batch_tokens.min(capabilities.context_tokens) / capabilities.block_tokens
-        * capabilities.block_tokens;
-    let each = (tokens / capabilities.block_tokens).max(1);
+    let tokens = capabilities.batch_tokens.min(capabilities.context_tokens)
+        / capabilities.shape.block_tokens()
+        * capabilities.shape.block_tokens();
+    let each = (tokens / capabilities.shape.block_tokens()).max(1);
     let (mut batch, mut sampled) = (Batch::default(), Vec::new());
     for first in (0..computed).step_by(each as usize) {
         let table: Vec<u32> = (first..(first + each).min(computed)).collect();
-        let rows = table.len() as u32 * capabilities.block_tokens;
+        let rows = table.len() as u32 * capabilities.shape.block_tokens();
         let text: Vec<u32> = (0..rows).map(|i| word(first, i) % capabilities.vocab_size).collect();
         batch.clear();
         batch.push_sequence(&text, 0, &table);

@@ -92,7 +92,7 @@ impl<'a> TeacherForced<'a> {
         let capabilities = runtime.capabilities();
         let mut left = capabilities.blocks;
         let mut table = |tokens: &Vec<u32>| -> JobResult<Vec<u32>> {
-            let blocks = tokens.len().div_ceil(capabilities.block_tokens as usize) as u32;
+            let blocks = tokens.len().div_ceil(capabilities.shape.block_tokens() as usize) as u32;
             let rest = left.checked_sub(blocks).ok_or("the KV pool is too small for the sequences")?;
             let table = (rest..left).rev().collect();
             left = rest;
@@ -265,7 +265,7 @@ pub fn determinism(runtime: &mut CudaRuntime, task: &Determinism) -> JobResult<V
     let word = |i: u32, text: u32| philox4x32([i, text, 0, 0], [5, 0])[0] % vocabulary;
     let texts: Vec<Vec<u32>> =
         (0..companions).map(|text| (0..task.length as u32).map(|i| word(i, text)).collect()).collect();
-    let each = task.length.div_ceil(runtime.capabilities().block_tokens as usize) as u32;
+    let each = task.length.div_ceil(runtime.capabilities().shape.block_tokens() as usize) as u32;
     let table = |s: u32| (s * each..(s + 1) * each).collect::<Vec<u32>>();
     let (mut batch, mut sampled) = (Batch::default(), Vec::new());
     let mut reference: Vec<Option<Vec<u32>>> = vec![None; companions as usize];

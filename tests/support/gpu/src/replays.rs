@@ -45,7 +45,7 @@ fn completed(runtime: &mut CudaRuntime, sampled: &mut Vec<Sampled>) -> JobResult
 pub fn replays(runtime: &mut CudaRuntime, task: &Replays) -> JobResult<Value> {
     let capabilities = runtime.capabilities().clone();
     let Replays { sequences, context, steps } = *task;
-    let each = (context + steps + CHECKED).div_ceil(capabilities.block_tokens);
+    let each = (context + steps + CHECKED).div_ceil(capabilities.shape.block_tokens());
     if sequences * each > capabilities.blocks || context + steps + CHECKED > capabilities.context_tokens {
         return Err("the sequences do not fit into the KV pool or the context".into());
     }

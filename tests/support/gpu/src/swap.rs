@@ -68,7 +68,7 @@ fn drain(runtime: &mut CudaRuntime, mut left: usize) -> JobResult<Vec<TransferDo
 /// The next token of the sequence has other logits then.
 fn check_content(runtime: &mut CudaRuntime, source: &mut TransferSource) -> JobResult<u32> {
     let capabilities = runtime.capabilities().clone();
-    let (block_tokens, vocabulary) = (capabilities.block_tokens, capabilities.vocab_size);
+    let (block_tokens, vocabulary) = (capabilities.shape.block_tokens(), capabilities.vocab_size);
     let blocks = source.blocks.min(capabilities.context_tokens / block_tokens);
     let last = blocks * block_tokens - 1;
     let places = [source.first, source.first + source.blocks];
@@ -116,7 +116,7 @@ fn check_content(runtime: &mut CudaRuntime, source: &mut TransferSource) -> JobR
 
 pub fn swap(runtime: &mut CudaRuntime, task: &Swap) -> JobResult<Value> {
     let capabilities = runtime.capabilities().clone();
-    let each = task.context.div_ceil(capabilities.block_tokens) + 1;
+    let each = task.context.div_ceil(capabilities.shape.block_tokens()) + 1;
     let used = each * task.sequences;
     if used + 2 * task.blocks > capabilities.blocks || 2 * task.blocks > capabilities.host_blocks {
         return Err("the pools are too small for this measurement".into());

@@ -106,7 +106,7 @@ impl<'a, I: Steps<'a>> DiagnosisWindow<'_, I> {
             step.prefills > 0
                 && step.bound.is_some()
                 && step.load.waiting > 0
-                && step.prefill_tokens < 2 * self.limits.block_tokens
+                && step.prefill_tokens < 2 * self.limits.block_tokens()
         });
         if crawling <= 0.1 {
             return None;

@@ -1,12 +1,13 @@
 //! Admission of waiting sequences with prefix sharing, and swap-in of swapped ones.
 
-use inflight_contract::BlockHash;
+use inflight_contract::{BlockHash, GROUPS_MAX};
 
 use super::plan::PlanDraft;
 use super::{FlowKey, Scheduler, TransferInFlight};
+use crate::memory::{FoundPrefix, Spans, Tables};
 use crate::policy::SequenceView;
 use crate::sequence::SequenceState;
-use crate::{Block, Blocked, BlockedBy, Copy, Direction, Time};
+use crate::{Blocked, BlockedBy, Copy, Direction, Time};
 
 /// Prompts admitted ahead of their first chunk hold at most one in so many blocks.
 const AHEAD_BLOCKS_DIVISOR: u32 = 8;
@@ -26,18 +27,21 @@ pub(super) struct FlowHead {
 /// Result of a prefix-cache lookup. Holds counts only, so that a lookup does not allocate.
 #[derive(Debug, Default)]
 struct PrefixMatch {
-    /// Number of shared blocks: the first of the sequence's hashes or of the sibling's table.
-    blocks: u32,
+    /// Number of spans that need not be computed: the first of the sequence's hashes or of the sibling's tables. Of these, each
+    /// group has those that the next token sees.
+    spans: u32,
     /// Number of shared blocks without an owner, which leave the free list.
     unowned: u32,
-    /// Sequence of the same group whose table is shared.
+    /// Sequence of the same group whose tables are shared.
     sibling: Option<u32>,
-    /// Partial block behind the shared ones to copy, and its owner.
-    copy: Option<(Block, u32)>,
-    /// Number of host blocks to load behind the shared ones.
+    /// Whether the partial span behind the shared ones is copied from the sibling.
+    copy: bool,
+    /// Number of host blocks to load behind the shared ones; of a model with one group only.
     host: u32,
     /// Number of tokens that need not be computed.
     tokens: u32,
+    /// Number of spans that are cached in the first group.
+    cached: u32,
 }
 
 impl Scheduler {
@@ -187,7 +191,7 @@ impl Scheduler {
             return Err(BlockedBy::Slots);
         }
         let prefix = self.match_prefix(index)?;
-        let (total, needed) = self.admission_need(index, &prefix);
+        let (ends, needed) = self.admission_need(index, &prefix);
         let fits = |scheduler: &Self| scheduler.device.free() >= needed && !scheduler.free_slots.is_empty();
         if !fits(self) && self.preempt_lower_priority(index, needed, now, draft) {
             // The victims may have owned the shared prefix, so it is matched again.
@@ -200,24 +204,22 @@ impl Scheduler {
         }
         let slot = self.free_slots.pop().ok_or(BlockedBy::Slots)?;
         self.dequeue(index);
-        let mut table = std::mem::take(&mut self.sequence_mut(index).table);
-        match prefix.sibling {
-            Some(sibling) => table.extend_from_slice(&self.sequence(sibling).table[..prefix.blocks as usize]),
-            None => {
-                let hashes = self.sequence(index).hashes.iter().take(prefix.blocks as usize);
-                table.extend(hashes.filter_map(|hash| self.device.lookup(*hash)));
-            }
-        }
-        table.iter().for_each(|block| self.device.share(*block));
-        let shared = table.len();
-        let taken = self.device.extend(&mut table, total);
+        let mut tables = std::mem::take(&mut self.sequence_mut(index).tables);
+        self.share_prefix(index, &prefix, &mut tables);
+        let shared = tables.groups().first().map_or(0, |table| table.blocks().len());
+        let taken = self.device.extend(&mut tables, &ends);
         assert!(taken, "{needed} blocks were found free");
-        if let Some((from, owner)) = prefix.copy {
-            self.iteration.copies.push(Copy { from, to: table[shared] });
+        if let Some(owner) = prefix.sibling.filter(|_| prefix.copy) {
+            let from = self.sequences[owner as usize].as_ref().map_or(&[][..], |owner| owner.tables.groups());
+            for (from, to) in from.iter().zip(tables.groups()) {
+                let pairs = from.span(prefix.spans).iter().zip(to.span(prefix.spans));
+                self.iteration.copies.extend(pairs.map(|(from, to)| Copy { from: *from, to: *to }));
+            }
             // The blocks of both must stay until the copy is made, even if no chunk of this sequence fits the
             // step.
             for holder in [owner, index] {
-                self.sequence_mut(holder).in_flight += 1;
+                let holder_mut = self.sequence_mut(holder);
+                (holder_mut.in_flight, holder_mut.copies) = (holder_mut.in_flight + 1, holder_mut.copies + 1);
                 draft.sources.push(holder);
             }
         }
@@ -225,14 +227,15 @@ impl Scheduler {
         sequence.computed_tokens = prefix.tokens;
         sequence.committed_tokens = prefix.tokens;
         sequence.charged_tokens = sequence.charged_tokens.max(prefix.tokens.min(sequence.input_tokens));
-        sequence.sealed_blocks = shared as u32;
+        sequence.sealed_spans = prefix.spans;
+        sequence.junction = if prefix.cached > prefix.spans { prefix.cached } else { 0 };
         sequence.bypass_count = 0;
-        let dropped = std::mem::take(&mut sequence.dropped_blocks);
+        let dropped = std::mem::take(&mut sequence.dropped_spans);
         let (id, known) = (sequence.id, sequence.known_tokens);
         self.totals.admitted_tokens += u64::from(known);
         self.totals.cached_tokens += u64::from(prefix.tokens);
-        self.totals.evicted_hit_tokens += u64::from(self.evicted_hits(index, prefix.blocks + prefix.host));
-        self.resumption.record_found(prefix.blocks, dropped);
+        self.totals.evicted_hit_tokens += u64::from(self.evicted_hits(index, prefix.spans + prefix.host));
+        self.resumption.record_found(prefix.spans, dropped);
         let sequence = self.sequence(index);
         if sequence.preempted_at.is_none() {
             self.queueing_times.push((sequence.id, now.since(sequence.queued)));
@@ -240,19 +243,23 @@ impl Scheduler {
         self.resume(index, now);
         self.iteration.admitted.push((id, slot));
         if prefix.host > 0 {
-            self.totals.host_cached_tokens += u64::from(prefix.host) * u64::from(self.limits.block_tokens);
-            let hashes = self.sequence(index).hashes.iter().skip(shared).take(prefix.host as usize);
-            let host: Vec<Block> = hashes.filter_map(|hash| self.host.lookup(*hash)).collect();
-            host.iter().for_each(|block| self.host.share(*block));
-            let transfer = self.start_transfer(index, Direction::In, table, shared, host);
+            self.totals.host_cached_tokens += u64::from(prefix.host) * u64::from(self.limits.block_tokens());
+            let mut host = Tables::new(&self.limits.shape, prefix.host * self.limits.block_tokens(), 1);
+            for position in prefix.spans..prefix.spans + prefix.host {
+                let hash = self.sequence(index).hashes[position as usize];
+                if let Some(leader) = self.host.cache().lookup(hash) {
+                    self.host.share_cached(&mut host, 0, leader);
+                }
+            }
+            let transfer = self.start_transfer(index, Direction::In, tables, shared, host);
             self.sequence_mut(index).state = SequenceState::SwappingIn { transfer, slot };
             return Ok(());
         }
         let sequence = self.sequence_mut(index);
-        sequence.table = table;
+        sequence.tables = tables;
         sequence.state = SequenceState::Prefilling { slot };
         self.running.push(index);
-        let len = self.prefill_len(index, draft);
+        let len = self.hold(index, self.prefill_len(index, draft));
         self.take_budget(index, len, draft);
         self.prefills.push((index, self.sequence(index).uncomputed()));
         Ok(())
@@ -265,9 +272,10 @@ impl Scheduler {
         if sequence.preempted_at.is_some() {
             return 0;
         }
-        let max = sequence.reusable_tokens() / self.limits.block_tokens;
+        let max = sequence.reusable_tokens() / self.limits.block_tokens();
         let hashes = sequence.hashes.iter().take(max as usize).skip(found as usize);
-        hashes.take_while(|hash| self.device.was_evicted(**hash)).count() as u32 * self.limits.block_tokens
+        let evicted = hashes.take_while(|hash| self.device.cache().was_evicted(**hash));
+        evicted.count() as u32 * self.limits.block_tokens()
     }
 
     /// Returns true if the step may have another prefill chunk.
@@ -281,18 +289,37 @@ impl Scheduler {
     fn may_admit_ahead(&self, index: u32) -> bool {
         let uncomputed = self.prefills.iter().map(|(_, uncomputed)| *uncomputed);
         let tokens = uncomputed.fold(self.sequence(index).known_tokens, u32::saturating_add);
-        self.limits.blocks_for(tokens) <= self.device.total() / AHEAD_BLOCKS_DIVISOR
+        self.limits.shape.blocks(tokens, 1) <= self.device.total() / AHEAD_BLOCKS_DIVISOR
             && self.prefills.len() < self.limits.running_max as usize / AHEAD_SLOTS_DIVISOR
     }
 
-    /// Returns the length of the block table at admission, and the blocks that must be free for it.
-    fn admission_need(&self, index: u32, prefix: &PrefixMatch) -> (u32, u32) {
+    /// Returns the spans up to which the tables reach at admission, and the blocks that must be free for it.
+    fn admission_need(&self, index: u32, prefix: &PrefixMatch) -> (Spans, u32) {
         let sequence = self.sequence(index);
-        let total = self.limits.admission_blocks(sequence.known_tokens, sequence.remaining_tokens);
+        let ends = self.limits.reserved(sequence.known_tokens, sequence.remaining_tokens, prefix.tokens);
+        let new = self.limits.blocks_of(&[prefix.spans; GROUPS_MAX], &ends);
         // Alone, a sequence may also use the watermark, so that one of maximum length can run.
         let alone = self.running.is_empty() && self.transfers.is_empty();
         let watermark = if alone { 0 } else { self.limits.watermark_blocks };
-        (total, total - prefix.blocks + prefix.unowned + watermark)
+        (ends, new + prefix.unowned + watermark)
+    }
+
+    /// Fills the tables of a new sequence with the shared blocks of its prefix.
+    fn share_prefix(&mut self, index: u32, prefix: &PrefixMatch, tables: &mut Tables) {
+        let firsts = self.limits.first_spans(prefix.tokens);
+        tables.begin(&firsts);
+        for (group, first) in firsts.iter().enumerate().take(tables.groups().len()) {
+            for position in *first..prefix.spans {
+                // Borrows two fields at once, which `sequence` cannot.
+                let sequence = self.sequences[prefix.sibling.unwrap_or(index) as usize].as_ref();
+                let sequence = sequence.expect("a scheduled sequence exists");
+                if prefix.sibling.is_some() {
+                    self.device.share(tables, group, sequence.tables.groups()[group].span(position));
+                } else if let Some(leader) = self.device.cache().lookup(sequence.hashes[position as usize]) {
+                    self.device.share_cached(tables, group, leader);
+                }
+            }
+        }
     }
 
     /// Returns the blocks that must be free to admit a waiting sequence; `None` if it waits for a prefix.
@@ -313,19 +340,16 @@ impl Scheduler {
             return Ok(prefix);
         }
         let sequence = self.sequence(index);
-        let max = (sequence.reusable_tokens() / self.limits.block_tokens) as usize;
+        let max = (sequence.reusable_tokens() / self.limits.block_tokens()) as usize;
         let hashes = &sequence.hashes[..sequence.hashes.len().min(max)];
-        let (mut next, mut unowned) = (0, 0);
-        for block in hashes.iter().map_while(|hash| self.device.lookup(*hash)) {
-            next += 1;
-            unowned += u32::from(self.device.owners(block) == 0);
-        }
+        let found = self.device.find_prefix(hashes);
+        let next = found.cached as usize;
         if let Some(hash) = hashes.get(next) {
             // Hashes are chained, so equal hashes are at equal positions.
             let computes = |other: &u32| {
                 let other = self.sequence(*other);
                 !other.is_marked()
-                    && other.sealed_blocks as usize <= next
+                    && other.sealed_spans as usize <= next
                     && other.hashes.get(next) == Some(hash)
             };
             if self.may_wait_to_share(index) && self.running.iter().any(computes) {
@@ -334,9 +358,9 @@ impl Scheduler {
         }
         let host =
             if sequence.skip_host { 0 } else { self.host_prefix_blocks(index, &hashes[next..], next)? };
-        let blocks = next as u32;
-        let tokens = (blocks + host) * self.limits.block_tokens;
-        Ok(PrefixMatch { blocks, unowned, sibling: None, copy: None, host, tokens })
+        let tokens = (found.spans + host) * self.limits.block_tokens();
+        let FoundPrefix { spans, unowned, cached } = found;
+        Ok(PrefixMatch { spans, unowned, sibling: None, copy: false, host, tokens, cached })
     }
 
     /// Matches the prompt of a sibling in the same group that has computed it: full blocks are shared, and
@@ -355,17 +379,23 @@ impl Scheduler {
             return if self.may_wait_to_share(index) { Err(BlockedBy::PrefixUnderWay) } else { Ok(None) };
         }
         let tokens = sequence.known_tokens - 1;
-        let full = (tokens / self.limits.block_tokens) as usize;
-        let copy = (!tokens.is_multiple_of(self.limits.block_tokens))
-            .then(|| (sibling.table[full], sibling.id.index));
-        let (blocks, sibling) = (full as u32, Some(sibling.id.index));
-        Ok(Some(PrefixMatch { blocks, unowned: 0, sibling, copy, host: 0, tokens }))
+        let spans = tokens / self.limits.block_tokens();
+        let firsts = self.limits.first_spans(tokens);
+        if sibling.tables.groups().iter().zip(firsts).any(|(table, first)| table.first_span() > first) {
+            return Ok(None); // a window of the sibling has passed what this sequence needs
+        }
+        let copy = !tokens.is_multiple_of(self.limits.block_tokens());
+        let sibling = Some(sibling.id.index);
+        Ok(Some(PrefixMatch { spans, unowned: 0, sibling, copy, host: 0, tokens, cached: spans }))
     }
 
     /// Returns the number of host blocks that extend the prefix on the device; 0 if computing them is cheaper
     /// than copying. `hashes` are the hashes of the blocks from table position `next` on.
     fn host_prefix_blocks(&self, index: u32, hashes: &[BlockHash], next: usize) -> Result<u32, BlockedBy> {
-        let host = hashes.iter().map_while(|hash| self.host.lookup(*hash)).count() as u32;
+        if !self.limits.shape.is_uniform() {
+            return Ok(0);
+        }
+        let host = hashes.iter().map_while(|hash| self.host.cache().lookup(*hash)).count() as u32;
         let Some(first) = hashes.first().filter(|_| host > 0) else { return Ok(0) };
         let loads = |transfer: &TransferInFlight| {
             let owner = transfer.owner().filter(|_| transfer.direction == Direction::In);
@@ -374,7 +404,7 @@ impl Scheduler {
         if self.may_wait_to_share(index) && self.transfers.values().any(loads) {
             return Err(BlockedBy::PrefixUnderWay);
         }
-        let (start, tokens) = (next as u32 * self.limits.block_tokens, host * self.limits.block_tokens);
+        let (start, tokens) = (next as u32 * self.limits.block_tokens(), host * self.limits.block_tokens());
         let cheaper = self.cost.copy(host) < self.cost.prefill(start, tokens);
         Ok(if cheaper { host } else { 0 })
     }

@@ -6,6 +6,7 @@ use inflight_contract::FinishReason;
 
 use super::{CommitError, LaunchedIteration, Scheduler, TransferPurpose};
 use crate::drafts::DraftKind;
+use crate::memory::{SealedSpan, Tables};
 use crate::sequence::SequenceState;
 use crate::{Chunk, Direction, IterationOutcome, Time, TokenVerdict, TransferId};
 
@@ -27,7 +28,7 @@ impl Scheduler {
         self.prefill_load.observe(outcome.took, launched.prefill_share);
         let (mut verdicts, mut accepted) = (outcome.verdicts, outcome.accepted.iter().copied());
         for index in launched.sources.drain(..) {
-            self.release_from_iteration(index);
+            self.release_copy(index);
         }
         let (mut sampled, mut forced) = (false, false);
         for chunk in launched.chunks.drain(..) {
@@ -58,7 +59,7 @@ impl Scheduler {
         self.log.iter_mut().for_each(|log| log.fail(iteration));
         while let Some(launched) = self.launched.pop_front() {
             for &index in &launched.sources {
-                self.release_from_iteration(index);
+                self.release_copy(index);
             }
             for chunk in &launched.chunks {
                 if self.release_from_iteration(chunk.id.index) {
@@ -83,15 +84,15 @@ impl Scheduler {
         let mut transfer = self.transfers.remove(&id).ok_or(CommitError::UnknownTransfer(id))?;
         self.log.iter_mut().for_each(|log| log.transfer_done(id, succeeded, took, now));
         if succeeded {
-            self.cost.observe_copy(transfer.host.len() as u32, took);
+            self.cost.observe_copy(transfer.host_blocks().count() as u32, took);
         }
-        if let TransferPurpose::Offload(hashes) = &transfer.purpose {
-            for ((device, host), hash) in transfer.device.iter().zip(&transfer.host).zip(hashes) {
+        if let TransferPurpose::Offload(offloaded) = &transfer.purpose {
+            for (device, host, hash) in offloaded {
                 // Its content may have been discarded meanwhile.
-                let cached = self.device.lookup(*hash) == Some(*device);
+                let cached = self.device.cache().lookup(*hash) == Some(*device);
                 self.device.release_cold(*device);
                 if succeeded && cached {
-                    self.host.seal(*host, *hash);
+                    self.host.seal_block(*host, *hash);
                 }
                 self.host.release(*host);
             }
@@ -100,27 +101,28 @@ impl Scheduler {
         let owner = transfer.owner().map(|owner| owner.index);
         match transfer.direction {
             Direction::Out => {
-                self.device.release_table(&mut transfer.device);
+                self.device.release_all(&mut transfer.device);
                 match owner {
                     Some(index) if succeeded => {
                         let sequence = self.sequence_mut(index);
                         sequence.state = SequenceState::Swapped;
-                        sequence.host_table = transfer.host;
+                        sequence.host_tables = transfer.host;
                         self.swapped.push(index);
                     }
                     Some(index) => {
-                        self.host.release_table(&mut transfer.host);
+                        self.host.release_all(&mut transfer.host);
+                        self.reset_tables(index, transfer.device);
                         self.requeue(index, now);
                     }
-                    None => self.host.release_table(&mut transfer.host),
+                    None => self.host.release_all(&mut transfer.host),
                 }
             }
             Direction::In => {
-                self.host.release_table(&mut transfer.host);
+                self.host.release_all(&mut transfer.host);
                 match owner {
                     Some(index) if succeeded => {
                         let sequence = self.sequence_mut(index);
-                        sequence.table = transfer.device;
+                        sequence.tables = transfer.device;
                         if let Some(slot) = sequence.slot() {
                             let decodes = sequence.uncomputed() == 1;
                             sequence.state = if decodes {
@@ -132,18 +134,24 @@ impl Scheduler {
                         self.running.push(index);
                     }
                     Some(index) => {
-                        self.device.release_table(&mut transfer.device);
+                        self.device.release_all(&mut transfer.device);
+                        self.reset_tables(index, transfer.device);
                         let slot = self.sequence_mut(index).slot();
                         self.free_slots.extend(slot);
                         self.freed_slots.extend(slot);
                         self.sequence_mut(index).skip_host = true;
                         self.requeue(index, now);
                     }
-                    None => self.device.release_table(&mut transfer.device),
+                    None => self.device.release_all(&mut transfer.device),
                 }
             }
         }
         Ok(())
+    }
+
+    /// Gives a sequence its tables back, without blocks.
+    fn reset_tables(&mut self, index: u32, tables: Tables) {
+        self.sequence_mut(index).tables = tables;
     }
 
     /// Returns the oldest iteration in flight, whose number must be `given`.
@@ -182,18 +190,39 @@ impl Scheduler {
         if self.limits.prefix_cache {
             sequence.hashes.extend(verdicts.iter().filter_map(|verdict| verdict.hash));
         }
-        let full = (sequence.committed_tokens / self.limits.block_tokens).min(sequence.hashes.len() as u32);
-        for position in sequence.sealed_blocks..full {
-            self.device.seal(sequence.table[position as usize], sequence.hashes[position as usize]);
+        let full = (sequence.committed_tokens / self.limits.block_tokens()).min(sequence.hashes.len() as u32);
+        for position in sequence.sealed_spans..full {
+            let parent = position.checked_sub(1).map(|before| sequence.hashes[before as usize]);
+            let span = SealedSpan { hash: sequence.hashes[position as usize], position, parent };
+            self.device.seal(&span, &sequence.tables);
         }
-        sequence.sealed_blocks = sequence.sealed_blocks.max(full);
-        let Some(verdict) = verdicts.last() else { return };
+        sequence.sealed_spans = sequence.sealed_spans.max(full);
         // Nothing is left to generate, and no later sample is in flight.
         let last = sequence.remaining_tokens == 0 && sequence.known_tokens == sequence.committed_tokens + 1;
+        self.pass_windows(index);
+        let Some(verdict) = verdicts.last() else { return };
         if verdict.stop {
             self.end(index, FinishReason::Stop);
         } else if last {
             self.end(index, FinishReason::Length);
+        }
+    }
+
+    /// Ends the use of a sequence's blocks by a copy of an iteration.
+    fn release_copy(&mut self, index: u32) {
+        if let Some(sequence) = self.sequences[index as usize].as_mut() {
+            sequence.copies -= 1;
+        }
+        self.pass_windows(index);
+        self.release_from_iteration(index);
+    }
+
+    /// Releases the blocks of a sequence that its windows have passed, unless a copy in flight uses them.
+    fn pass_windows(&mut self, index: u32) {
+        if let Some(sequence) =
+            self.sequences[index as usize].as_mut().filter(|sequence| sequence.copies == 0)
+        {
+            self.device.pass(&mut sequence.tables, sequence.committed_tokens, sequence.junction);
         }
     }
 

@@ -261,18 +261,20 @@ impl Scheduler {
     fn extend_decode(&mut self, candidate: &DraftCandidate, draft: &mut PlanDraft) {
         let chunk = self.iteration.chunks[candidate.at];
         let end = chunk.start + chunk.len;
-        let spare = self.device.free().saturating_sub(self.limits.watermark_blocks);
+        let kept = self.limits.watermark_blocks + self.prefill_blocks_needed();
+        let spare = self.device.free().saturating_sub(kept);
         let sequence = self.sequence(candidate.index);
-        let held = sequence.table.len() as u32;
-        let room = (held + spare).saturating_mul(self.limits.block_tokens) - end;
+        let most = self.limits.shape.spans(end + candidate.drafts);
+        let room = sequence.tables.reachable(most, spare) * self.limits.block_tokens() - end;
         let drafts = candidate.drafts.min(room);
-        let needed = self.limits.blocks_for(end + drafts);
+        let ends = self.device.ends(end + drafts);
         // Borrows two fields at once, which `sequence_mut` cannot.
         let Some(sequence) = self.sequences[candidate.index as usize].as_mut() else { return };
-        if drafts == 0 || !self.device.extend(&mut sequence.table, needed) {
+        let held = sequence.tables.ends();
+        if drafts == 0 || !self.device.extend(&mut sequence.tables, &ends) {
             return;
         }
-        sequence.undrafted_blocks = held;
+        sequence.undrafted = held;
         sequence.drafts_in_flight = drafts;
         sequence.computed_tokens += drafts;
         sequence.known_tokens += drafts;
@@ -300,10 +302,9 @@ impl Scheduler {
         sequence.computed_tokens -= rejected;
         sequence.known_tokens -= rejected;
         sequence.remaining_tokens += rejected;
-        let keep = sequence.undrafted_blocks.max(self.limits.blocks_for(sequence.computed_tokens));
-        while sequence.table.len() > keep as usize {
-            sequence.table.pop().into_iter().for_each(|block| self.device.release(block));
-        }
+        let mut keep = self.device.ends(sequence.computed_tokens);
+        keep.iter_mut().zip(sequence.undrafted).for_each(|(keep, before)| *keep = before.max(*keep));
+        self.device.truncate(&mut sequence.tables, &keep);
         rejected
     }
 }

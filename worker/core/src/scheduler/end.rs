@@ -78,8 +78,8 @@ impl Scheduler {
         let slot = sequence.slot();
         self.free_slots.extend(slot);
         self.freed_slots.extend(slot);
-        self.device.release_table(&mut sequence.table);
-        self.host.release_table(&mut sequence.host_table);
+        self.device.release_all(&mut sequence.tables);
+        self.host.release_all(&mut sequence.host_tables);
         self.tenants.depart(sequence.tenant);
         self.generations[index as usize] = self.generations[index as usize].wrapping_add(1);
         self.free_indices.push(index);

@@ -24,12 +24,13 @@ use inflight_contract::{BlockHash, FinishReason, Service, Tenant, TenantCharge, 
 use crate::cost::{CostModel, CostPrior, StepWork};
 use crate::drafts::{Acceptance, DraftBudget, DraftKind};
 use crate::history::History;
+use crate::memory::{BlockStore, Spans, Tables};
 use crate::policy::{Policy, SchedulingPolicy, SequenceView};
 use crate::record::{RecordKind, RecordLog};
 use crate::sequence::{Sequence, SequenceState};
 use crate::{
-    Block, BlockPool, CacheEvent, CacheTier, Chunk, Direction, Iteration, LimitsError, NewSequence,
-    PrefillLoad, SchedulerLimits, ScoredRange, SequenceId, Slot, Time, TransferId,
+    Block, CacheEvent, CacheTier, Chunk, Direction, Iteration, LimitsError, NewSequence, PrefillLoad,
+    SchedulerLimits, ScoredRange, SequenceId, Slot, Time, TransferId,
 };
 pub use error::{CommitError, SubmitError};
 pub use load::{Load, PrefillEstimate};
@@ -62,9 +63,9 @@ struct LaunchedIteration {
 struct TransferInFlight {
     direction: Direction,
     purpose: TransferPurpose,
-    /// Device blocks: the whole block table of the sequence, even if only a part is copied.
-    device: Vec<Block>,
-    host: Vec<Block>,
+    /// Device blocks: the whole tables of the sequence, even if only a part is copied.
+    device: Tables,
+    host: Tables,
 }
 
 /// Purpose of a transfer.
@@ -74,11 +75,29 @@ enum TransferPurpose {
     Sequence(SequenceId),
     /// Transfer of a sequence that has ended: its blocks are freed at the fence.
     Orphaned,
-    /// Offload of cold prefix-cache blocks with these hashes to the host.
-    Offload(Vec<BlockHash>),
+    /// Offload of cold prefix-cache blocks to the host: device block, host block, hash.
+    Offload(Vec<(Block, Block, BlockHash)>),
 }
 
 impl TransferInFlight {
+    /// Returns the device blocks that it owns.
+    fn device_blocks(&self) -> impl Iterator<Item = Block> + '_ {
+        let offloaded = match &self.purpose {
+            TransferPurpose::Offload(blocks) => blocks.as_slice(),
+            TransferPurpose::Sequence(_) | TransferPurpose::Orphaned => &[],
+        };
+        self.device.blocks().chain(offloaded.iter().map(|(device, ..)| *device))
+    }
+
+    /// Returns the host blocks that it owns.
+    fn host_blocks(&self) -> impl Iterator<Item = Block> + '_ {
+        let offloaded = match &self.purpose {
+            TransferPurpose::Offload(blocks) => blocks.as_slice(),
+            TransferPurpose::Sequence(_) | TransferPurpose::Orphaned => &[],
+        };
+        self.host.blocks().chain(offloaded.iter().map(|(_, host, _)| *host))
+    }
+
     fn owner(&self) -> Option<SequenceId> {
         match self.purpose {
             TransferPurpose::Sequence(owner) => Some(owner),
@@ -108,8 +127,8 @@ pub struct Scheduler {
     policy: Box<dyn SchedulingPolicy>,
     cost: CostModel,
     tenants: VirtualTokenCounters,
-    device: BlockPool,
-    host: BlockPool,
+    device: BlockStore,
+    host: BlockStore,
     sequences: Vec<Option<Sequence>>,
     generations: Vec<u32>,
     free_indices: Vec<u32>,
@@ -181,8 +200,8 @@ impl Scheduler {
             policy,
             cost,
             tenants,
-            device: BlockPool::new(limits.blocks).with_evicted_hashes(),
-            host: BlockPool::new(limits.host_blocks),
+            device: BlockStore::new(limits.shape, limits.blocks).with_evicted_hashes(),
+            host: BlockStore::new(limits.shape, limits.host_blocks),
             sequences: Vec::new(),
             generations: Vec::new(),
             free_indices: Vec::new(),
@@ -277,7 +296,8 @@ impl Scheduler {
             |transfer: &&TransferInFlight| transfer.direction == Direction::Out && transfer.owner().is_some();
         let unfilled = |index: &u32| {
             let sequence = self.sequence(*index);
-            (sequence.table.len() as u32 * self.limits.block_tokens).saturating_sub(sequence.computed_tokens)
+            let end = sequence.tables.groups().first().map_or(0, |table| table.end_span());
+            (end * self.limits.block_tokens()).saturating_sub(sequence.computed_tokens)
         };
         Load {
             unfilled_tokens: self.running.iter().map(unfilled).sum(),
@@ -306,9 +326,9 @@ impl Scheduler {
         self.sequences.len() == self.free_indices.len() && self.transfers.is_empty()
     }
 
-    /// Returns the block table of a sequence; empty while it does not run.
-    pub fn block_table(&self, id: SequenceId) -> &[Block] {
-        self.get(id).map_or(&[], |sequence| &sequence.table)
+    /// Returns the block tables of a sequence, without blocks while it does not run; `None` if it has ended.
+    pub fn tables(&self, id: SequenceId) -> Option<&Tables> {
+        self.get(id).map(|sequence| &sequence.tables)
     }
 
     /// Adds a sequence to the waiting queue.
@@ -334,14 +354,15 @@ impl Scheduler {
             self.sequences.len() as u32 - 1
         });
         let id = SequenceId { index, generation: self.generations[index as usize] };
-        let full = |tokens: u32| (tokens / self.limits.block_tokens) as usize;
+        let full = |tokens: u32| (tokens / self.limits.block_tokens()) as usize;
         // Reserved for the maximum length, so that nothing is allocated while the sequence runs.
         let mut hashes = Vec::new();
         if self.limits.prefix_cache {
             hashes.reserve_exact(full(new.known_tokens + new.max_tokens));
             hashes.extend(new.hashes.iter().take(full(new.known_tokens)));
         }
-        let table = Vec::with_capacity(self.limits.blocks_for(new.known_tokens + new.max_tokens) as usize);
+        let ahead = self.limits.tokens_ahead();
+        let tables = Tables::new(&self.limits.shape, new.known_tokens + new.max_tokens, ahead);
         self.arrivals += 1;
         let tenant = self.tenants.arrive(new.tenant, new.weight);
         // A flow is served by arrival, so virtual start times must not decrease within it, whichever router
@@ -367,24 +388,26 @@ impl Scheduler {
             remaining_tokens: new.max_tokens,
             input_tokens: new.known_tokens,
             charged_tokens: new.charged_tokens,
-            table,
-            host_table: Vec::new(),
+            tables,
+            host_tables: Tables::default(),
             hashes,
-            sealed_blocks: 0,
+            sealed_spans: 0,
+            junction: 0,
             group: new.group,
             scored: ScoredRange { end: new.scored.end.min(new.known_tokens - 1), ..new.scored },
             drafted: 0,
             draft_kind: DraftKind::Guessed,
             drafts_in_flight: 0,
-            undrafted_blocks: 0,
+            undrafted: Spans::default(),
             acceptance: Acceptance::default(),
             in_flight: 0,
+            copies: 0,
             preempt_for: None,
             forced: false,
             skip_host: false,
             bypass_count: 0,
             preempted_at: None,
-            dropped_blocks: 0,
+            dropped_spans: 0,
             without_progress: false,
             protected_until: 0,
         };
@@ -425,11 +448,11 @@ impl Scheduler {
         device.chain(self.host.drain_events().map(|event| (CacheTier::Host, event)))
     }
 
-    /// Returns the contents of the prefix cache, with undrained changes applied: at most one entry per block
-    /// of each pool.
+    /// Returns the hashes of the spans behind which a sequence can resume, with undrained changes applied: at most one entry per
+    /// block of each pool.
     pub fn cache_contents(&self) -> impl Iterator<Item = (CacheTier, BlockHash)> + '_ {
-        let device = self.device.contents().map(|hash| (CacheTier::Device, hash));
-        device.chain(self.host.contents().map(|hash| (CacheTier::Host, hash)))
+        let device = self.device.cache().contents().map(|hash| (CacheTier::Device, hash));
+        device.chain(self.host.cache().contents().map(|hash| (CacheTier::Host, hash)))
     }
 
     /// Returns the last plan.
@@ -482,7 +505,7 @@ impl Scheduler {
     fn requeue(&mut self, index: u32, now: Time) {
         let sequence = self.sequence_mut(index);
         let lost = u64::from(sequence.committed_tokens);
-        (sequence.computed_tokens, sequence.committed_tokens, sequence.sealed_blocks) = (0, 0, 0);
+        (sequence.computed_tokens, sequence.committed_tokens, sequence.sealed_spans) = (0, 0, 0);
         sequence.queued = now;
         let tenant = sequence.tenant;
         self.totals.recomputed_tokens += lost;

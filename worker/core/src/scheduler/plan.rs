@@ -116,9 +116,9 @@ impl Scheduler {
     }
 
     /// Plans one token for each decoding sequence. The order matters only if blocks are short: then sequences
-    /// are served in policy order and preempt from its end.
+    /// are served in policy order and preempt from its end, and prefills take the blocks of their next token in the same order.
     fn plan_decodes(&mut self, now: Time, draft: &mut PlanDraft) {
-        let short = self.decode_blocks_needed() > self.device.free();
+        let short = self.decode_blocks_needed() + self.prefill_blocks_needed() > self.device.free();
         let mut order = std::mem::take(&mut self.scratch);
         order.clear();
         order.extend(self.running.iter().map(|index| (*index, 0)));
@@ -127,7 +127,14 @@ impl Scheduler {
         }
         for &(index, _) in &order {
             let sequence = self.sequence(index);
-            let SequenceState::Decoding { slot } = sequence.state else { continue };
+            let slot = match sequence.state {
+                SequenceState::Decoding { slot } => slot,
+                SequenceState::Prefilling { .. } if short && !sequence.is_marked() => {
+                    self.grow(index, sequence.computed_tokens + 1, now, draft);
+                    continue;
+                }
+                _ => continue,
+            };
             if sequence.is_marked() || sequence.remaining_tokens == 0 || sequence.drafts_in_flight > 0 {
                 continue; // its preemption is pending, its last token is in flight, or its length is unknown
             }
@@ -151,9 +158,25 @@ impl Scheduler {
                 && !sequence.is_marked()
                 && sequence.remaining_tokens > 0
                 && sequence.drafts_in_flight == 0
-                && sequence.table.len() as u32 * self.limits.block_tokens <= sequence.computed_tokens
         };
-        self.running.iter().filter(grows).count() as u32
+        let lacks = |index: &u32| {
+            let sequence = self.sequence(*index);
+            sequence.tables.lacking(&self.device.ends(sequence.computed_tokens + 1))
+        };
+        self.running.iter().filter(grows).map(lacks).sum()
+    }
+
+    /// Returns the number of new blocks that the running prefills need for a token each; without windows all are reserved at
+    /// admission.
+    pub(super) fn prefill_blocks_needed(&self) -> u32 {
+        if !self.limits.shape.has_windows() {
+            return 0;
+        }
+        let lacks = |index: &u32| {
+            let sequence = self.sequence(*index);
+            sequence.tables.lacking(&self.device.ends(sequence.computed_tokens + 1))
+        };
+        self.running.iter().filter(|index| self.is_prefilling(**index)).map(lacks).sum()
     }
 
     /// Returns the share of prefills in the predicted duration of a step with these decodes.
@@ -170,21 +193,22 @@ impl Scheduler {
         let mut prefills = std::mem::take(&mut self.prefills);
         prefills.clear();
         for &index in &self.running {
-            let sequence = self.sequence(index);
-            if matches!(sequence.state, SequenceState::Prefilling { .. }) && !sequence.is_marked() {
-                prefills.push((index, sequence.uncomputed()));
+            if self.is_prefilling(index) {
+                prefills.push((index, self.sequence(index).uncomputed()));
             }
         }
         let prompts = prefills.len() as u32 + self.waiting;
         let single = if prompts == 1 { self.with_single_prompt(&prefills, &draft.work) } else { None };
         draft.bound = self.step_bound(&draft.work, prompts, single, Some(now));
         let first = self.reserve_first(&mut prefills, now, draft);
+        // Blocks for the first prefill may have been taken from others.
+        prefills.retain(|(index, _)| self.is_prefilling(*index));
         // The running prefills use the budget before waiting sequences are admitted; then all share it by
         // length.
         let (budget, work, scores) = (draft.budget, draft.work, draft.scores);
         self.shortest_first(&mut prefills);
         for &(index, _) in &prefills {
-            let len = self.prefill_len(index, draft);
+            let len = self.hold(index, self.prefill_len(index, draft));
             self.take_budget(index, len, draft);
         }
         self.prefills = prefills;
@@ -192,11 +216,7 @@ impl Scheduler {
         let mut prefills = std::mem::take(&mut self.prefills);
         (draft.budget, draft.work, draft.scores) = (budget, work, scores);
         // An admission may have preempted some.
-        let prefills_still = |index: u32| {
-            let sequence = self.sequence(index);
-            matches!(sequence.state, SequenceState::Prefilling { .. }) && !sequence.is_marked()
-        };
-        prefills.retain(|(index, _)| prefills_still(*index));
+        prefills.retain(|(index, _)| self.is_prefilling(*index));
         self.shortest_first(&mut prefills);
         for &(index, _) in &prefills {
             let len = self.prefill_len(index, draft);
@@ -210,6 +230,12 @@ impl Scheduler {
             let len = self.prefill_len(index, draft).max(reserved);
             self.push_prefill(index, len, draft);
         }
+    }
+
+    /// Returns true if a running sequence computes its known tokens and stays.
+    fn is_prefilling(&self, index: u32) -> bool {
+        let sequence = self.sequence(index);
+        matches!(sequence.state, SequenceState::Prefilling { .. }) && !sequence.is_marked()
     }
 
     /// Returns the work of a step with these decodes and all uncomputed tokens of the only prompt, running or waiting.
@@ -228,10 +254,10 @@ impl Scheduler {
         prefills.sort_unstable_by_key(|&(index, uncomputed)| (uncomputed, self.sequence(index).arrival));
     }
 
-    /// Takes the first prefill in policy order out of the list and reserves up to half of the budget for it.
-    /// Returns it and its reserved tokens.
+    /// Takes the first prefill in policy order out of the list and reserves up to half of the budget for it, and the blocks of that
+    /// part, preempting others if not even one token has room. Returns it and its reserved tokens.
     fn reserve_first(
-        &self,
+        &mut self,
         prefills: &mut Vec<(u32, u32)>,
         now: Time,
         draft: &mut PlanDraft,
@@ -246,6 +272,10 @@ impl Scheduler {
         let len =
             draft.bound.map_or(max, |bound| self.cost.chunk_within(&draft.work, start, max, bound.first));
         let reserved = len.max(1).min(draft.budget.div_ceil(2));
+        if max == 0 && draft.budget > 0 && !self.grow(index, start + 1, now, draft) {
+            return None; // it waits for blocks, or was preempted itself
+        }
+        let reserved = self.hold(index, reserved);
         draft.budget -= reserved;
         draft.scores -= self.scores(index, reserved);
         draft.reserved_prefill = Some((start, reserved));
@@ -256,7 +286,33 @@ impl Scheduler {
     fn chunk_max(&self, index: u32, draft: &PlanDraft) -> u32 {
         let sequence = self.sequence(index);
         let scored = sequence.scored.chunk_max(sequence.computed_tokens, draft.scores);
-        sequence.uncomputed().min(draft.budget).min(scored)
+        sequence.uncomputed().min(draft.budget).min(scored).min(self.room(index))
+    }
+
+    /// Returns the number of tokens of a prefill for which it holds blocks or for which there are free ones beyond the watermark.
+    /// Without windows all blocks are reserved at admission.
+    fn room(&self, index: u32) -> u32 {
+        if !self.limits.shape.has_windows() {
+            return u32::MAX;
+        }
+        let sequence = self.sequence(index);
+        let spare = self.device.free().saturating_sub(self.limits.watermark_blocks);
+        let most =
+            sequence.computed_tokens.saturating_add(self.limits.iteration_tokens).min(sequence.known_tokens);
+        let end = sequence.tables.reachable(self.limits.shape.spans(most), spare);
+        (end * self.limits.block_tokens()).saturating_sub(sequence.computed_tokens)
+    }
+
+    /// Takes the blocks of the next `len` tokens of a prefill, for which there is room. Returns `len`.
+    pub(super) fn hold(&mut self, index: u32, len: u32) -> u32 {
+        if self.limits.shape.has_windows() && len > 0 {
+            // Borrows two fields at once, which `sequence_mut` cannot.
+            let sequence = self.sequences[index as usize].as_mut().expect("a running sequence exists");
+            let ends = self.device.ends(sequence.computed_tokens + len);
+            let taken = self.device.extend(&mut sequence.tables, &ends);
+            assert!(taken, "there is room for {len} tokens");
+        }
+        len
     }
 
     /// Returns the positions scored in the next chunk of a prefill, of `len` tokens.
@@ -298,6 +354,7 @@ impl Scheduler {
     pub(super) fn push_prefill(&mut self, index: u32, len: u32, draft: &mut PlanDraft) {
         let sequence = self.sequence(index);
         let (Some(slot), true) = (sequence.slot(), len > 0) else { return };
+        self.hold(index, len);
         self.take_budget(index, len, draft);
         self.push_chunk(index, slot, len);
     }

@@ -6,9 +6,11 @@ use inflight_contract::BlockHash;
 
 use super::plan::PlanDraft;
 use super::{Scheduler, TransferInFlight, TransferPurpose};
+use crate::memory::{Spans, Tables};
 use crate::sequence::SequenceState;
 use crate::{
-    BlockedBy, Direction, PredictedPreemption, Preempted, Preemption, SequenceId, Time, Transfer, TransferId,
+    Block, BlockedBy, Direction, PredictedPreemption, Preempted, Preemption, SequenceId, Time, Transfer,
+    TransferId,
 };
 
 /// Maximum number of cold prefix-cache blocks copied to the host by one transfer.
@@ -37,17 +39,17 @@ impl PreemptionCost {
 }
 
 impl Scheduler {
-    /// Extends a sequence's block table to `tokens` tokens, preempting sequences that go after it. Returns
+    /// Extends a sequence's block tables to `tokens` tokens, preempting sequences that go after it. Returns
     /// false if the sequence cannot run in this step: it waits for a fence, or was preempted itself.
     pub(super) fn grow(&mut self, index: u32, tokens: u32, now: Time, draft: &mut PlanDraft) -> bool {
-        let needed = self.limits.blocks_for(tokens);
+        let ends = self.device.ends(tokens);
         loop {
             // Borrows two fields at once, which `sequence_mut` cannot.
             let sequence = self.sequences[index as usize].as_mut().expect("a running sequence exists");
-            if self.device.extend(&mut sequence.table, needed) {
+            if self.device.extend(&mut sequence.tables, &ends) {
                 return true;
             }
-            let missing = needed - sequence.table.len() as u32 - self.device.free();
+            let missing = sequence.tables.lacking(&ends) - self.device.free();
             if draft.incoming >= missing {
                 // A fence will free enough blocks: wait instead of preempting.
                 draft.incoming -= missing;
@@ -117,10 +119,10 @@ impl Scheduler {
         let sequence = self.sequence(index);
         let returns = self.resumption.probability(sequence.deadline, now);
         let tokens = sequence.committed_tokens;
-        let (shared, dropped) = self.cached_blocks(index);
+        let (shared, dropped) = self.cached_spans(index);
         let found = f64::from(shared) + self.resumption.found_share() * f64::from(dropped);
-        let cached = ((found * f64::from(self.limits.block_tokens)) as u32).min(tokens);
-        let blocks = self.limits.blocks_for(tokens);
+        let cached = ((found * f64::from(self.limits.block_tokens())) as u32).min(tokens);
+        let blocks = self.blocks_to_swap_out(index);
         PreemptionCost {
             recompute: returns * self.cost.prefill(cached, tokens - cached).as_secs_f64(),
             swap: 0.5 * (1.0 + returns) * self.cost.copy(blocks).as_secs_f64(),
@@ -128,27 +130,37 @@ impl Scheduler {
         }
     }
 
-    /// Returns the number of leading cached blocks shared with other owners, and of the cached blocks behind
+    /// Returns the number of leading cached spans that the first group shares with other owners, and of the cached spans behind
     /// them, which can be evicted once dropped.
-    fn cached_blocks(&self, index: u32) -> (u32, u32) {
+    fn cached_spans(&self, index: u32) -> (u32, u32) {
         let sequence = self.sequence(index);
-        let sealed = &sequence.table[..sequence.table.len().min(sequence.sealed_blocks as usize)];
-        let shared = sealed.iter().take_while(|block| self.device.owners(**block) > 1).count();
-        (shared as u32, (sealed.len() - shared) as u32)
+        let Some(table) = sequence.tables.groups().first() else { return (0, 0) };
+        let sealed = table.end_span().min(sequence.sealed_spans);
+        let is_shared = |span: &u32| table.span(*span).iter().all(|block| self.device.owners(*block) > 1);
+        let shared = (table.first_span()..sealed).take_while(is_shared).count() as u32;
+        // What a window has passed is as lost as what is dropped.
+        if table.first_span() > 0 { (0, sealed) } else { (shared, sealed - shared) }
     }
 
     /// Returns the number of blocks that only this sequence owns.
     fn exclusive_blocks(&self, index: u32) -> u32 {
-        let table = &self.sequence(index).table;
-        table.iter().filter(|block| self.device.owners(**block) == 1).count() as u32
+        self.device.exclusive(&self.sequence(index).tables)
+    }
+
+    /// Returns the number of blocks with rows of a sequence's committed tokens.
+    fn blocks_to_swap_out(&self, index: u32) -> u32 {
+        let tables = &self.sequence(index).tables;
+        let ends = self.device.ends(self.sequence(index).committed_tokens);
+        tables.len() - self.limits.blocks_of(&ends, &tables.ends())
     }
 
     /// Returns the number of blocks that become free without another preemption: those of transfers to the
     /// host, of ended sequences in flight, and of sequences with a pending preemption.
     pub(super) fn incoming_blocks(&self) -> u32 {
         let outgoing = self.transfers.values().filter(|transfer| transfer.direction == Direction::Out);
-        let exclusive = |block: &&u32| self.device.owners(**block) == 1;
-        let outgoing: usize = outgoing.map(|transfer| transfer.device.iter().filter(exclusive).count()).sum();
+        let exclusive = |block: &Block| self.device.owners(*block) == 1;
+        let outgoing: usize =
+            outgoing.map(|transfer| transfer.device_blocks().filter(exclusive).count()).sum();
         let leaves = |sequence: &&crate::sequence::Sequence| {
             sequence.is_marked() || matches!(sequence.state, SequenceState::Leaving { .. })
         };
@@ -189,11 +201,16 @@ impl Scheduler {
         let available = self.device.free() + self.incoming_blocks() - self.exclusive_blocks(marked);
         let sequence = self.sequence(beneficiary.index);
         let own = match sequence.state {
-            SequenceState::Decoding { .. } if itself => self
-                .limits
-                .blocks_for(sequence.computed_tokens + 1)
-                .saturating_sub(sequence.table.len() as u32),
+            SequenceState::Decoding { .. } if itself => {
+                sequence.tables.lacking(&self.device.ends(sequence.computed_tokens + 1))
+            }
             SequenceState::Decoding { .. } => 0, // counted in `decode_blocks_needed`
+            SequenceState::Prefilling { .. } => {
+                match sequence.tables.lacking(&self.device.ends(sequence.computed_tokens + 1)) {
+                    0 => return false,
+                    blocks => blocks,
+                }
+            }
             SequenceState::Waiting => match self.blocks_to_admit(beneficiary.index) {
                 Some(_) if self.free_slots.is_empty() => return true,
                 Some(blocks) => blocks,
@@ -224,7 +241,7 @@ impl Scheduler {
         self.totals.preemption_cost_us += micros(cost);
         self.totals.preemption_recompute_us += micros(predicted.recompute);
         self.totals.preemption_swap_us += micros(predicted.swap);
-        let (_, dropped) = self.cached_blocks(index);
+        let (_, dropped) = self.cached_spans(index);
         let sequence = self.sequence_mut(index);
         (sequence.preempt_for, sequence.forced) = (None, false);
         sequence.queued = now;
@@ -235,11 +252,10 @@ impl Scheduler {
         let slot = self.sequence(index).slot();
         self.free_slots.extend(slot);
         self.freed_slots.extend(slot);
-        let mut table = std::mem::take(&mut self.sequence_mut(index).table);
         let tokens = self.sequence(index).committed_tokens;
         let blocks = match kind {
-            Preemption::Recompute => table.len() as u32,
-            Preemption::Swap => self.limits.blocks_for(tokens),
+            Preemption::Recompute => self.sequence(index).tables.len(),
+            Preemption::Swap => self.blocks_to_swap_out(index),
         };
         let PreemptionCost { recompute, swap, can_swap } = predicted;
         let predicted =
@@ -248,12 +264,13 @@ impl Scheduler {
         self.iteration.preempted.push(preempted);
         match kind {
             Preemption::Swap => {
-                self.swap_out(index, table, draft);
+                self.swap_out(index, draft);
                 self.totals.swap_preemptions += 1;
             }
             Preemption::Recompute => {
-                self.device.release_table(&mut table);
-                self.sequence_mut(index).dropped_blocks = dropped;
+                let sequence = self.sequences[index as usize].as_mut().expect("a running sequence exists");
+                sequence.dropped_spans = dropped;
+                self.device.release_all(&mut sequence.tables);
                 self.requeue(index, now);
                 self.totals.recompute_preemptions += 1;
             }
@@ -262,15 +279,16 @@ impl Scheduler {
 
     /// Starts the swap-out of a preempted sequence: the transfer takes the blocks with committed tokens; the
     /// others are freed at once.
-    fn swap_out(&mut self, index: u32, mut table: Vec<u32>, draft: &mut PlanDraft) {
-        let len = self.limits.blocks_for(self.sequence(index).committed_tokens);
-        self.device.release_table(&mut table.split_off(len as usize));
-        let mut host = Vec::with_capacity(len as usize);
-        let taken = self.host.extend(&mut host, len);
-        assert!(taken, "`preemption_cost` found {len} free host blocks");
-        draft.incoming += table.iter().filter(|block| self.device.owners(**block) == 1).count() as u32;
-        self.totals.blocks_swapped_out += u64::from(len);
-        let transfer = self.start_transfer(index, Direction::Out, table, 0, host);
+    fn swap_out(&mut self, index: u32, draft: &mut PlanDraft) {
+        let mut tables = std::mem::take(&mut self.sequence_mut(index).tables);
+        let ends = self.device.ends(self.sequence(index).committed_tokens);
+        self.device.truncate(&mut tables, &ends);
+        let mut host = tables.without_blocks();
+        let taken = self.host.extend(&mut host, &ends);
+        assert!(taken, "`preemption_cost` found {} free host blocks", tables.len());
+        draft.incoming += self.device.exclusive(&tables);
+        self.totals.blocks_swapped_out += u64::from(tables.len());
+        let transfer = self.start_transfer(index, Direction::Out, tables, 0, host);
         self.sequence_mut(index).state = SequenceState::SwappingOut { transfer };
     }
 
@@ -279,21 +297,22 @@ impl Scheduler {
         if self.blocks_to_swap_in(index) > self.device.free() {
             return false;
         }
-        let sequence = self.sequence(index);
-        let needed = self.limits.admission_blocks(sequence.known_tokens, sequence.remaining_tokens);
-        let needed = needed.max(sequence.host_table.len() as u32);
         let Some(slot) = self.free_slots.pop() else { return false };
-        let mut device = Vec::with_capacity(needed as usize);
-        let taken = self.device.extend(&mut device, needed);
-        assert!(taken, "{needed} blocks were found free");
+        let ends = self.ends_to_swap_in(index);
+        let host = std::mem::take(&mut self.sequence_mut(index).host_tables);
+        let sequence = self.sequence(index);
+        let (tokens, ahead) = (sequence.known_tokens + sequence.remaining_tokens, self.limits.tokens_ahead());
+        let mut device = Tables::new(&self.limits.shape, tokens, ahead);
+        device.begin(&host.firsts());
+        let taken = self.device.extend(&mut device, &ends);
+        assert!(taken, "{} blocks were found free", device.lacking(&ends));
         self.swapped.retain(|other| *other != index);
-        let host = std::mem::take(&mut self.sequence_mut(index).host_table);
-        self.totals.blocks_swapped_in += host.len() as u64;
+        self.totals.blocks_swapped_in += u64::from(host.len());
         let id = self.sequence(index).id;
         let transfer = self.start_transfer(index, Direction::In, device, 0, host);
         let sequence = self.sequence_mut(index);
         // Formerly shared blocks are now private copies; the originals stay cached.
-        sequence.sealed_blocks = 0;
+        sequence.sealed_spans = 0;
         sequence.state = SequenceState::SwappingIn { transfer, slot };
         self.resume(index, now);
         self.iteration.admitted.push((id, slot));
@@ -308,26 +327,38 @@ impl Scheduler {
         BlockedBy::Blocks { needed: self.blocks_to_swap_in(index), free: self.device.free() }
     }
 
-    /// Returns the blocks that must be free to swap a sequence in, including the watermark. It reserves as many as an admission, so that it is not preempted again for
-    /// lack of its next block.
+    /// Returns the blocks that must be free to swap a sequence in, including the watermark.
     fn blocks_to_swap_in(&self, index: u32) -> u32 {
-        let sequence = self.sequence(index);
-        let needed = self.limits.admission_blocks(sequence.known_tokens, sequence.remaining_tokens);
+        let firsts = self.sequence(index).host_tables.firsts();
         let alone = self.running.is_empty() && self.transfers.is_empty();
-        needed.max(sequence.host_table.len() as u32) + if alone { 0 } else { self.limits.watermark_blocks }
+        let needed = self.limits.blocks_of(&firsts, &self.ends_to_swap_in(index));
+        needed + if alone { 0 } else { self.limits.watermark_blocks }
     }
 
-    /// Starts a transfer for a sequence. It takes ownership of the blocks; host block `i` is paired with
+    /// Returns the spans up to which the tables of a swapped sequence reach when it is swapped in: it reserves as many as an
+    /// admission, so that it is not preempted again for lack of its next block.
+    fn ends_to_swap_in(&self, index: u32) -> Spans {
+        let sequence = self.sequence(index);
+        let computed = sequence.committed_tokens;
+        let mut ends = self.limits.reserved(sequence.known_tokens, sequence.remaining_tokens, computed);
+        ends.iter_mut().zip(sequence.host_tables.ends()).for_each(|(end, held)| *end = held.max(*end));
+        ends
+    }
+
+    /// Starts a transfer for a sequence. It takes ownership of the blocks. In each group, host block `i` is paired with
     /// device block `first + i`.
     pub(super) fn start_transfer(
         &mut self,
         index: u32,
         direction: Direction,
-        device: Vec<u32>,
+        device: Tables,
         first: usize,
-        host: Vec<u32>,
+        host: Tables,
     ) -> TransferId {
-        let blocks = device.iter().skip(first).copied().zip(host.iter().copied()).collect();
+        let pairs = device.groups().iter().zip(host.groups()).flat_map(|(device, host)| {
+            device.blocks().iter().skip(first).copied().zip(host.blocks().iter().copied())
+        });
+        let blocks = pairs.collect();
         let purpose = TransferPurpose::Sequence(self.sequence(index).id);
         self.begin_transfer(direction, blocks, TransferInFlight { direction, purpose, device, host })
     }
@@ -349,27 +380,31 @@ impl Scheduler {
     /// Copies the prefix-cache blocks that would be evicted next to free host blocks, while no other transfer
     /// is in flight.
     pub(super) fn offload(&mut self) {
-        if self.limits.host_blocks == 0 || !self.limits.prefix_cache || !self.transfers.is_empty() {
+        // In other shapes a span's blocks are in several groups, and host blocks of one without the others are of no use.
+        let applies = self.limits.prefix_cache && self.limits.shape.is_uniform();
+        if self.limits.host_blocks == 0 || !applies || !self.transfers.is_empty() {
             return;
         }
-        let fresh = |(_, hash): &(u32, BlockHash)| self.host.lookup(*hash).is_none();
+        let fresh = |(_, hash): &(Block, BlockHash)| self.host.cache().lookup(*hash).is_none();
         let room = self.host.free() as usize;
         // Examines at most half of the free host blocks; otherwise offloaded blocks would evict each other
         // endlessly.
         let examined = OFFLOAD_EXAMINED_MAX.min(room / 2);
-        let cold: Vec<(u32, BlockHash)> =
-            self.device.cold().take(examined).filter(fresh).take(OFFLOAD_MAX).collect();
+        let cold: Vec<(Block, BlockHash)> =
+            self.device.coldest().take(examined).filter(fresh).take(OFFLOAD_MAX).collect();
         if cold.is_empty() {
             return;
         }
-        let mut host = Vec::with_capacity(cold.len());
-        let taken = self.host.extend(&mut host, cold.len() as u32);
-        assert!(taken, "{room} host blocks were found free");
-        cold.iter().for_each(|(block, _)| self.device.share(*block));
-        self.totals.blocks_offloaded += cold.len() as u64;
-        let (device, hashes): (Vec<u32>, Vec<BlockHash>) = cold.into_iter().unzip();
-        let blocks = device.iter().copied().zip(host.iter().copied()).collect();
-        let purpose = TransferPurpose::Offload(hashes);
+        let mut offloaded = Vec::with_capacity(cold.len());
+        for (device, hash) in cold {
+            self.device.borrow(device);
+            let host = self.host.take().expect("at least twice as many host blocks were found free");
+            offloaded.push((device, host, hash));
+        }
+        self.totals.blocks_offloaded += offloaded.len() as u64;
+        let blocks = offloaded.iter().map(|(device, host, _)| (*device, *host)).collect();
+        let purpose = TransferPurpose::Offload(offloaded);
+        let (device, host) = (Tables::default(), Tables::default());
         let transfer = TransferInFlight { direction: Direction::Out, purpose, device, host };
         self.begin_transfer(Direction::Out, blocks, transfer);
     }

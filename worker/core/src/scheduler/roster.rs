@@ -43,7 +43,7 @@ impl Scheduler {
     pub fn roster(&self) -> impl Iterator<Item = SequenceStatus> + '_ {
         self.sequences.iter().flatten().filter_map(|sequence| {
             let in_transfer = |id| self.transfers.get(id).map_or(0, |transfer| transfer.device.len());
-            let own = sequence.table.len();
+            let own = sequence.tables.len();
             let (phase, slot, blocks) = match &sequence.state {
                 SequenceState::Waiting if sequence.preempted_at.is_some() => {
                     (SequencePhase::Preempted, None, own)
@@ -58,7 +58,7 @@ impl Scheduler {
                 SequenceState::Leaving { .. } => return None,
             };
             let (id, tenant, tokens) = (sequence.id, sequence.tenant, sequence.committed_tokens);
-            Some(SequenceStatus { id, phase, slot, tenant, blocks: blocks as u32, tokens })
+            Some(SequenceStatus { id, phase, slot, tenant, blocks, tokens })
         })
     }
 
@@ -75,6 +75,6 @@ impl Scheduler {
 
     /// Returns the number of device blocks in the prefix cache that no sequence uses.
     pub fn cold_blocks(&self) -> u32 {
-        self.device.cold_blocks()
+        self.device.cold()
     }
 }

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use inflight_contract::{FinishReason, TokenCost, VirtualTokenCounters, Weight};
+use inflight_contract::{FinishReason, MemoryShape, TokenCost, VirtualTokenCounters, Weight};
 use inflight_worker_core::policy::PolicyKind;
 use inflight_worker_core::{
     CommitError, CostModel, CostPrior, IterationOutcome, LimitsError, NewSequence, Scheduler,
@@ -36,7 +36,7 @@ const LIMITS: fn() -> SchedulerLimits =
 #[test]
 fn contradictory_limits_are_rejected_by_name() {
     assert_eq!(
-        scheduler(SchedulerLimits { block_tokens: 0, ..LIMITS() }).err(),
+        scheduler(SchedulerLimits { shape: MemoryShape::uniform(0), ..LIMITS() }).err(),
         Some(LimitsError::Zero("block_tokens"))
     );
     assert_eq!(scheduler(SchedulerLimits { blocks: 0, ..LIMITS() }).err(), Some(LimitsError::Zero("blocks")));

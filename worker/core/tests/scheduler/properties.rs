@@ -4,14 +4,34 @@
 use proptest::prelude::*;
 use proptest::test_runner::{Config, RngSeed, TestRunner};
 
-use crate::harness::{Harness, limits, op, policy, seeds};
+use inflight_worker_core::SchedulerLimits;
+
+use crate::harness::{Harness, limits, op, policy, seeds, shape};
 
 /// Number of schedules per seed.
 const SCHEDULES: u32 = 1000;
 
 #[test]
 fn every_schedule_conserves_blocks_and_ends_each_sequence_once() {
+    check(limits());
+}
+
+/// Layers with windows beside full attention, alone and of two sizes, each with too few blocks: no sequence lacks a row that its
+/// window still sees.
+#[test]
+fn every_schedule_with_windows_conserves_blocks_and_ends_each_sequence_once() {
+    check((limits(), shape(), 1u32..=3).prop_map(|(limits, shape, part)| SchedulerLimits {
+        shape,
+        // From a part of the blocks that full attention in all groups would need.
+        blocks: limits.blocks * shape.span_blocks() / part + shape.span_blocks(),
+        host_blocks: limits.host_blocks * shape.span_blocks() / part,
+        ..limits
+    }));
+}
+
+fn check(limits: impl Strategy<Value = SchedulerLimits>) {
     let seeds = seeds::seeds();
+    let schedules = (limits, policy(), prop::collection::vec(op(), 1..120));
     for seed in seeds.clone() {
         let config = Config {
             cases: SCHEDULES,
@@ -19,7 +39,6 @@ fn every_schedule_conserves_blocks_and_ends_each_sequence_once() {
             rng_seed: RngSeed::Fixed(seed),
             ..Config::default()
         };
-        let schedules = (limits(), policy(), prop::collection::vec(op(), 1..120));
         let outcome = TestRunner::new(config).run(&schedules, |(limits, policy, ops)| {
             let mut harness = Harness::new(limits, policy);
             ops.iter().enumerate().for_each(|(at, op)| harness.apply(at, op));

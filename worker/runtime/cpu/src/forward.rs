@@ -1,19 +1,43 @@
 //! Forward pass of one rank: embedding, decoder layers, LM head.
 
 use inflight_kernels::cpu::{
-    AccumulatorInit, Activations, Isa, KvPool, KvSlot, Pool, QkvShape, Ragged, RopeTable, attention,
-    finish_qkv, gemm, gemm_swiglu, rms_norm,
+    AccumulatorInit, Activations, Isa, KvLayout, KvPool, KvSlot, Pool, QkvShape, Ragged, RopeTable,
+    attention, finish_qkv, gemm, gemm_swiglu, rms_norm,
 };
 use inflight_models::ModelConfig;
 use inflight_runtime::collective::{Collective, GroupFailed};
 use inflight_runtime::sharding::Shard;
-use inflight_runtime::{Batch, Capabilities, Error, PromptLogprobs};
+use inflight_runtime::{Batch, Capabilities, Error, KvPlan, LayerPlace, PromptLogprobs};
 
 use super::scorer::{SCORE_ROWS, Scorer};
 use super::weights::{Linear, Weights};
 
 /// Rows per pass through the MLP.
 const MLP_ROWS: usize = 256;
+
+/// What the layers whose rows are in the same blocks share.
+struct BlockView {
+    /// Index of their group, and of the block among those of a span.
+    group: usize,
+    part: usize,
+    ragged: Ragged,
+    /// Block and offset of each row.
+    places: Vec<KvSlot>,
+}
+
+impl BlockView {
+    /// Sets the rows that the layers of the view see in a batch, which [`Batch::check`] has passed.
+    fn set(&mut self, batch: &Batch, bounds: &Capabilities) {
+        let (group, tables) = (bounds.shape.groups()[self.group], &batch.tables[self.group]);
+        self.ragged.clear(group.window);
+        for s in 0..batch.sequences() {
+            let positions = &batch.positions[batch.starts[s] as usize..batch.starts[s + 1] as usize];
+            let blocks = tables.of(s).iter().copied().skip(self.part).step_by(group.blocks as usize);
+            let block_tokens = bounds.shape.block_tokens() as usize;
+            self.ragged.push(positions, tables.first_spans[s], blocks, block_tokens);
+        }
+    }
+}
 
 /// Forward pass of one rank, with its buffers.
 ///
@@ -29,8 +53,9 @@ pub(super) struct Forward {
     vocabulary: usize,
     shape: QkvShape,
     rope: RopeTable,
-    ragged: Ragged,
-    places: Vec<KvSlot>,
+    views: Vec<BlockView>,
+    /// View and layout of each layer's keys and values.
+    kv_layers: Vec<(usize, KvLayout)>,
     /// Last step that wrote to each block.
     written: Vec<u64>,
     step: u64,
@@ -54,20 +79,45 @@ pub(super) struct Forward {
 
 impl Forward {
     /// Allocates buffers for the largest batch; they take memory at first use.
-    pub(super) fn new(config: &ModelConfig, shard: &Shard, rope: RopeTable, bounds: &Capabilities) -> Self {
+    pub(super) fn new(
+        config: &ModelConfig,
+        shard: &Shard,
+        rope: RopeTable,
+        bounds: &Capabilities,
+        kv: &KvPlan,
+        layout: KvLayout,
+    ) -> Self {
         let Shard { head_dim, .. } = *shard;
         let shape = QkvShape { heads: shard.heads.len(), kv_heads: shard.kv_heads.len(), head_dim };
         let inner = shard.intermediate.len();
         let rows = bounds.batch_tokens as usize;
         let buffer = |width: usize| vec![0.0; rows * width];
+        let kv_shape = kv.shape();
+        let groups = kv_shape.groups().iter().enumerate();
+        let views: Vec<BlockView> = groups
+            .flat_map(|(group, blocks)| (0..blocks.blocks as usize).map(move |part| (group, part)))
+            .map(|(group, part)| BlockView {
+                group,
+                part,
+                ragged: Ragged::default(),
+                places: Vec::with_capacity(rows),
+            })
+            .collect();
+        let view = |place: &LayerPlace| {
+            views.iter().position(|view| (view.group, view.part) == (place.group, place.part)).unwrap_or(0)
+        };
+        let layer = |place: &LayerPlace| {
+            (view(place), layout.within(kv.block_bytes() as usize, place.offset as usize))
+        };
+        let kv_layers = kv.places().iter().map(layer).collect();
         Self {
             leads: shard.rank == 0,
             inner,
             vocabulary: shard.vocabulary.len(),
             shape,
             rope,
-            ragged: Ragged::default(),
-            places: Vec::with_capacity(rows),
+            views,
+            kv_layers,
             written: vec![0; bounds.blocks as usize],
             step: 0,
             activations: Activations::default(),
@@ -98,22 +148,30 @@ impl Forward {
     /// [`Error::Malformed`] if two sequences write to one block.
     pub(super) fn place(&mut self, batch: &Batch, bounds: &Capabilities) -> Result<(), Error> {
         self.step += 1;
-        self.places.clear();
-        for s in 0..batch.sequences() {
-            let table = &batch.blocks[batch.block_starts[s] as usize..batch.block_starts[s + 1] as usize];
-            let positions = &batch.positions[batch.starts[s] as usize..batch.starts[s + 1] as usize];
-            for (i, position) in positions.iter().enumerate() {
-                let block = table[(position / bounds.block_tokens) as usize];
-                let offset = position % bounds.block_tokens;
-                if i == 0 || offset == 0 {
-                    let written = &mut self.written[block as usize];
-                    if *written == self.step {
-                        return Err(Error::Malformed(format!("block {block} is written from two places")));
+        let block_tokens = bounds.shape.block_tokens();
+        for view in &mut self.views {
+            let (stride, tables) = (bounds.shape.groups()[view.group].blocks, &batch.tables[view.group]);
+            view.places.clear();
+            for s in 0..batch.sequences() {
+                let (table, first) = (tables.of(s), tables.first_spans[s]);
+                let positions = &batch.positions[batch.starts[s] as usize..batch.starts[s + 1] as usize];
+                for (i, position) in positions.iter().enumerate() {
+                    let span = (position / block_tokens - first) * stride;
+                    let block = table[span as usize + view.part];
+                    let offset = position % block_tokens;
+                    if i == 0 || offset == 0 {
+                        let written = &mut self.written[block as usize];
+                        if *written == self.step {
+                            return Err(Error::Malformed(format!(
+                                "block {block} is written from two places"
+                            )));
+                        }
+                        *written = self.step;
                     }
-                    *written = self.step;
+                    view.places.push(KvSlot { block, offset });
                 }
-                self.places.push(KvSlot { block, offset });
             }
+            view.set(batch, bounds);
         }
         Ok(())
     }
@@ -132,7 +190,7 @@ impl Forward {
         isa: Isa,
         collective: &dyn Collective,
     ) -> Result<(), GroupFailed> {
-        let Self { config, shape, rope, ragged, places, activations, leads, inner, .. } = self;
+        let Self { config, shape, rope, views, kv_layers, activations, leads, inner, .. } = self;
         let (leads, inner) = (*leads, *inner);
         let (rows, shape, eps) = (batch.rows(), *shape, config.norm_eps);
         let width = config.hidden_size;
@@ -143,9 +201,7 @@ impl Forward {
         let gate_up = &mut self.gate_up[..];
         let gated = &mut self.gated[..];
 
-        let Batch { starts, positions, block_starts, blocks, .. } = batch;
-        let block_tokens = kv.layout().block_tokens;
-        ragged.set(starts, positions, block_starts, blocks, block_tokens, kv.blocks());
+        let positions = &batch.positions;
         rope.ensure(positions.iter().max().map_or(0, |last| *last as usize + 1));
 
         let embedding = &weights.embedding;
@@ -157,8 +213,10 @@ impl Forward {
             rms_norm(pool, isa, hidden, &layer.attention_norm, eps, normed);
             linear(pool, &layer.qkv, normed, rows, qkv, activations);
             let norms = layer.qk_norm.as_ref().map(|(q, k)| (q.as_slice(), k.as_slice(), eps));
-            finish_qkv(pool, isa, shape, qkv, norms, rope, positions, places, kv, index);
-            attention(pool, isa, shape, qkv, ragged, kv, index, config.windows[index], attended);
+            let (view, layout) = &kv_layers[index];
+            let BlockView { ragged, places, .. } = &views[*view];
+            finish_qkv(pool, isa, shape, qkv, norms, rope, positions, places, kv, layout);
+            attention(pool, isa, shape, qkv, ragged, kv, layout, attended);
             linear_residual(pool, &layer.output, attended, rows, hidden, leads, activations);
             collective.all_reduce(hidden)?;
             rms_norm(pool, isa, hidden, &layer.mlp_norm, eps, normed);

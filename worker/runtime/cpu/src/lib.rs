@@ -25,8 +25,9 @@ use inflight_models::{self as models, ModelConfig, ModelDir};
 use inflight_runtime::collective::{Collective, host_group};
 use inflight_runtime::sharding::{Indivisible, RANKS_MAX, Shard};
 use inflight_runtime::{
-    self as runtime, Batch, Capabilities, DRAFT_ROWS, HostMemory, MemoryLedger, NonFiniteRows, OverLimit,
-    PromptLogprobs, Readable, Runtime, RuntimeFacts, Sampled, Slot, SlotSetup, TokenMasks, TransferDone,
+    self as runtime, Batch, Capabilities, DRAFT_ROWS, HostMemory, KvPlanError, MemoryLedger, NonFiniteRows,
+    OverLimit, PromptLogprobs, Readable, Runtime, RuntimeFacts, Sampled, Slot, SlotSetup, TokenMasks,
+    TransferDone,
 };
 use inflight_worker_core::Transfer;
 
@@ -85,6 +86,9 @@ pub enum Error {
         /// Allowed range.
         range: String,
     },
+    /// The KV memory can't be planned.
+    #[error(transparent)]
+    KvPlan(#[from] KvPlanError),
     /// The model can't be partitioned among the ranks.
     #[error(transparent)]
     Indivisible(#[from] Indivisible),
@@ -153,16 +157,12 @@ pub enum Error {
 
 /// KV cache bytes per token, over all layers.
 pub fn kv_bytes_per_token(config: &ModelConfig, dtype: KvDtype) -> usize {
-    kv_layout(config, dtype, 1).block_bytes()
+    config.layers * KvLayout::new(dtype, config.kv_heads, config.head_dim, 1).layer_bytes()
 }
 
-fn kv_layout(config: &ModelConfig, dtype: KvDtype, block_tokens: usize) -> KvLayout {
-    let ModelConfig { layers, kv_heads, head_dim, .. } = *config;
-    KvLayout { dtype, layers, kv_heads, head_dim, block_tokens }
-}
-
-fn shard_layout(shard: &Shard, config: &ModelConfig, dtype: KvDtype, block_tokens: usize) -> KvLayout {
-    KvLayout { kv_heads: shard.kv_heads.len(), ..kv_layout(config, dtype, block_tokens) }
+/// Returns the layout of a layer's KV on a rank.
+fn kv_layout(shard: &Shard, dtype: KvDtype, block_tokens: u32) -> KvLayout {
+    KvLayout::new(dtype, shard.kv_heads.len(), shard.head_dim, block_tokens as usize)
 }
 
 /// CPU runtime whose steps run synchronously, on the caller's thread and the thread pools.
@@ -232,8 +232,7 @@ impl CpuRuntime {
         let config = model.config();
         let world = collectives.len();
         let plan = LoadPlan::new(model, options, world)?;
-        let LoadPlan { context_tokens, tensors, shards, kv_dtype, isa, block_bytes, weight_bytes } = plan;
-        let layout = |shard| shard_layout(shard, config, kv_dtype, options.block_tokens as usize);
+        let LoadPlan { context_tokens, tensors, shards, kv_dtype, isa, kv, block_bytes, weight_bytes } = plan;
         let blocks = u32::try_from(options.kv_bytes / block_bytes).unwrap_or(u32::MAX);
         let host_blocks = u32::try_from(options.host_bytes / block_bytes).unwrap_or(u32::MAX);
         if blocks == 0 {
@@ -245,10 +244,10 @@ impl CpuRuntime {
         let no_memory = |_| Error::Memory { kv_bytes, host_bytes };
         let mut pools = Vec::with_capacity(world);
         let mut copiers = Vec::with_capacity(world);
-        for shard in &shards {
-            let kv = KvPool::new(layout(shard), blocks as usize).map_err(no_memory)?;
-            copiers.push(KvCopier::new(&kv, host_blocks as usize).map_err(no_memory)?);
-            pools.push(kv);
+        for _ in &shards {
+            let pool = KvPool::new(kv.block_bytes() as usize, blocks as usize).map_err(no_memory)?;
+            copiers.push(KvCopier::new(&pool, host_blocks as usize).map_err(no_memory)?);
+            pools.push(pool);
         }
         let threads = compute_threads(options, world);
         let share = |rank: usize| threads * (rank + 1) / world - threads * rank / world;
@@ -277,7 +276,7 @@ impl CpuRuntime {
         let capabilities = Capabilities {
             vocab_size: config.vocab_size as u32,
             context_tokens,
-            block_tokens: options.block_tokens,
+            shape: kv.shape(),
             block_bytes,
             blocks,
             host_blocks,
@@ -289,12 +288,14 @@ impl CpuRuntime {
             facts,
         };
         let mut ranks = Vec::with_capacity(world);
-        for ((((shard, pool), weights), kv), collective) in
+        for ((((shard, pool), weights), kv_pool), collective) in
             shards.iter().zip(rank_pools).zip(weights).zip(pools).zip(collectives)
         {
             let frequencies = inverse_frequencies(config.head_dim, config.rope_theta, &config.rope_scaling);
-            let forward = Forward::new(config, shard, RopeTable::new(frequencies), &capabilities);
-            ranks.push(Rank { pool, isa, weights, kv, forward, collective });
+            let layout = kv_layout(shard, kv_dtype, options.block_tokens);
+            let rope = RopeTable::new(frequencies);
+            let forward = Forward::new(config, shard, rope, &capabilities, &kv, layout);
+            ranks.push(Rank { pool, isa, weights, kv: kv_pool, forward, collective });
         }
         let lead = ranks.remove(0);
         let group = RankGroup::new(lead, ranks, rank_threads);
@@ -307,6 +308,7 @@ impl CpuRuntime {
             weight_bytes = group.weight_bytes(),
             blocks,
             block_bytes,
+            kv = %kv,
             "model weights packed"
         );
         let copies = CopyThread::start(copiers, blocks, host_blocks)?;

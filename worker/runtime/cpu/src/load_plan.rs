@@ -2,11 +2,11 @@
 
 use inflight_kernels::cpu::{Isa, KvDtype};
 use inflight_models::ModelDir;
-use inflight_runtime::MemoryNeeds;
 use inflight_runtime::sharding::{self, Shard};
+use inflight_runtime::{KvPlan, LayerRows, MemoryNeeds};
 
 use super::weights::{self, CheckpointWeights};
-use super::{CpuOptions, Error, check, shard_layout};
+use super::{CpuOptions, Error, check, kv_layout};
 
 /// What is loaded, and how many bytes it takes.
 pub(super) struct LoadPlan {
@@ -17,6 +17,8 @@ pub(super) struct LoadPlan {
     pub(super) shards: Vec<Shard>,
     pub(super) kv_dtype: KvDtype,
     pub(super) isa: Isa,
+    /// KV memory of a rank.
+    pub(super) kv: KvPlan,
     /// Bytes of a KV block, over all ranks.
     pub(super) block_bytes: u64,
     /// Bytes of the packed weights of all ranks and of the embedding.
@@ -34,13 +36,16 @@ impl LoadPlan {
         let tensors = weights::find(model)?;
         let shards = sharding::shards(config, world, &|ranks| tensors.alignment(options.quantize, ranks))?;
         let kv_dtype = options.kv_dtype.unwrap_or_else(|| tensors.kv_dtype().into());
-        let block =
-            |shard| shard_layout(shard, config, kv_dtype, options.block_tokens as usize).block_bytes();
-        let block_bytes = shards.iter().map(|shard| block(shard) as u64).sum();
+        // All ranks have equally many KV heads.
+        let bytes = kv_layout(&shards[0], kv_dtype, options.block_tokens).layer_bytes() as u64;
+        let rows: Vec<LayerRows> =
+            config.windows.iter().map(|window| LayerRows { window: *window, bytes }).collect();
+        let kv = KvPlan::new(options.block_tokens, context_tokens, &rows)?;
+        let block_bytes = kv.block_bytes() * world as u64;
         let isa = options.isa.unwrap_or_else(Isa::detect);
         let packed = |shard| tensors.packed_bytes(options.quantize, isa, shard);
         let weight_bytes = shards.iter().map(packed).sum::<u64>() + tensors.embedding_bytes();
-        Ok(Self { context_tokens, tensors, shards, kv_dtype, isa, block_bytes, weight_bytes })
+        Ok(Self { context_tokens, tensors, shards, kv_dtype, isa, kv, block_bytes, weight_bytes })
     }
 }
 

@@ -3,6 +3,7 @@
 
 use inflight_models::ModelConfig;
 use inflight_runtime::{Capabilities, MemoryNeeds, RuntimeFacts, SCORES_MAX};
+use inflight_worker_core::MemoryShape;
 
 use super::error::Error as LoadError;
 use super::forward::windows;
@@ -129,7 +130,8 @@ impl LoadPlan {
         Capabilities {
             vocab_size: job.config.vocab_size as u32,
             context_tokens: job.context_tokens,
-            block_tokens: options.block_tokens,
+            // Windows bound what attention reads; the blocks that they have passed are kept.
+            shape: MemoryShape::uniform(options.block_tokens),
             block_bytes: self.block_bytes * job.shard_plan.world() as u64,
             blocks,
             host_blocks: u32::try_from(host_bytes / self.block_bytes).unwrap_or(u32::MAX),

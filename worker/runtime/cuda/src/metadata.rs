@@ -188,7 +188,7 @@ impl MetadataPacker {
         self.written.resize(config.blocks as usize, 0);
         self.kv_indices.clear();
         for s in 0..batch.sequences() {
-            let table = &batch.blocks[batch.block_starts[s] as usize..batch.block_starts[s + 1] as usize];
+            let table = batch.tables[0].of(s);
             let positions = &batch.positions[batch.starts[s] as usize..batch.starts[s + 1] as usize];
             for (i, position) in positions.iter().enumerate() {
                 let block = table[(position / config.block_tokens) as usize];
@@ -218,7 +218,7 @@ impl MetadataPacker {
                 row,
                 tokens: end - row,
                 position: batch.positions[row as usize],
-                table: batch.block_starts[s],
+                table: batch.tables[0].starts[s],
                 decode: sampled == (end - row) as usize,
             });
         }
@@ -261,7 +261,7 @@ impl MetadataPacker {
             items: self.plans.iter().map(|plan| plan.items().len()).max().unwrap_or(0),
             copies: batch.copies.len(),
             plans: config.windows.len(),
-            table_entries: batch.blocks.len(),
+            table_entries: batch.tables[0].blocks.len(),
         };
         // A captured graph reads from fixed offsets.
         let capacity = graph.map_or(counted, |graph| {
@@ -306,7 +306,7 @@ impl MetadataPacker {
                 put(layout.items(i) + j * size_of::<AttentionItem>(), as_bytes(item));
             }
         }
-        for (i, block) in batch.blocks.iter().enumerate() {
+        for (i, block) in batch.tables[0].blocks.iter().enumerate() {
             put(layout.tables + i * 4, &block.to_ne_bytes());
         }
         Ok(StepShape {
@@ -444,7 +444,7 @@ mod tests {
             for (i, copy) in batch.copies.iter().enumerate() {
                 prop_assert_eq!(word(&out, step.layout.copies + 8 * i + 4), copy.to);
             }
-            for (i, block) in batch.blocks.iter().enumerate() {
+            for (i, block) in batch.tables[0].blocks.iter().enumerate() {
                 prop_assert_eq!(word(&out, step.layout.tables + 4 * i), *block);
             }
             for (i, plan) in packer.plans.iter().enumerate() {

@@ -99,14 +99,17 @@ impl<G: Gpu> ModelRunner<G> {
         let RunnerModes { store, deterministic, graphs } = modes;
         let (sample_rows, batch_tokens) = (capabilities.sample_rows, capabilities.batch_tokens);
         let step_graphs = StepGraphs { sample_rows, batch_tokens };
-        let capacity =
-            PoolCapacity { block_tokens: capabilities.block_tokens, blocks: capabilities.blocks, store };
+        let capacity = PoolCapacity {
+            block_tokens: capabilities.shape.block_tokens(),
+            blocks: capabilities.blocks,
+            store,
+        };
         let config = shard_plan.shard().config(unsharded);
         let slots = GpuSlots::new(gpu, &shard_plan.shapes(unsharded), limits, capabilities.vocab_size)?;
         let forward = CudaForward::new(gpu, unsharded, shard_plan, half, weights, limits, capacity)?;
         let packer_config = PackerConfig {
             vocabulary: capabilities.vocab_size,
-            block_tokens: capabilities.block_tokens,
+            block_tokens: capabilities.shape.block_tokens(),
             blocks: capabilities.blocks,
             windows: windows(&config).0,
             plan: PlanShape {

@@ -13,6 +13,7 @@ use inflight_runtime::{
     Batch, BlockCopy, Capabilities, Feedback, Runtime, RuntimeFacts, Sampled, SlotSetup, TokenMasks,
 };
 use inflight_runtime_cpu::{CpuOptions, CpuRuntime};
+use inflight_worker_core::MemoryShape;
 use proptest::prelude::*;
 use serde_json::json;
 
@@ -249,7 +250,7 @@ impl<G: Gpu<Memory = HostMemory>> HarnessRunner<G> {
         let capabilities = Capabilities {
             vocab_size: model.config().vocab_size as u32,
             context_tokens: CONTEXT,
-            block_tokens,
+            shape: MemoryShape::uniform(block_tokens),
             block_bytes: 0,
             blocks: BLOCKS,
             host_blocks: 0,

@@ -16,7 +16,7 @@ use inflight_runtime::{
     Batch, Capabilities, DRAFT_ROWS, Error, PromptLogprobs, Runtime, RuntimeFacts, Sampled, ScoreRow, Slot,
     SlotSetup, TokenMasks, TransferDone,
 };
-use inflight_worker_core::{DeviceProfile, StepWork, Transfer, TransferId};
+use inflight_worker_core::{DeviceProfile, MemoryShape, StepWork, Transfer, TransferId};
 use sha2::{Digest as _, Sha256};
 
 pub use profile::{SpecError, read_profile};
@@ -111,7 +111,7 @@ impl SimRuntime {
         let capabilities = Capabilities {
             vocab_size: options.vocab_size,
             context_tokens: options.context_tokens,
-            block_tokens,
+            shape: MemoryShape::uniform(block_tokens),
             block_bytes: 0,
             blocks,
             host_blocks: profile.host_tokens / block_tokens,
@@ -261,11 +261,11 @@ impl Runtime for SimRuntime {
     }
 
     fn start_transfer(&mut self, transfer: &Transfer) -> Result<(), Error> {
-        let Capabilities { blocks, host_blocks, block_tokens, .. } = self.capabilities;
+        let Capabilities { blocks, host_blocks, shape, .. } = self.capabilities;
         if !transfer.blocks.iter().all(|(device, host)| *device < blocks && *host < host_blocks) {
             return Err(Error::Malformed("a transferred block is out of its pool".to_owned()));
         }
-        let took = self.profile.copy_time(transfer.blocks.len() as u64 * u64::from(block_tokens));
+        let took = self.profile.copy_time(transfer.blocks.len() as u64 * u64::from(shape.block_tokens()));
         let now = Instant::now();
         let begins = self.copies.back().map_or(now, |copy| copy.ends.max(now));
         self.copies.push_back(PendingCopy { id: transfer.id, took, ends: begins + took });

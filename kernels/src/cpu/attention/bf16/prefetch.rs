@@ -79,8 +79,8 @@ impl AttentionTask<'_> {
             let offset = at % tokens;
             // SAFETY: AVX-512 is available in this kernel, and prefetching never faults.
             unsafe {
-                let head = layout.keys(next_range.table[at / tokens], self.layer, next_range.kv_head);
-                let head = self.kv.cast::<N>().wrapping_add(head);
+                let head = layout.keys(next_range.table.at(at / tokens), next_range.kv_head);
+                let head = self.kv.wrapping_add(head).cast::<N>();
                 // Tiles of one block share lines: one prefetches even rows of keys, the next odd ones.
                 let keys = head.wrapping_add(offset / TILE % 2 * tokens + offset);
                 let values = head.wrapping_add(layout.values_after_keys() + offset * layout.value_stride());

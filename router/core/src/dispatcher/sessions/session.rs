@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Duration;
 
-use inflight_contract::ModelLimits;
+use inflight_contract::{MemoryShape, ModelLimits};
 
 use crate::dispatcher::placement_state::INDEX_BLOCKS_MAX;
 use crate::{
@@ -37,7 +37,7 @@ pub(in crate::dispatcher) struct WorkerSession {
     pub(in crate::dispatcher) lane: LaneId,
     pub(in crate::dispatcher) fingerprint: Arc<str>,
     pub(in crate::dispatcher) limits: ModelLimits,
-    pub(in crate::dispatcher) block_tokens: u32,
+    pub(in crate::dispatcher) shape: MemoryShape,
     /// Time since which it accepts nothing new: the worker drains, or was removed from discovery.
     pub(super) draining: Option<Duration>,
     /// Quarantined request that has, or waits for, this worker alone.
@@ -82,7 +82,7 @@ impl WorkerSession {
             lane,
             fingerprint: info.fingerprint.into(),
             limits: info.limits,
-            block_tokens: info.block_tokens,
+            shape: info.shape,
             draining: None,
             reserved: None,
             reservation_failed_at: None,

@@ -126,7 +126,7 @@ fn dispatch(placement: router::PlacementKind) -> Vec<u8> {
             fingerprint: "f".to_owned(),
             incarnation: format!("i{worker}"),
             limits: ModelLimits { vocab_size: 100, context_tokens: 64, kv_tokens: 640 },
-            block_tokens: 16,
+            shape: inflight_contract::MemoryShape::uniform(16),
             capacity: router::Credits { sequences: 4, blocks: 40 },
             host_blocks: 2,
             heartbeat: Duration::from_secs(1),

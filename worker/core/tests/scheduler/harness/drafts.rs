@@ -18,8 +18,8 @@ pub(super) struct DraftedChunk {
     pub stand: u32,
     /// KV of the drafts: that of the sequence's next tokens where they stand, else garbage.
     pub contents: Vec<u64>,
-    /// Blocks that the sequence would have without the drafts.
-    undrafted_blocks: u32,
+    /// Spans up to which the sequence's tables would reach without the drafts, by group.
+    undrafted: Vec<u32>,
 }
 
 impl Harness {
@@ -45,7 +45,7 @@ impl Harness {
         plan: &Iteration,
     ) -> BTreeMap<SequenceId, DraftedChunk> {
         let limits = *self.scheduler.limits();
-        let mut drafted = BTreeMap::new();
+        let mut drafted_chunks = BTreeMap::new();
         assert_eq!(plan.drafts, plan.chunks.iter().map(|chunk| chunk.drafts).sum::<u32>());
         for (at, chunk) in plan.chunks.iter().enumerate().filter(|(_, chunk)| chunk.drafts > 0) {
             let drafts = chunk.drafts;
@@ -59,14 +59,13 @@ impl Harness {
             let model = self.live.get_mut(&chunk.id).expect("a planned sequence is live");
             assert_eq!(chunk.start + 1, model.tokens.len() as u32, "drafts do not follow the newest token");
             assert!(drafts < model.remaining, "drafts beyond the last token to generate");
-            let held = before.ran.get(&chunk.id).copied().unwrap_or(0);
-            let undrafted_blocks = held.max(limits.blocks_for(chunk.start + 1));
-            let table = self.scheduler.block_table(chunk.id).len() as u32;
-            assert_eq!(
-                table,
-                undrafted_blocks.max(limits.blocks_for(chunk.start + chunk.len)),
-                "not reserved"
-            );
+            let own = limits.shape.spans(chunk.start + 1);
+            let undrafted: Vec<u32> = before.ran[&chunk.id].iter().map(|held| own.max(*held)).collect();
+            let with = limits.shape.spans(chunk.start + chunk.len);
+            let drafted: Vec<u32> = undrafted.iter().map(|end| with.max(*end)).collect();
+            let groups = self.scheduler.tables(chunk.id).unwrap().groups();
+            let ends: Vec<u32> = groups.iter().map(|table| table.end_span()).collect();
+            assert_eq!(ends, drafted, "not reserved");
             let stand = (mix(plan.number, model.seed) % u64::from(drafts + 1)) as u32;
             let (mut contents, mut last) = (Vec::new(), model.contents[chunk.start as usize]);
             for nth in 0..drafts {
@@ -74,9 +73,9 @@ impl Harness {
                 contents.push(if nth < stand { last } else { GARBAGE });
             }
             model.drafts = drafts;
-            drafted.insert(chunk.id, DraftedChunk { stand, contents, undrafted_blocks });
+            drafted_chunks.insert(chunk.id, DraftedChunk { stand, contents, undrafted });
         }
-        drafted
+        drafted_chunks
     }
 
     /// Checks that numbers of accepted tokens that cannot be are rejected without effect.
@@ -103,10 +102,12 @@ impl Harness {
         let limits = *self.scheduler.limits();
         for (id, chunk) in drafted {
             let Some(model) = self.live.get(id) else { continue };
-            let held = self.scheduler.block_table(*id).len() as u32;
-            let needed = chunk.undrafted_blocks.max(limits.blocks_for(model.planned));
+            let held = self.ends(*id);
+            let planned = limits.shape.spans(model.planned);
+            let needed: Vec<u32> = chunk.undrafted.iter().map(|end| planned.max(*end)).collect();
             // A sequence that has ended is still in the model, without blocks.
-            assert!(held == needed || held == 0, "{id:?} holds {held} blocks, not {needed}");
+            let ended = self.scheduler.tables(*id).is_none();
+            assert!(held == needed || ended, "{id:?} holds spans up to {held:?}, not {needed:?}");
         }
     }
 }

@@ -13,8 +13,9 @@ use inflight_contract::{BlockHash, FinishReason, TokenCost, VirtualTokenCounters
 use inflight_worker_core::policy::{PolicyKind, SchedulingPolicy};
 use inflight_worker_core::{
     CacheEvent, CacheTier, Chunk, Copy, CostModel, CostPrior, Direction, Iteration, IterationOutcome,
-    LatencyObjectives, NewSequence, Preempted, Preemption, ReplayEvent, Scheduler, SchedulerLimits,
-    ScoredRange, SequenceId, StepTarget, SubmitError, Time, TokenVerdict, Transfer, replay,
+    LatencyObjectives, LayerGroup, MemoryShape, NewSequence, Preempted, Preemption, ReplayEvent, Scheduler,
+    SchedulerLimits, ScoredRange, SequenceId, StepTarget, SubmitError, Tables, Time, TokenVerdict, Transfer,
+    replay,
 };
 use proptest::prelude::*;
 
@@ -144,6 +145,18 @@ pub fn limits() -> impl Strategy<Value = SchedulerLimits> {
         )
 }
 
+/// Generates shapes with windows: beside full attention, alone, or two sizes of them.
+pub fn shape() -> impl Strategy<Value = MemoryShape> {
+    let windows = prop::collection::btree_map(1u32..50, 1u32..=3, 1..=2);
+    (0u32..=3, prop::option::weighted(0.8, 1u32..=2), windows).prop_map(|(block_log, full, windows)| {
+        let full = full.map(|blocks| LayerGroup { blocks, window: None });
+        let windows =
+            windows.into_iter().rev().map(|(size, blocks)| LayerGroup { blocks, window: Some(size) });
+        let groups: Vec<LayerGroup> = full.into_iter().chain(windows).collect();
+        MemoryShape::new(1 << block_log, &groups).unwrap()
+    })
+}
+
 /// Generates scheduling policies.
 pub fn policy() -> impl Strategy<Value = PolicyKind> {
     prop_oneof![
@@ -192,6 +205,11 @@ struct SequenceModel {
     drafts: u32,
 }
 
+/// Returns what a position's row is in a block: each block of a span, in each group, holds other layers.
+fn row(content: u64, group: usize, part: usize) -> u64 {
+    mix(content, (group * 100 + part) as u64)
+}
+
 /// Returns the next token of a sequence.
 fn next_token(model: &SequenceModel) -> u32 {
     mix(model.seed, model.tokens.len() as u64) as u32
@@ -200,7 +218,7 @@ fn next_token(model: &SequenceModel) -> u32 {
 /// Iteration in flight, with the block tables at its planning.
 struct ModelIteration {
     number: u64,
-    chunks: Vec<(Chunk, Vec<u32>)>,
+    chunks: Vec<(Chunk, Tables)>,
     /// Chunks with drafts.
     drafted: BTreeMap<SequenceId, drafts::DraftedChunk>,
     copies: Vec<Copy>,
@@ -241,7 +259,7 @@ impl Harness {
         let prior = CostPrior::default().with_copies(0.0, copy_block);
         let cost = CostModel::new(prior);
         let tenants = VirtualTokenCounters::new(TokenCost::default(), 10);
-        let page = vec![0; limits.block_tokens as usize];
+        let block = vec![0; limits.block_tokens() as usize];
         let mut scheduler = Scheduler::new(limits, policy.build(), cost, tenants).unwrap();
         scheduler.record(policy, &prior);
         Self {
@@ -251,8 +269,8 @@ impl Harness {
             kind: policy,
             live: BTreeMap::new(),
             slots: BTreeMap::new(),
-            device: vec![page.clone(); limits.blocks as usize],
-            host: vec![page; limits.host_blocks as usize],
+            device: vec![block.clone(); limits.blocks as usize],
+            host: vec![block; limits.host_blocks as usize],
             in_flight: VecDeque::new(),
             transfers: Vec::new(),
             cached: BTreeMap::new(),
@@ -265,8 +283,19 @@ impl Harness {
         }
     }
 
+    /// Returns true if a sequence with a slot has its tables, which a transfer has meanwhile.
+    fn has_tables(&self, id: SequenceId) -> bool {
+        self.scheduler.tables(id).is_some_and(|tables| !tables.groups().is_empty())
+    }
+
+    /// Returns the spans up to which the tables of a sequence reach, by group.
+    fn ends(&self, id: SequenceId) -> Vec<u32> {
+        let groups = self.scheduler.tables(id).map_or(&[][..], Tables::groups);
+        groups.iter().map(|table| table.end_span()).collect()
+    }
+
     fn block_tokens(&self) -> usize {
-        self.scheduler.limits().block_tokens as usize
+        self.scheduler.limits().block_tokens() as usize
     }
 
     fn append(model: &mut SequenceModel, token: u32, block_tokens: usize) -> Option<BlockHash> {
@@ -312,7 +341,7 @@ impl Harness {
                 Self::append(
                     &mut model,
                     mix(request.text, u64::from(position)) as u32,
-                    limits.block_tokens as usize,
+                    limits.block_tokens() as usize,
                 );
             }
             let fits = request.known + request.max <= limits.sequence_tokens_max();
@@ -377,8 +406,9 @@ impl Harness {
         }
         let id = *self.live.keys().nth(pick % self.live.len()).unwrap();
         self.scheduler.preempt(id);
+        let runs = self.has_tables(id);
         let model = self.live.get_mut(&id).unwrap();
-        model.forced = model.slot.is_some() && !self.scheduler.block_table(id).is_empty();
+        model.forced = model.slot.is_some() && runs;
         self.scheduler.assert_consistent();
     }
 
@@ -449,7 +479,7 @@ impl Harness {
         }
         let swapped = plan.preempted.iter().filter(|one| one.kind == Preemption::Swap).map(|one| one.id);
         let arriving = plan.admitted.iter().map(|(id, _)| *id);
-        let arriving = arriving.filter(|id| self.scheduler.block_table(*id).is_empty());
+        let arriving = arriving.filter(|id| !self.has_tables(*id));
         let (mut out, mut back) = (swapped.collect::<VecDeque<_>>(), arriving.collect::<VecDeque<_>>());
         for transfer in &plan.transfers {
             self.swaps += 1;
@@ -468,8 +498,8 @@ impl Harness {
         for chunk in &plan.chunks {
             assert!(seen.insert(chunk.id, ()).is_none(), "a sequence has two chunks");
             assert_eq!(self.slots.get(&chunk.slot), Some(&chunk.id), "a chunk in another sequence's slot");
-            let held = self.scheduler.block_table(chunk.id).len() as u32 * limits.block_tokens;
-            assert!(held >= chunk.start + chunk.len, "the block table is too short");
+            let held = self.ends(chunk.id).into_iter().min().unwrap() * limits.block_tokens();
+            assert!(held >= chunk.start + chunk.len, "a block table is too short");
             let model = self.live.get_mut(&chunk.id).unwrap();
             assert!(chunk.start >= model.planned, "recomputed without a preemption");
             assert_eq!(model.drafts, 0, "planned while its drafts are in flight");
@@ -488,7 +518,8 @@ impl Harness {
             assert!(self.scheduler.is_idle() || waits, "nothing runs though work waits: {plan:?}");
             return moved;
         }
-        let chunks = plan.chunks.iter().map(|chunk| (*chunk, self.scheduler.block_table(chunk.id).to_vec()));
+        let tables = |chunk: &Chunk| self.scheduler.tables(chunk.id).unwrap().clone();
+        let chunks = plan.chunks.iter().map(|chunk| (*chunk, tables(chunk)));
         let running = ModelIteration {
             number: plan.number,
             chunks: chunks.collect(),
@@ -514,27 +545,37 @@ impl Harness {
 
     /// Runs all iterations in flight that have not run.
     fn run(&mut self) {
-        let block_tokens = self.block_tokens();
+        let shape = self.scheduler.limits().shape;
         for running in self.in_flight.iter_mut().filter(|running| !running.ran) {
             running.ran = true;
             for copy in &running.copies {
                 self.device[copy.to as usize] = self.device[copy.from as usize].clone();
             }
-            for (chunk, table) in &running.chunks {
+            for (chunk, tables) in &running.chunks {
                 // Results of an ended sequence are not read.
                 let Some(model) = self.live.get(&chunk.id) else { continue };
                 let drafts = running.drafted.get(&chunk.id);
                 let guessed = drafts.map_or(&[][..], |drafts| &drafts.contents);
                 let contents: Vec<_> = model.contents.iter().chain(guessed).collect();
-                for position in 0..(chunk.start + chunk.len) as usize {
-                    // The newest token may be a placeholder known only to the device.
-                    let Some(content) = contents.get(position).copied() else { continue };
-                    let cell =
-                        &mut self.device[table[position / block_tokens] as usize][position % block_tokens];
-                    if position >= chunk.start as usize {
-                        *cell = *content;
-                    } else {
-                        assert_eq!(cell, content, "{:?} reads foreign KV at position {position}", chunk.id);
+                for (group, table) in tables.groups().iter().enumerate() {
+                    // What the first token of the chunk sees, and the chunk.
+                    let window = shape.groups()[group].window;
+                    let first = window.map_or(0, |window| (chunk.start + 1).saturating_sub(window));
+                    for position in first..chunk.start + chunk.len {
+                        // The newest token may be a placeholder known only to the device.
+                        let Some(content) = contents.get(position as usize).copied() else { continue };
+                        let blocks = table.span(position / shape.block_tokens());
+                        assert!(!blocks.is_empty(), "{:?} lacks position {position}", chunk.id);
+                        for (part, block) in blocks.iter().enumerate() {
+                            let content = row(*content, group, part);
+                            let at = (position % shape.block_tokens()) as usize;
+                            let cell = &mut self.device[*block as usize][at];
+                            if position >= chunk.start {
+                                *cell = content;
+                            } else {
+                                assert_eq!(*cell, content, "{:?} reads foreign KV at {position}", chunk.id);
+                            }
+                        }
                     }
                 }
             }
@@ -599,13 +640,17 @@ impl Harness {
 
     /// Writes the KV computed by iterations in flight for placeholder tokens that are known now.
     fn fill_placeholders(&mut self) {
-        let block_tokens = self.block_tokens();
+        let block_tokens = self.block_tokens() as u32;
         for running in self.in_flight.iter().filter(|running| running.ran) {
-            for (chunk, table) in &running.chunks {
+            for (chunk, tables) in &running.chunks {
                 let Some(model) = self.live.get(&chunk.id) else { continue };
-                let position = (chunk.start + chunk.len - 1) as usize;
-                if let Some(content) = model.contents.get(position) {
-                    self.device[table[position / block_tokens] as usize][position % block_tokens] = *content;
+                let position = chunk.start + chunk.len - 1;
+                let Some(content) = model.contents.get(position as usize) else { continue };
+                for (group, table) in tables.groups().iter().enumerate() {
+                    for (part, block) in table.span(position / block_tokens).iter().enumerate() {
+                        let at = (position % block_tokens) as usize;
+                        self.device[*block as usize][at] = row(*content, group, part);
+                    }
                 }
             }
         }

@@ -12,8 +12,8 @@ use super::{Harness, SequenceModel};
 
 /// Snapshot of the model before a plan.
 pub(super) struct ModelSnapshot {
-    /// Sequences with a slot and blocks on the device, with their number of blocks.
-    pub(super) ran: BTreeMap<SequenceId, u32>,
+    /// Sequences with a slot and blocks on the device, with the spans up to which their tables reach, by group.
+    pub(super) ran: BTreeMap<SequenceId, Vec<u32>>,
     waiting: BTreeSet<SequenceId>,
     pub(super) in_flight: BTreeSet<SequenceId>,
     services: BTreeMap<String, Service>,
@@ -26,14 +26,13 @@ pub(super) struct ModelSnapshot {
 
 impl Harness {
     pub(super) fn snapshot(&self) -> ModelSnapshot {
-        let table = |id: SequenceId| self.scheduler.block_table(id).len() as u32;
-        let running = self.live.iter().filter(|(id, model)| model.slot.is_some() && table(**id) > 0);
+        let running = self.live.iter().filter(|(id, model)| model.slot.is_some() && self.has_tables(**id));
         let waiting = self.live.iter().filter(|(_, model)| model.slot.is_none() && !model.swapped);
         let chunks = self.in_flight.iter().flat_map(|running| &running.chunks);
         let load = self.scheduler.load();
         let tenants = self.scheduler.tenants().iter();
         ModelSnapshot {
-            ran: running.map(|(id, _)| (*id, table(*id))).collect(),
+            ran: running.map(|(id, _)| (*id, self.ends(*id))).collect(),
             waiting: waiting.map(|(id, _)| *id).collect(),
             in_flight: chunks.map(|(chunk, _)| chunk.id).collect(),
             services: tenants.map(|(name, service, _)| (name.to_owned(), service)).collect(),
@@ -145,23 +144,33 @@ impl Harness {
             assert!(!for_admission || outranked(victim), "{one:?}: the victim's priority is not low enough");
 
             // The beneficiary really lacks blocks or a slot.
-            let block = limits.block_tokens;
-            let grows = |(id, held): (&SequenceId, &u32)| {
-                let wants = |model: &SequenceModel| {
-                    model.remaining > 0 && model.drafts == 0 && model.planned + 1 > held * block
-                };
-                self.live.get(id).is_some_and(wants)
+            let wants = |(id, ends): (&SequenceId, &Vec<u32>)| {
+                let model = self.live.get(id).filter(|model| model.remaining > 0 && model.drafts == 0);
+                let end = model.map_or(0, |model| limits.shape.spans(model.planned + 1));
+                let groups = limits.shape.groups().iter().zip(ends);
+                groups.map(|(group, held)| group.blocks * end.saturating_sub(*held)).sum::<u32>()
             };
-            let wanted = before.ran.iter().filter(|one| grows(*one)).count() as u32;
-            let reserves =
-                |model: &SequenceModel| limits.admission_blocks(model.tokens.len() as u32, model.remaining);
+            let wanted: u32 = before.ran.iter().map(wants).sum();
+            // With windows a sequence with a cached prefix reserves more: what its next token sees, and a window ahead.
+            let reserves = |model: &SequenceModel| match limits.shape.has_windows() {
+                false => limits.admission_blocks(model.tokens.len() as u32, model.remaining),
+                true => {
+                    limits.shape.blocks(model.tokens.len() as u32 + model.remaining, limits.tokens_ahead())
+                }
+            };
+            // Running prefills take blocks for their chunks before others are admitted.
+            let took = |(id, ends): (&SequenceId, &Vec<u32>)| {
+                let groups = limits.shape.groups().iter().zip(self.ends(*id)).zip(ends);
+                groups.map(|((group, end), before)| group.blocks * end.saturating_sub(*before)).sum::<u32>()
+            };
+            let took: u32 = before.ran.iter().map(took).sum();
             let admitted = || plan.admitted.iter().filter_map(|(id, _)| self.live.get(id));
             // Others may have been admitted before it in this plan.
             let admission =
                 reserves(beneficiary) + limits.watermark_blocks + admitted().map(reserves).sum::<u32>();
             let slots = before.free_slots.saturating_sub(admitted().count() as u32);
             let lacks = match for_admission {
-                true => slots == 0 || wanted + admission > before.free,
+                true => slots == 0 || took.max(wanted) + admission > before.free,
                 false => wanted > before.free,
             };
             assert!(
@@ -171,7 +180,7 @@ impl Harness {
             );
 
             // The victim has made progress since its resumption, or there was no other candidate.
-            let candidate = |(id, _): (&SequenceId, &u32)| {
+            let candidate = |(id, _): (&SequenceId, &Vec<u32>)| {
                 let Some(other) = self.live.get(id) else { return false };
                 let in_flight = before.in_flight.contains(id);
                 let leaves = plan.marked.iter().any(|(marked, _)| marked == id)

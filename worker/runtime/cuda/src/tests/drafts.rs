@@ -101,7 +101,8 @@ fn block_table(request: usize, block_tokens: u32) -> Vec<u32> {
 
 /// Runs a request alone: the prompt, then token by token.
 fn alone<G: Gpu<Memory = HostMemory>>(gpu: &mut HarnessRunner<G>, request: &Request) -> Vec<StepBits> {
-    let Capabilities { vocab_size, block_tokens, .. } = gpu.runner.capabilities;
+    let Capabilities { vocab_size, shape, .. } = gpu.runner.capabilities;
+    let block_tokens = shape.block_tokens();
     attach(gpu, 0, request, &[]);
     let (mut tokens, mut fed, mut steps) = (request.prompt.clone(), 0, Vec::new());
     let (mut batch, mut masks) = (Batch::default(), TokenMasks::none(vocab_size));
@@ -190,7 +191,8 @@ fn together<G: Gpu<Memory = HostMemory>>(
     expected: &[Vec<StepBits>],
     seed: u32,
 ) -> (Vec<Vec<StepBits>>, Coverage) {
-    let Capabilities { vocab_size, block_tokens, .. } = gpu.runner.capabilities;
+    let Capabilities { vocab_size, shape, .. } = gpu.runner.capabilities;
+    let block_tokens = shape.block_tokens();
     let mut count = 0;
     let mut below = |bound: usize| {
         count += 1;

@@ -24,7 +24,7 @@ fn every_device_allocation_is_in_the_memory_plan() {
         let capabilities = Capabilities {
             vocab_size: config.vocab_size as u32,
             context_tokens: context,
-            block_tokens: 4 << block_bits,
+            shape: MemoryShape::uniform(4 << block_bits),
             block_bytes: 0,
             blocks,
             host_blocks: 0,

@@ -78,7 +78,8 @@ fn steps<G: Gpu<Memory = HostMemory>>(
     known: Option<&StepOutputs>,
 ) -> StepOutputs {
     let vocabulary = gpu.runner.capabilities.vocab_size;
-    let mut sequences = TestSequences::new(&[70, 1, 33], vocabulary, gpu.runner.capabilities.block_tokens, 5);
+    let mut sequences =
+        TestSequences::new(&[70, 1, 33], vocabulary, gpu.runner.capabilities.shape.block_tokens(), 5);
     for (slot, tokens) in sequences.tokens.iter().enumerate() {
         gpu.attach(slot as u32, sampling, tokens);
     }

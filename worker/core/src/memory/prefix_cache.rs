@@ -1,0 +1,310 @@
+//! Prefix cache: which spans of tokens are in which blocks, and at which spans a sequence can resume.
+
+use inflight_contract::{BlockHash, MemoryShape};
+
+use super::block_pool::{Block, NONE};
+use super::chain::Chain;
+use crate::evicted_hashes::EvictedHashes;
+use crate::hash_index::HashIndex;
+
+/// Pool that holds a span of the prefix cache.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub enum CacheTier {
+    /// Device pool.
+    Device,
+    /// Host pool.
+    Host,
+}
+
+/// Change of the prefix cache, reported to routers.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum CacheEvent {
+    /// A sequence can resume behind the span with this hash.
+    Stored(BlockHash),
+    /// It cannot any more.
+    Removed(BlockHash),
+}
+
+/// A span of a sequence that is to be cached.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct SealedSpan {
+    pub hash: BlockHash,
+    /// Index of the span in its sequence, and the hash of the one before it.
+    pub position: u32,
+    pub parent: Option<BlockHash>,
+}
+
+/// Spans of tokens that are cached in a pool's blocks.
+///
+/// A cached span is named by the first block of its first group, its leader; the other blocks are its companions. The first group
+/// is the one that needs a span longest, so a span is forgotten with a block of it, and a block of another group takes with it the
+/// blocks of that group only: the span then remains for sequences whose windows are past it.
+///
+/// **Invariants**: `index` holds exactly the hashes of the leaders, so hashes are unique. Every block of a cached span names its
+/// leader, and no other block does.
+#[derive(Debug)]
+pub(crate) struct PrefixCache {
+    shape: MemoryShape,
+    /// Leaders by hash.
+    index: HashIndex,
+    /// Hash of each leader.
+    hashes: Vec<Option<BlockHash>>,
+    /// Leader of each block of a cached span, else `NONE`.
+    leaders: Vec<Block>,
+    /// Companions of each leader, in the order of the groups; [blocks, blocks of a span - 1].
+    companions: Vec<Block>,
+    /// Order of the spans in their sequences; `None` if every span's end can be resumed from.
+    chain: Option<Chain>,
+    events: Vec<CacheEvent>,
+    /// Hashes evicted last; `None`: not kept.
+    evicted: Option<EvictedHashes>,
+}
+
+impl PrefixCache {
+    /// Creates an empty cache in a pool of `total` blocks.
+    pub fn new(shape: MemoryShape, total: u32) -> Self {
+        let others = shape.span_blocks() as usize - 1;
+        Self {
+            shape,
+            index: HashIndex::new(total),
+            hashes: vec![None; total as usize],
+            leaders: vec![NONE; total as usize],
+            companions: vec![NONE; total as usize * others],
+            chain: shape.has_windows().then(|| Chain::new(&shape, total)),
+            events: Vec::new(),
+            evicted: None,
+        }
+    }
+
+    /// Keeps the hashes that are evicted, as many as the pool has blocks.
+    pub fn keep_evicted_hashes(&mut self) {
+        self.evicted = Some(EvictedHashes::new(self.hashes.len() as u32));
+    }
+
+    /// Returns true if a span with this hash was among the last evicted ones.
+    pub fn was_evicted(&self, hash: BlockHash) -> bool {
+        self.evicted.as_ref().is_some_and(|evicted| evicted.contains(hash))
+    }
+
+    /// Returns true if the block holds a part of a cached span.
+    pub fn holds(&self, block: Block) -> bool {
+        self.leaders[block as usize] != NONE
+    }
+
+    /// Returns the hash of the span whose leader this block is.
+    pub fn hash_of(&self, block: Block) -> Option<BlockHash> {
+        self.hashes[block as usize]
+    }
+
+    /// Returns the leader of the cached span with this hash.
+    pub fn lookup(&self, hash: BlockHash) -> Option<Block> {
+        self.index.get(hash)
+    }
+
+    /// Returns the hashes of the spans behind which a sequence can resume; at most one per block.
+    pub fn contents(&self) -> impl Iterator<Item = BlockHash> + '_ {
+        let announced =
+            |block: usize| self.chain.as_ref().is_none_or(|chain| chain.is_announced(block as Block));
+        let spans = self.hashes.iter().enumerate().filter(move |(block, _)| announced(*block));
+        spans.filter_map(|(_, hash)| *hash)
+    }
+
+    /// Drains the changes since the last call, in order.
+    pub fn drain_events(&mut self) -> impl Iterator<Item = CacheEvent> + '_ {
+        self.events.drain(..)
+    }
+
+    /// Returns the blocks of a cached span in a group; none if they are not cached.
+    pub fn blocks(&self, leader: Block, group: usize) -> impl Iterator<Item = Block> + '_ {
+        let first = (group == 0).then_some(leader);
+        let others = self.companions(leader, group).iter().copied().filter(|block| *block != NONE);
+        first.into_iter().chain(others)
+    }
+
+    /// Returns true if a cached span has its blocks of a group.
+    pub fn has(&self, leader: Block, group: usize) -> bool {
+        group == 0 || self.companions(leader, group).first() != Some(&NONE)
+    }
+
+    /// Adds a span, or blocks that a cached span with the same hash lacks. `blocks` returns the blocks of a group. Calls `keep` with
+    /// each block whose content is cached now.
+    pub fn insert<'p>(
+        &mut self,
+        span: &SealedSpan,
+        blocks: impl Fn(usize) -> &'p [Block],
+        mut keep: impl FnMut(Block),
+    ) {
+        let known = self.index.get(span.hash);
+        let leader = match known {
+            Some(leader) => leader,
+            None => {
+                // A span that the window of the first group has passed resumes nothing.
+                let Some(&leader) = blocks(0).first().filter(|block| !self.holds(**block)) else { return };
+                self.index.insert(span.hash, leader);
+                self.hashes[leader as usize] = Some(span.hash);
+                self.leaders[leader as usize] = leader;
+                keep(leader);
+                self.add_companions(leader, 0, &blocks(0)[1..], &mut keep);
+                leader
+            }
+        };
+        for group in 1..self.shape.groups().len() {
+            if !self.has(leader, group) {
+                self.add_companions(leader, group, blocks(group), &mut keep);
+            }
+        }
+        let Some(mut chain) = self.chain.take() else {
+            self.events.extend(known.is_none().then_some(CacheEvent::Stored(span.hash)));
+            return;
+        };
+        let parent = span.parent.and_then(|parent| self.index.get(parent));
+        chain.link(leader, span.position, parent);
+        if !chain.is_announced(leader) && chain.can_resume(leader, |block, group| self.has(block, group)) {
+            chain.announce(leader);
+            self.events.push(CacheEvent::Stored(span.hash));
+        }
+        self.chain = Some(chain);
+    }
+
+    fn add_companions(
+        &mut self,
+        leader: Block,
+        group: usize,
+        blocks: &[Block],
+        keep: &mut impl FnMut(Block),
+    ) {
+        if blocks.is_empty() || blocks.iter().any(|block| self.leaders[*block as usize] != NONE) {
+            return;
+        }
+        let range = self.range(leader, group);
+        self.companions[range].copy_from_slice(blocks);
+        for block in blocks {
+            self.leaders[*block as usize] = leader;
+            keep(*block);
+        }
+    }
+
+    /// Forgets what an allocated block held, and with it the blocks that are of no use without it. Calls `forget` with each of these.
+    pub fn evict(&mut self, block: Block, mut forget: impl FnMut(Block)) {
+        let leader = self.leaders[block as usize];
+        if leader == NONE {
+            return;
+        }
+        let other = |other: Block| {
+            if other != block {
+                forget(other);
+            }
+        };
+        match (1..self.shape.groups().len()).find(|group| self.companions(leader, *group).contains(&block)) {
+            Some(group) => self.drop_group(leader, group, other),
+            None => {
+                if let (Some(evicted), Some(hash)) = (&mut self.evicted, self.hashes[leader as usize]) {
+                    evicted.push(hash);
+                }
+                self.drop_span(leader, other);
+            }
+        }
+    }
+
+    /// Forgets the span with this hash, if it is cached. Calls `forget` with each of its blocks.
+    pub fn forget(&mut self, hash: BlockHash, forget: impl FnMut(Block)) {
+        if let Some(leader) = self.lookup(hash) {
+            self.drop_span(leader, forget);
+        }
+    }
+
+    /// Forgets a span in all groups.
+    fn drop_span(&mut self, leader: Block, mut forget: impl FnMut(Block)) {
+        let Some(hash) = self.hashes[leader as usize].take() else { return };
+        self.index.remove(hash);
+        self.leaders[leader as usize] = NONE;
+        forget(leader);
+        let others = self.shape.span_blocks() as usize - 1;
+        for at in leader as usize * others..(leader as usize + 1) * others {
+            let block = std::mem::replace(&mut self.companions[at], NONE);
+            if block != NONE {
+                self.leaders[block as usize] = NONE;
+                forget(block);
+            }
+        }
+        match &mut self.chain {
+            None => self.events.push(CacheEvent::Removed(hash)),
+            Some(chain) => {
+                if chain.withdraw(leader) {
+                    self.events.push(CacheEvent::Removed(hash));
+                }
+                let (hashes, events) = (&self.hashes, &mut self.events);
+                chain.remove(leader, |block| events.extend(hashes[block as usize].map(CacheEvent::Removed)));
+            }
+        }
+    }
+
+    /// Forgets a span in one group, other than the first.
+    fn drop_group(&mut self, leader: Block, group: usize, mut forget: impl FnMut(Block)) {
+        for at in self.range(leader, group) {
+            let block = std::mem::replace(&mut self.companions[at], NONE);
+            if block != NONE {
+                self.leaders[block as usize] = NONE;
+                forget(block);
+            }
+        }
+        let (hashes, events) = (&self.hashes, &mut self.events);
+        if let Some(chain) = &mut self.chain {
+            chain.lose(leader, group, |block| events.extend(hashes[block as usize].map(CacheEvent::Removed)));
+        }
+    }
+
+    /// Returns the companions of a leader in a group; in the first group the leader is none of them.
+    fn companions(&self, leader: Block, group: usize) -> &[Block] {
+        &self.companions[self.range(leader, group)]
+    }
+
+    fn range(&self, leader: Block, group: usize) -> std::ops::Range<usize> {
+        let groups = self.shape.groups();
+        let before: u32 = groups[..group].iter().map(|group| group.blocks).sum();
+        let start =
+            leader as usize * (self.shape.span_blocks() as usize - 1) + before.saturating_sub(1) as usize;
+        start..start + groups[group].blocks as usize - usize::from(group == 0)
+    }
+
+    /// Checks the cache's invariants.
+    ///
+    /// # Panics
+    /// If an invariant is violated.
+    pub fn assert_consistent(&self) {
+        let mut leaders = 0;
+        for (block, hash) in self.hashes.iter().enumerate() {
+            let block = block as Block;
+            let Some(hash) = hash else {
+                assert!(self.leaders[block as usize] != block, "block {block} leads no span");
+                continue;
+            };
+            leaders += 1;
+            assert_eq!(self.index.get(*hash), Some(block), "the index misses block {block}");
+            for group in 0..self.shape.groups().len() {
+                let blocks: Vec<Block> = self.blocks(block, group).collect();
+                let whole = blocks.len() as u32 == self.shape.groups()[group].blocks;
+                assert!(whole || blocks.is_empty() && group > 0, "span {block} has a part of group {group}");
+                assert!(blocks.iter().all(|other| self.leaders[*other as usize] == block));
+            }
+        }
+        assert_eq!(leaders, self.index.len(), "the index names spans that have no hash");
+        let named = self.leaders.iter().filter(|leader| **leader != NONE);
+        assert!(
+            named.clone().all(|leader| self.hashes[*leader as usize].is_some()),
+            "a block of a forgotten span"
+        );
+        let of_spans = |leader: Block| -> usize {
+            (0..self.shape.groups().len()).map(|group| self.blocks(leader, group).count()).sum()
+        };
+        let spans = self.hashes.iter().enumerate().filter(|(_, hash)| hash.is_some());
+        let blocks: usize = spans.map(|(leader, _)| of_spans(leader as Block)).sum();
+        assert_eq!(named.count(), blocks, "a block names a span that it is not of");
+        if let Some(chain) = &self.chain {
+            chain.assert_consistent(
+                |block| self.hashes[block as usize].is_some(),
+                |block, group| self.has(block, group),
+            );
+        }
+    }
+}

@@ -1,0 +1,278 @@
+//! Plan of the KV memory: which layers' rows are in which blocks.
+
+use std::fmt;
+
+use inflight_contract::{GROUPS_MAX, LayerGroup, MemoryShape, ShapeError};
+
+/// Maximum blocks of a span in the first group: smaller blocks waste less memory and need longer tables.
+const FIRST_GROUP_BLOCKS_MAX: u64 = 8;
+/// Maximum part of the blocks that may be unused for larger blocks to be preferred.
+const WASTE_MAX: f64 = 0.1;
+
+/// What a layer keeps.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct LayerRows {
+    /// Positions that a token sees, its own included; `None`: all up to its own.
+    pub window: Option<u32>,
+    /// Bytes of the rows of a span of `block_tokens` tokens; a multiple of 4.
+    pub bytes: u64,
+}
+
+/// Where the rows of a layer are.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct LayerPlace {
+    /// Index of the layer's group.
+    pub group: usize,
+    /// Index of the block among those of a span in the group.
+    pub part: usize,
+    /// Bytes from the start of the block.
+    pub offset: u64,
+}
+
+/// Bytes of a group's blocks, for operators.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct GroupMemory {
+    /// Number of layers.
+    pub layers: usize,
+    /// Group of the shape.
+    pub group: LayerGroup,
+    /// Bytes of the rows of a span.
+    pub bytes: u64,
+    /// Bytes of its blocks that hold no rows.
+    pub unused: u64,
+}
+
+/// Plan of the KV memory of a model, or of a rank's shard: groups of layers, the size of a block, and the place of each layer.
+///
+/// Layers that see the same positions form a group. All blocks have one size: that of a span in the first group or, if this leaves
+/// more than a tenth of the memory unused, a part of it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct KvPlan {
+    shape: MemoryShape,
+    block_bytes: u64,
+    places: Vec<LayerPlace>,
+    groups: Vec<GroupMemory>,
+}
+
+/// Layers whose rows cannot be planned.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+pub enum KvPlanError {
+    /// Too many different windows.
+    #[error(
+        "the layers have {0} different sliding windows; up to {GROUPS_MAX} kinds of layers are supported"
+    )]
+    Windows(usize),
+    /// The groups contradict each other.
+    #[error(transparent)]
+    Shape(#[from] ShapeError),
+}
+
+impl KvPlan {
+    /// Plans the memory of these layers for sequences of up to `context_tokens` tokens; a window of that size or more never passes
+    /// a position, so it counts as full attention.
+    ///
+    /// # Errors
+    /// [`KvPlanError`] for no layers, too many different windows, or a window or span without tokens.
+    pub fn new(block_tokens: u32, context_tokens: u32, layers: &[LayerRows]) -> Result<Self, KvPlanError> {
+        let window = |layer: &LayerRows| layer.window.filter(|window| *window < context_tokens);
+        let mut windows: Vec<Option<u32>> = layers.iter().map(window).collect();
+        // From full attention to the smallest window.
+        windows.sort_by_key(|window| std::cmp::Reverse(window.unwrap_or(u32::MAX)));
+        windows.dedup();
+        if windows.len() > GROUPS_MAX {
+            return Err(KvPlanError::Windows(windows.len()));
+        }
+        let group_of =
+            |layer: &LayerRows| windows.iter().position(|other| *other == window(layer)).unwrap_or(0);
+        let first: u64 = layers.iter().filter(|layer| group_of(layer) == 0).map(|layer| layer.bytes).sum();
+        let largest = layers.iter().map(|layer| layer.bytes).max().unwrap_or(0);
+        let mut best: Option<(f64, Packed)> = None;
+        for parts in 1..=FIRST_GROUP_BLOCKS_MAX {
+            // Layers are not divided, so a block holds at least the largest one.
+            let target = first.div_ceil(parts).max(largest);
+            let packed = Packed::new(layers, &group_of, windows.len(), target);
+            let waste = packed.waste(layers);
+            if waste <= WASTE_MAX {
+                best = Some((waste, packed));
+                break;
+            }
+            if best.as_ref().is_none_or(|(least, _)| waste < *least) {
+                best = Some((waste, packed));
+            }
+        }
+        let packed = best.map(|(_, packed)| packed).ok_or(ShapeError::Groups(0))?;
+        let groups: Vec<LayerGroup> = windows
+            .iter()
+            .zip(&packed.blocks)
+            .map(|(window, blocks)| LayerGroup { blocks: *blocks, window: *window })
+            .collect();
+        let shape = MemoryShape::new(block_tokens, &groups)?;
+        let memory = |(index, group): (usize, &LayerGroup)| {
+            let of_group = layers.iter().filter(|layer| group_of(layer) == index);
+            let (layers, bytes) = (of_group.clone().count(), of_group.map(|layer| layer.bytes).sum());
+            let unused = u64::from(group.blocks) * packed.block_bytes - bytes;
+            GroupMemory { layers, group: *group, bytes, unused }
+        };
+        let groups = groups.iter().enumerate().map(memory).collect();
+        Ok(Self { shape, block_bytes: packed.block_bytes, places: packed.places, groups })
+    }
+
+    /// Returns the groups, as the scheduler sees them.
+    pub fn shape(&self) -> MemoryShape {
+        self.shape
+    }
+
+    /// Returns the bytes of a block.
+    pub fn block_bytes(&self) -> u64 {
+        self.block_bytes
+    }
+
+    /// Returns the place of each layer.
+    pub fn places(&self) -> &[LayerPlace] {
+        &self.places
+    }
+
+    /// Returns the memory of each group.
+    pub fn groups(&self) -> &[GroupMemory] {
+        &self.groups
+    }
+
+    /// Returns the bytes that a sequence of `tokens` tokens holds while it generates.
+    pub fn sequence_bytes(&self, tokens: u32) -> u64 {
+        u64::from(self.shape.blocks(tokens, 1)) * self.block_bytes
+    }
+}
+
+impl fmt::Display for KvPlan {
+    /// Writes the groups, such as `4 layers with full attention, 1 block; 22 layers with a window of 1024, 6 blocks (8 % unused)`.
+    fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
+        for (index, GroupMemory { layers, group, bytes, unused }) in self.groups.iter().enumerate() {
+            let separator = if index > 0 { "; " } else { "" };
+            let plural = |count: usize| if count == 1 { "" } else { "s" };
+            write!(out, "{separator}{layers} layer{} with ", plural(*layers))?;
+            match group.window {
+                None => write!(out, "full attention")?,
+                Some(window) => write!(out, "a window of {window}")?,
+            }
+            write!(out, ", {} block{}", group.blocks, plural(group.blocks as usize))?;
+            if *unused > 0 {
+                write!(out, " ({:.0} % unused)", 100.0 * *unused as f64 / (bytes + unused) as f64)?;
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Layers packed into blocks.
+struct Packed {
+    places: Vec<LayerPlace>,
+    /// Blocks of a span by group.
+    blocks: Vec<u32>,
+    block_bytes: u64,
+}
+
+impl Packed {
+    /// Packs the layers of each group, in order, into blocks of at most `target` bytes.
+    fn new(
+        layers: &[LayerRows],
+        group_of: &impl Fn(&LayerRows) -> usize,
+        groups: usize,
+        target: u64,
+    ) -> Self {
+        let (mut used, mut blocks) = (vec![0u64; groups], vec![1u32; groups]);
+        let (mut places, mut block_bytes) = (Vec::with_capacity(layers.len()), 0);
+        for layer in layers {
+            let group = group_of(layer);
+            if used[group] + layer.bytes > target {
+                (used[group], blocks[group]) = (0, blocks[group] + 1);
+            }
+            places.push(LayerPlace { group, part: blocks[group] as usize - 1, offset: used[group] });
+            used[group] += layer.bytes;
+            block_bytes = used[group].max(block_bytes);
+        }
+        Self { places, blocks, block_bytes }
+    }
+
+    /// Returns the part of the blocks of a span that holds no rows.
+    fn waste(&self, layers: &[LayerRows]) -> f64 {
+        let all = f64::from(self.blocks.iter().sum::<u32>()) * self.block_bytes as f64;
+        1.0 - layers.iter().map(|layer| layer.bytes).sum::<u64>() as f64 / all.max(1.0)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    fn rows(window: Option<u32>) -> LayerRows {
+        LayerRows { window, bytes: 64 }
+    }
+
+    #[test]
+    fn layers_with_full_attention_share_a_block() {
+        let plan = KvPlan::new(16, 4096, &[rows(None); 5]).unwrap();
+        assert_eq!((plan.shape(), plan.block_bytes()), (MemoryShape::uniform(16), 320));
+        assert_eq!(plan.places()[3], LayerPlace { group: 0, part: 0, offset: 192 });
+        assert_eq!(plan.to_string(), "5 layers with full attention, 1 block");
+        // A window as large as the context passes nothing.
+        let plan = KvPlan::new(16, 4096, &[rows(Some(4096)), rows(None), rows(Some(9999))]).unwrap();
+        assert_eq!(plan.shape(), MemoryShape::uniform(16));
+    }
+
+    /// Gemma 3: every sixth layer has full attention.
+    fn gemma(layers: usize) -> Vec<LayerRows> {
+        (1..=layers).map(|layer| rows((!layer.is_multiple_of(6)).then_some(1024))).collect()
+    }
+
+    #[test]
+    fn windows_beside_full_attention_take_blocks_of_the_same_size() {
+        let plan = KvPlan::new(16, 32_768, &gemma(26)).unwrap();
+        let text =
+            "4 layers with full attention, 1 block; 22 layers with a window of 1024, 6 blocks (8 % unused)";
+        assert_eq!(plan.to_string(), text);
+        assert_eq!(plan.block_bytes(), 4 * 64);
+        assert_eq!(plan.places()[5], LayerPlace { group: 0, part: 0, offset: 0 });
+        assert_eq!(plan.places()[6], LayerPlace { group: 1, part: 1, offset: 64 });
+        // 62 layers: 10 in a block would leave 13 % unused, so a block has half of them.
+        let plan = KvPlan::new(16, 32_768, &gemma(62)).unwrap();
+        assert_eq!((plan.block_bytes(), plan.shape().groups()[0].blocks), (5 * 64, 2));
+        assert_eq!(plan.shape().groups()[1].blocks, 11);
+        // A sequence holds the rows of its window, not those of all its tokens.
+        assert_eq!(plan.sequence_bytes(32_768), 5 * 64 * (2 * 2048 + 11 * 65));
+    }
+
+    #[test]
+    fn too_many_windows_are_refused() {
+        let layers: Vec<LayerRows> = (1..=5).map(|window| rows(Some(window))).collect();
+        let error = KvPlan::new(16, 4096, &layers).unwrap_err();
+        assert!(error.to_string().contains("5 different sliding windows"), "{error}");
+        assert_eq!(KvPlan::new(16, 4096, &[rows(Some(0))]), Err(KvPlanError::Shape(ShapeError::Window)));
+        assert_eq!(KvPlan::new(16, 4096, &[]), Err(KvPlanError::Shape(ShapeError::Groups(0))));
+    }
+
+    proptest! {
+        #[test]
+        fn every_layer_has_its_place(
+            layers in prop::collection::vec((prop::sample::select(vec![None, Some(8), Some(64)]), 1u64..9), 1..40),
+        ) {
+            let layers: Vec<LayerRows> =
+                layers.into_iter().map(|(window, size)| LayerRows { window, bytes: 4 * size }).collect();
+            let plan = KvPlan::new(16, 4096, &layers).unwrap();
+            let mut taken = std::collections::BTreeMap::new();
+            for (layer, place) in layers.iter().zip(plan.places()) {
+                let group = plan.shape().groups()[place.group];
+                prop_assert_eq!(group.window, layer.window);
+                prop_assert!(place.part < group.blocks as usize);
+                prop_assert!(place.offset + layer.bytes <= plan.block_bytes());
+                for at in (place.offset..place.offset + layer.bytes).step_by(4) {
+                    prop_assert!(taken.insert((place.group, place.part, at), ()).is_none(), "layers overlap");
+                }
+            }
+            let bytes: u64 = plan.groups().iter().map(|group| group.bytes).sum();
+            prop_assert_eq!(bytes, layers.iter().map(|layer| layer.bytes).sum::<u64>());
+            let all = u64::from(plan.shape().span_blocks()) * plan.block_bytes();
+            prop_assert_eq!(plan.groups().iter().map(|group| group.bytes + group.unused).sum::<u64>(), all);
+        }
+    }
+}
