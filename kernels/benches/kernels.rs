@@ -12,9 +12,9 @@ use std::time::{Duration, Instant};
 use criterion::{Criterion, criterion_group, criterion_main};
 use inflight_kernels::cpu::roofline::{Arithmetic, Memory, arithmetic};
 use inflight_kernels::cpu::{
-    AccumulatorInit, Activations, Isa, KvDtype, KvLayout, KvPool, KvSlot, PackedMatrix, Pool, QkvShape,
-    Ragged, RopeScaling, RopeTable, Truncation, WeightFormat, WeightRows, Workspace, all_finite, argmax,
-    attention, finish_qkv, gemm, inverse_frequencies, rms_norm, sample, swiglu,
+    AccumulatorInit, Activation, Activations, Isa, KvDtype, KvLayout, KvPool, KvSlot, PackedMatrix, Pool,
+    QkvShape, Ragged, RopeScaling, RopeTable, Truncation, WeightFormat, WeightRows, Workspace, all_finite,
+    argmax, attention, finish_qkv, gate, gemm, inverse_frequencies, rms_norm, sample,
 };
 use inflight_kernels::{Dtype, Encoding};
 
@@ -178,7 +178,17 @@ fn attentions(c: &mut Criterion) {
             _ => Work::Operations(Arithmetic::Bf16, 4.0 * (visible * SHAPE.heads * SHAPE.head_dim) as f64),
         };
         bench.run(c, &format!("attention {what}"), work, || {
-            attention(&bench.pool, bench.isa, SHAPE, &qkv, &ragged, &kv, &layout, &mut out);
+            attention(
+                &bench.pool,
+                bench.isa,
+                SHAPE,
+                &qkv,
+                &ragged,
+                &kv,
+                &layout,
+                SHAPE.head_dim as f64,
+                &mut out,
+            );
         });
     }
 }
@@ -195,7 +205,7 @@ fn rows(c: &mut Criterion) {
     let gates = vec![0.5f32; count * 2 * INNER];
     let mut gated = vec![0.0f32; count * INNER];
     bench.run(c, "swiglu 512", bytes(3 * gated.len()), || {
-        swiglu(&bench.pool, bench.isa, &gates, INNER, &mut gated);
+        gate(&bench.pool, bench.isa, Activation::Silu, &gates, INNER, &mut gated);
     });
     let layout = KvLayout::new(Dtype::Bf16.into(), SHAPE.kv_heads, SHAPE.head_dim, BLOCK_TOKENS);
     let mut kv = KvPool::new(layout.layer_bytes(), count / BLOCK_TOKENS).expect("it fits");

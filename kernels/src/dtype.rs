@@ -22,6 +22,15 @@ impl Dtype {
         }
     }
 
+    /// Returns a number rounded to the type, to nearest and ties to even.
+    pub fn round(self, x: f32) -> f32 {
+        match self {
+            Self::F32 => x,
+            Self::Bf16 => bf16_value(bf16_bits(x)),
+            Self::F16 => half::f16::from_f32(x).to_f32(),
+        }
+    }
+
     /// Returns the stable, lower-case name.
     pub fn name(self) -> &'static str {
         match self {

@@ -242,7 +242,7 @@ impl<'a> Workload<'a> {
         let (queries, keys) = (config.heads * config.head_dim, config.kv_heads * config.head_dim);
         let layer = config.hidden_size * (2 * queries + 2 * keys + 3 * config.intermediate_size);
         let attended: usize = (position + 1..=position + count).sum();
-        2.0 * config.layers as f64 * (layer as f64 * count as f64 + 2.0 * (queries * attended) as f64)
+        2.0 * config.layers.len() as f64 * (layer as f64 * count as f64 + 2.0 * (queries * attended) as f64)
     }
 
     fn head_operations(&self) -> f64 {

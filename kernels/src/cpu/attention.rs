@@ -87,7 +87,7 @@ impl Ragged {
     }
 }
 
-/// Computes out[rows, heads * head_dim] = softmax(q k^T / sqrt(head_dim)) v for every row and head, with a
+/// Computes out[rows, heads * head_dim] = softmax(q k^T / sqrt(score_size)) v for every row and head, with a
 /// causal mask and the batch's sliding window.
 ///
 /// `qkv` holds rows finished by [`super::finish_qkv`]; keys and values are read from the pool only, at `layout`.
@@ -102,6 +102,7 @@ pub fn attention(
     batch: &Ragged,
     kv: &KvPool,
     layout: &KvLayout,
+    score_size: f64,
     out: &mut [f32],
 ) {
     let (rows, window) = (batch.positions.len(), batch.window);
@@ -116,7 +117,7 @@ pub fn attention(
     assert!(shape.heads.is_multiple_of(shape.kv_heads) && shape.head_dim <= HEAD_DIM_MAX, "heads do not fit");
     assert!(batch.blocks.iter().all(|block| (*block as usize) < kv.blocks()), "a block is out of the pool");
     let out = SharedPtr(out.as_mut_ptr());
-    let scale = (std::f64::consts::LOG2_E / (shape.head_dim as f64).sqrt()) as f32;
+    let scale = (std::f64::consts::LOG2_E / score_size.sqrt()) as f32;
     let operands = |index: usize| {
         let task = *batch.tasks.get(index / shape.kv_heads)?;
         let table = BlockTable { blocks: &batch.blocks[task.table as usize..], first: task.first_block };
@@ -188,7 +189,7 @@ struct AttentionTask<'a> {
     kv: *const u8,
     layout: KvLayout,
     window: Option<u32>,
-    /// Factor of scores: log2(e) / sqrt(head_dim), as powers of 2 are cheaper than powers of e.
+    /// Factor of scores: log2(e) / sqrt(score_size), as powers of 2 are cheaper than powers of e.
     scale: f32,
     out: *mut f32,
 }

@@ -12,24 +12,25 @@ use std::ops::Range;
 use super::isa::IsaKind;
 use super::matrix::{PackedMatrix, SharedPtr, WeightFormat, panel_columns};
 use super::pool::Pool;
+use super::rows::Activation;
 use super::simd::{self, Kernel, Simd, SubKernel, load_part, store_part};
 
 mod activations;
 mod floats;
+mod gated;
 mod integers;
 #[cfg(target_arch = "x86_64")]
 mod pack_bf16;
 #[cfg(target_arch = "x86_64")]
 mod pack_int8;
-mod swiglu;
 
 pub use activations::Activations;
 pub(super) use activations::scale;
 use floats::{Bf16, F16, F32, FloatKernel};
+pub use gated::gemm_gated;
 #[cfg(target_arch = "x86_64")]
 use integers::Vnni;
 use integers::{Int4Widened, Int8Widened, IntegerKernel};
-pub use swiglu::gemm_swiglu;
 
 /// Maximum rows that pass over the panels together.
 const ROW_BLOCK: usize = 256;
@@ -96,8 +97,8 @@ pub fn gemm(
 enum Epilogue {
     /// Store; y is [rows, n].
     Store,
-    /// SwiGLU of the first half of the columns (gates) with the second (ups); y is [rows, n / 2].
-    SwiGlu,
+    /// The activation of the first half of the columns (gates) times the second (ups); y is [rows, n / 2].
+    Gate(Activation),
 }
 
 /// Packs the activations and distributes the panels over the threads; `epilogue` determines y's shape.
@@ -115,7 +116,7 @@ fn gemm_with_epilogue(
     let (x, row_words) = scratch.set(pool, w, x, tiles);
     let (x, y) = (SharedPtr(x.cast_mut()), SharedPtr(y));
     let all = w.n.div_ceil(panel_columns(w.isa));
-    let panels = if epilogue == Epilogue::SwiGlu { all / 2 } else { all };
+    let panels = if matches!(epilogue, Epilogue::Gate(_)) { all / 2 } else { all };
     // Less than some microseconds of work is not worth distributing.
     let work = w.panel_bytes * tiles.count() * all;
     let threads = pool.threads().min(panels);
@@ -316,7 +317,7 @@ struct CacheBlock {
     panel: usize,
     step: usize,
     steps: usize,
-    /// 1 for a panel of ups, see [`Epilogue::SwiGlu`].
+    /// 1 for a panel of ups, see [`Epilogue::Gate`].
     part: usize,
 }
 
@@ -335,7 +336,7 @@ impl CacheBlockOrder {
         let step_bytes = job.w.panel_bytes / job.w.steps;
         let block = job.w.steps.div_ceil(job.w.panel_bytes.div_ceil(PANEL_BLOCK_BYTES.max(step_bytes)));
         let blocks = job.w.steps.div_ceil(block);
-        Self { panels: job.panels.len(), block, blocks, gated: job.epilogue == Epilogue::SwiGlu }
+        Self { panels: job.panels.len(), block, blocks, gated: matches!(job.epilogue, Epilogue::Gate(_)) }
     }
 
     fn count(&self) -> usize {
@@ -372,7 +373,7 @@ impl GemmTask<'_> {
         let tiles = self.tiles.count();
         let order = CacheBlockOrder::new(self);
         let row_blocks = tiles.div_ceil((order.rows(self) / F::ROWS).max(1));
-        let mut gate_up = swiglu::GateUpSums::new();
+        let mut gate_up = gated::GateUpSums::new();
         for block in 0..row_blocks {
             // Row blocks have nearly equal numbers of tiles.
             let (first, last) = (tiles * block / row_blocks, tiles * (block + 1) / row_blocks);
@@ -387,7 +388,7 @@ impl GemmTask<'_> {
                     let cache_block = order.get(self, index);
                     let (y, stride) = match self.epilogue {
                         Epilogue::Store => (self.y, self.w.n),
-                        Epilogue::SwiGlu => gate_up.sums::<S>(cache_block.part, row, cache_block.panel),
+                        Epilogue::Gate(_) => gate_up.sums::<S>(cache_block.part, row, cache_block.panel),
                     };
                     // Prefetches the next cache block while this one is multiplied.
                     let next = match () {
@@ -400,11 +401,11 @@ impl GemmTask<'_> {
                     let job = GemmTask { y, stride, panels: panel..panel + 1, ..*self };
                     let position = TilePosition { row, panel, gap: 1, step, steps, next };
                     job.column::<S, F>(first..last, position);
-                    if self.epilogue == Epilogue::SwiGlu
+                    if let Epilogue::Gate(activation) = self.epilogue
                         && cache_block.part == 1
                         && step + steps == self.w.steps
                     {
-                        gate_up.write_swiglu::<S>(self, row..end, panel);
+                        gate_up.write::<S>(activation, self, row..end, panel);
                     }
                 }
             }

@@ -16,13 +16,13 @@ mod simd;
 mod sync;
 
 pub use attention::{HEAD_DIM_MAX, Ragged, attention};
-pub use gemm::{AccumulatorInit, Activations, gemm, gemm_swiglu};
+pub use gemm::{AccumulatorInit, Activations, gemm, gemm_gated};
 pub use isa::Isa;
 pub use kv::{KvCopier, KvDirection, KvDtype, KvLayout, KvPool, KvSlot};
 pub use matrix::{GROUP_MAX, GROUP_STEP, PackedMatrix, WeightFormat, WeightRows};
 pub use pool::Pool;
 pub use rope::{QkvShape, RopeScaling, RopeTable, finish_qkv, inverse_frequencies};
-pub use rows::{rms_norm, swiglu};
+pub use rows::{Activation, gate, rms_norm};
 pub use sampling::{
     Score, Truncation, Workspace, all_finite, argmax, log_sum_exp, logprob, mask_nan, sample, score, top,
 };

@@ -1,5 +1,6 @@
-//! Row-wise kernels between GEMMs: RMS norm and SwiGLU.
+//! Row-wise kernels between GEMMs: RMS norm and gated activations.
 
+use std::marker::PhantomData;
 use std::ops::Range;
 
 use super::isa::Isa;
@@ -24,11 +25,20 @@ pub fn rms_norm(pool: &Pool, isa: Isa, x: &[f32], weight: &[f32], eps: f32, y: &
     });
 }
 
-/// Computes y = silu(gate) * up for each row of gate_up[rows, 2 * width]: first the gates, then the ups.
+/// Activation of the gates of an MLP.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Activation {
+    /// x * sigmoid(x) (SwiGLU: Shazeer, 2020).
+    Silu,
+    /// GELU by the approximation with tanh (Hendrycks and Gimpel, 2016).
+    GeluTanh,
+}
+
+/// Computes y = activation(gate) * up for each row of gate_up[rows, 2 * width]: first the gates, then the ups.
 ///
 /// # Panics
 /// If the shapes do not match.
-pub fn swiglu(pool: &Pool, isa: Isa, gate_up: &[f32], width: usize, y: &mut [f32]) {
+pub fn gate(pool: &Pool, isa: Isa, activation: Activation, gate_up: &[f32], width: usize, y: &mut [f32]) {
     assert!(
         y.len().is_multiple_of(width) && gate_up.len() == 2 * y.len(),
         "gate_up is not [rows, 2 * width]"
@@ -36,7 +46,15 @@ pub fn swiglu(pool: &Pool, isa: Isa, gate_up: &[f32], width: usize, y: &mut [f32
     let rows = y.len() / width;
     let y = SharedPtr(y.as_mut_ptr());
     pool.split(rows, grain(rows, width), &|rows| {
-        simd::run(isa, SwiGlu { gate_up, width, y: y.get(), rows });
+        let (y, rows) = (y.get(), rows.clone());
+        match activation {
+            Activation::Silu => {
+                simd::run(isa, Gate::<Silu> { gate_up, width, y, rows, activation: PhantomData })
+            }
+            Activation::GeluTanh => {
+                simd::run(isa, Gate::<GeluTanh> { gate_up, width, y, rows, activation: PhantomData });
+            }
+        }
     });
 }
 
@@ -98,14 +116,30 @@ pub(crate) unsafe fn rms_scale<S: Simd>(x: &[f32], eps: f32) -> f32 {
     }
 }
 
-struct SwiGlu<'a> {
+/// Activation as a function of vectors.
+pub(crate) trait GateFn {
+    /// Returns activation(gate) * up.
+    ///
+    /// # Safety
+    /// The machine supports `S`'s instruction set.
+    unsafe fn mul<S: Simd>(gate: S::V, up: S::V) -> S::V;
+}
+
+/// [`Activation::Silu`].
+pub(crate) struct Silu;
+
+/// [`Activation::GeluTanh`].
+pub(crate) struct GeluTanh;
+
+struct Gate<'a, A> {
     gate_up: &'a [f32],
     width: usize,
     y: *mut f32,
     rows: Range<usize>,
+    activation: PhantomData<A>,
 }
 
-impl Kernel for SwiGlu<'_> {
+impl<A: GateFn> Kernel for Gate<'_, A> {
     #[inline(always)]
     unsafe fn run<S: Simd>(self) {
         let width = self.width;
@@ -118,10 +152,10 @@ impl Kernel for SwiGlu<'_> {
                     let (gate, up) = (gate.as_ptr().add(at), up.as_ptr().add(at));
                     let y = self.y.add(row * width + at);
                     if lanes == S::LANES {
-                        S::store(y, silu_mul::<S>(S::load(gate), S::load(up)));
+                        S::store(y, A::mul::<S>(S::load(gate), S::load(up)));
                     } else {
                         let part =
-                            silu_mul::<S>(load_part::<S>(gate, lanes, 0.0), load_part::<S>(up, lanes, 0.0));
+                            A::mul::<S>(load_part::<S>(gate, lanes, 0.0), load_part::<S>(up, lanes, 0.0));
                         store_part::<S>(y, lanes, part);
                     }
                 }
@@ -130,17 +164,30 @@ impl Kernel for SwiGlu<'_> {
     }
 }
 
-/// Returns silu(gate) * up.
-///
-/// # Safety
-/// The machine supports `S`'s instruction set.
-#[inline(always)]
-pub(crate) unsafe fn silu_mul<S: Simd>(gate: S::V, up: S::V) -> S::V {
-    // SAFETY: the caller guarantees `S`'s instruction set; no memory is accessed.
-    unsafe {
-        let minus = S::min(S::splat(127.0), S::mul(gate, S::splat(-std::f32::consts::LOG2_E)));
-        let silu = S::div(gate, S::add(S::splat(1.0), S::exp2(minus)));
-        S::mul(silu, up)
+impl GateFn for Silu {
+    #[inline(always)]
+    unsafe fn mul<S: Simd>(gate: S::V, up: S::V) -> S::V {
+        // SAFETY: the caller guarantees `S`'s instruction set; no memory is accessed.
+        unsafe {
+            let minus = S::min(S::splat(127.0), S::mul(gate, S::splat(-std::f32::consts::LOG2_E)));
+            let silu = S::div(gate, S::add(S::splat(1.0), S::exp2(minus)));
+            S::mul(silu, up)
+        }
+    }
+}
+
+impl GateFn for GeluTanh {
+    #[inline(always)]
+    unsafe fn mul<S: Simd>(gate: S::V, up: S::V) -> S::V {
+        // (1 + tanh(z)) / 2 = 1 / (1 + exp(-2 z)), with z = sqrt(2 / pi) (x + 0.044715 x^3).
+        const FACTOR: f32 = -2.0 * 0.797_884_6 * std::f32::consts::LOG2_E;
+        // SAFETY: the caller guarantees `S`'s instruction set; no memory is accessed.
+        unsafe {
+            let cube = S::mul(S::mul(gate, gate), gate);
+            let minus = S::mul(S::fma(cube, S::splat(0.044_715), gate), S::splat(FACTOR));
+            let gelu = S::div(gate, S::add(S::splat(1.0), S::exp2(S::min(S::splat(127.0), minus))));
+            S::mul(gelu, up)
+        }
     }
 }
 
@@ -156,11 +203,22 @@ mod tests {
             .collect()
     }
 
+    fn exact_gate(activation: Activation, gate: f32, up: f32) -> f64 {
+        let (g, u) = (f64::from(gate), f64::from(up));
+        match activation {
+            Activation::Silu => g / (1.0 + (-g).exp()) * u,
+            Activation::GeluTanh => {
+                let z = (2.0 / std::f64::consts::PI).sqrt() * (g + 0.044_715 * g.powi(3));
+                0.5 * g * (1.0 + z.tanh()) * u
+            }
+        }
+    }
+
     proptest! {
         #![proptest_config(crate::test_size::cases(48))]
 
         #[test]
-        fn norm_and_swiglu_are_correct_and_independent_of_other_rows(
+        fn norm_and_gates_are_correct_and_independent_of_other_rows(
             seed in any::<u32>(), width in 1..size(300, 40), rows in 1..size(40, 5), threads in 1usize..4,
         ) {
             let (pool, single) = (Pool::new(threads).unwrap(), Pool::new(1).unwrap());
@@ -180,17 +238,19 @@ mod tests {
                         prop_assert!((f64::from(alone[i]) - exact).abs() <= 1e-5 * exact.abs().max(1e-3));
                     }
                 }
-                swiglu(&pool, isa, &gate_up, width, &mut y);
-                for row in 0..rows {
-                    let (gate, up) = gate_up[row * 2 * width..(row + 1) * 2 * width].split_at(width);
-                    for i in 0..width {
-                        let (g, u) = (f64::from(gate[i]), f64::from(up[i]));
-                        let exact = g / (1.0 + (-g).exp()) * u;
-                        prop_assert!((f64::from(y[row * width + i]) - exact).abs() <= 1e-5 * exact.abs().max(1e-3));
-                        // A single element, padded to a vector, must have the bits that it has within one.
-                        let mut one = [0.0];
-                        swiglu(&single, isa, &[gate[i], up[i]], 1, &mut one);
-                        prop_assert_eq!(one[0].to_bits(), y[row * width + i].to_bits());
+                for activation in [Activation::Silu, Activation::GeluTanh] {
+                    gate(&pool, isa, activation, &gate_up, width, &mut y);
+                    for row in 0..rows {
+                        let (gates, ups) = gate_up[row * 2 * width..(row + 1) * 2 * width].split_at(width);
+                        for i in 0..width {
+                            let exact = exact_gate(activation, gates[i], ups[i]);
+                            let error = (f64::from(y[row * width + i]) - exact).abs();
+                            prop_assert!(error <= 1e-5 * exact.abs().max(1e-2), "{:?} of {}", activation, gates[i]);
+                            // A single element, padded to a vector, must have the bits that it has within one.
+                            let mut one = [0.0];
+                            gate(&single, isa, activation, &[gates[i], ups[i]], 1, &mut one);
+                            prop_assert_eq!(one[0].to_bits(), y[row * width + i].to_bits());
+                        }
                     }
                 }
             }

@@ -2,15 +2,18 @@
 
 use std::sync::Arc;
 
-use inflight_kernels::cpu::{HEAD_DIM_MAX, RopeScaling};
+use inflight_kernels::cpu::{Activation, HEAD_DIM_MAX, RopeScaling};
 use serde_json::Value;
 
 use super::Error;
-use super::architecture::{Architecture, ArchitectureSpec, Bias, SlidingWindow};
+use super::architecture::{
+    Architecture, ArchitectureSpec, ArithmeticSpec, Bias, Ropes, ScoreSize, SlidingWindow,
+};
 use super::config_keys;
 use super::fields::Fields;
 use super::files::Files;
 use super::gguf;
+use super::{Arithmetic, LayerSpec, Rope};
 
 /// Sanity bounds far above every supported model, so that a broken file can't request absurd amounts of
 /// memory.
@@ -29,18 +32,18 @@ pub struct ModelConfig {
     pub hidden_size: usize,
     /// MLP hidden size.
     pub intermediate_size: usize,
-    /// Number of decoder layers.
-    pub layers: usize,
+    /// Decoder layers, first to last.
+    pub layers: Vec<LayerSpec>,
+    /// Arithmetic that all layers share.
+    pub arithmetic: Arithmetic,
+    /// Rotary embeddings.
+    pub ropes: Vec<Rope>,
     /// Number of query heads.
     pub heads: usize,
     /// Number of KV heads; divides `heads`.
     pub kv_heads: usize,
     /// Elements of a head; even.
     pub head_dim: usize,
-    /// Base of the rotary embedding (RoPE).
-    pub rope_theta: f64,
-    /// RoPE scaling.
-    pub rope_scaling: RopeScaling,
     /// Epsilon of RMSNorm.
     pub norm_eps: f32,
     /// The LM head shares the embedding's weights.
@@ -53,8 +56,6 @@ pub struct ModelConfig {
     pub mlp_bias: bool,
     /// Queries and keys are normalized per head (QK-norm).
     pub qk_norm: bool,
-    /// Sliding window of each layer in positions, including the query's own; `None`: full attention.
-    pub windows: Vec<Option<u32>>,
     /// Maximum tokens of a sequence.
     pub context_tokens: u32,
     /// EOS token ids of config.json.
@@ -72,8 +73,10 @@ impl ModelConfig {
     }
 
     /// Validates the fields of a config.json.
-    pub(super) fn of(fields: &Fields) -> Result<Self, Error> {
-        let architecture = architecture(fields)?;
+    pub(super) fn of(outer: &Fields) -> Result<Self, Error> {
+        let (architecture, fields) = architecture(outer)?;
+        config_keys::quantization(outer)?;
+        let fields = &fields;
         let spec = architecture.spec();
         let hidden_size = fields.needed_count("hidden_size", WIDTH_MAX)?;
         let layers = fields.needed_count("num_hidden_layers", LAYERS_MAX)?;
@@ -89,13 +92,14 @@ impl ModelConfig {
             );
         }
         let head_dim = head_dim(fields, spec.default_head_dim, hidden_size, heads)?;
-        match fields.text("hidden_act")? {
-            None | Some("silu" | "swish") => {}
-            Some(other) => return Err(fields.unsupported("hidden_act", other, "silu")),
-        }
-        let (rope_theta, rope_scaling) = rope(fields, head_dim)?;
-        config_keys::check(fields, head_dim)?;
+        check_activation(fields, spec.arithmetic.activation)?;
+        let windows = windows(fields, spec.sliding_window, layers)?;
+        let ropes = ropes(fields, spec.ropes, head_dim)?;
+        let rope_of = |window: &Option<u32>| usize::from(window.is_some() && ropes.len() > 1);
+        config_keys::check(fields, spec.keys, head_dim)?;
         check_biases(fields, spec)?;
+        // A multimodal model has them beside its language model or in it.
+        let tokens = |field: &str| Ok(outer.tokens(field)?.or(fields.tokens(field)?));
         let norm_eps = match fields.number("rms_norm_eps")?.unwrap_or(1e-6) {
             eps if (0.0..=1.0).contains(&eps) => eps as f32,
             _ => return Err(fields.bad("rms_norm_eps", "a number from 0 to 1")),
@@ -104,38 +108,74 @@ impl ModelConfig {
             architecture,
             vocab_size: fields.needed_count("vocab_size", TOKENS_MAX)?,
             hidden_size,
+            arithmetic: arithmetic(fields, spec, head_dim)?,
             intermediate_size: fields.needed_count("intermediate_size", WIDTH_MAX)?,
-            layers,
+            layers: windows
+                .iter()
+                .map(|window| LayerSpec { window: *window, rope: rope_of(window) })
+                .collect(),
+            ropes,
             heads,
             kv_heads,
             head_dim,
-            rope_theta,
-            rope_scaling,
             norm_eps,
             tied_embeddings: fields.flag("tie_word_embeddings")?.unwrap_or(false),
             qkv_bias: spec.biases.qkv.read(fields)?,
             output_bias: spec.biases.output.read(fields)?,
             mlp_bias: spec.biases.mlp.read(fields)?,
             qk_norm: spec.qk_norm,
-            windows: windows(fields, spec.sliding_window, layers)?,
             context_tokens: fields.needed_count("max_position_embeddings", TOKENS_MAX)? as u32,
-            eos_token_ids: fields.tokens("eos_token_id")?.unwrap_or_default(),
-            bos_token_id: fields.tokens("bos_token_id")?.and_then(|ids| ids.first().copied()),
+            eos_token_ids: tokens("eos_token_id")?.unwrap_or_default(),
+            bos_token_id: tokens("bos_token_id")?.and_then(|ids| ids.first().copied()),
         })
     }
 }
 
-/// Returns the architecture named in config.json.
-fn architecture(fields: &Fields) -> Result<Architecture, Error> {
+/// Returns the architecture named in config.json, and the fields of the language model with the architecture's defaults.
+fn architecture(fields: &Fields) -> Result<(Architecture, Fields), Error> {
     let names = match fields.get("architectures") {
         None => return Err(fields.missing("architectures")),
         Some(Value::Array(names)) => names,
         Some(_) => return Err(fields.bad("architectures", "a list of names")),
     };
-    names.iter().filter_map(Value::as_str).find_map(Architecture::by_name).ok_or_else(|| {
+    let known =
+        names.iter().filter_map(Value::as_str).find_map(|name| Some((name, Architecture::by_name(name)?)));
+    let Some((name, architecture)) = known else {
         let found: Vec<_> = names.iter().map(|name| name.as_str().unwrap_or("?")).collect();
-        fields.unsupported("architectures", &found.join(", "), &Architecture::names())
-    })
+        return Err(fields.unsupported("architectures", &found.join(", "), &Architecture::names()));
+    };
+    let mut own = if architecture.is_wrapped_by(name) {
+        fields.object("text_config")?.ok_or_else(|| fields.missing("text_config"))?
+    } else {
+        fields.clone()
+    };
+    for (key, default) in architecture.spec().defaults {
+        own.set_default(key, default.value());
+    }
+    Ok((architecture, own))
+}
+
+/// Checks that config.json asks for the architecture's activation.
+fn check_activation(fields: &Fields, activation: Activation) -> Result<(), Error> {
+    let (field, names): (&str, &[&str]) = match activation {
+        Activation::Silu => ("hidden_act", &["silu", "swish"]),
+        Activation::GeluTanh => ("hidden_activation", &["gelu_pytorch_tanh", "gelu_tanh"]),
+    };
+    match fields.text(field)? {
+        Some(other) if !names.contains(&other) => Err(fields.unsupported(field, other, names[0])),
+        _ => Ok(()),
+    }
+}
+
+/// Returns the arithmetic that all layers share.
+fn arithmetic(fields: &Fields, spec: &ArchitectureSpec, head_dim: usize) -> Result<Arithmetic, Error> {
+    let ArithmeticSpec { norms, zero_centred_norms, activation, score_size, scaled_embedding } =
+        spec.arithmetic;
+    let score_size = match score_size {
+        ScoreSize::Head => head_dim as f64,
+        ScoreSize::Field(name, default) => fields.positive(name)?.unwrap_or(default),
+    };
+    Ok(Arithmetic { norms, zero_centred_norms, activation, score_size, scaled_embedding })
 }
 
 fn head_dim(fields: &Fields, default: Option<usize>, hidden: usize, heads: usize) -> Result<usize, Error> {
@@ -187,27 +227,53 @@ fn check_rotated_part(fields: &Fields) -> Result<(), Error> {
     }
 }
 
-/// Returns base and scaling of RoPE, from `rope_parameters` (transformers 5) or from `rope_theta` and
-/// `rope_scaling`.
-fn rope(fields: &Fields, head_dim: usize) -> Result<(f64, RopeScaling), Error> {
+/// Returns the rotary embeddings: that of layers with full attention, and that of layers with a window if it is another one.
+fn ropes(fields: &Fields, rule: Ropes, head_dim: usize) -> Result<Vec<Rope>, Error> {
     const THETA: f64 = 10_000.0;
     check_rotated_part(fields)?;
-    let base = fields.positive("rope_theta")?;
-    let (field, scaling) = match fields.object("rope_parameters")? {
+    let (field, parameters) = match fields.object("rope_parameters")? {
         Some(parameters) => ("rope_parameters", Some(parameters)),
         None => ("rope_scaling", fields.object("rope_scaling")?),
     };
-    let Some(scaling) = scaling else { return Ok((base.unwrap_or(THETA), RopeScaling::None)) };
-    check_rotated_part(&scaling)?;
-    if let Some((kind, _)) = scaling.iter().find(|(_, value)| value.is_object()) {
-        let found = "frequencies by layer type";
-        return Err(fields.unsupported(
-            &format!("{field}.{kind}"),
-            found,
-            "one rotary embedding for all layers",
-        ));
+    let by_type = parameters.iter().flat_map(Fields::iter).find(|(_, value)| value.is_object());
+    let nested = by_type.map(|(kind, _)| kind.to_owned());
+    match (rule, nested) {
+        (Ropes::One, Some(kind)) => {
+            let supported = "one rotary embedding for all layers";
+            let found = "frequencies by layer type";
+            Err(fields.unsupported(&format!("{field}.{kind}"), found, supported))
+        }
+        (Ropes::One, None) => Ok(vec![rope(fields, field, parameters, "rope_theta", THETA, head_dim)?]),
+        (Ropes::ByWindow { full, window }, Some(_)) => {
+            let of = |kind: &str| parameters.as_ref().map_or(Ok(None), |parameters| parameters.object(kind));
+            let full = rope(fields, field, of("full_attention")?, "rope_theta", full, head_dim)?;
+            let window =
+                rope(fields, field, of("sliding_attention")?, "rope_local_base_freq", window, head_dim)?;
+            Ok(vec![full, window])
+        }
+        (Ropes::ByWindow { full, window }, None) => {
+            let full = rope(fields, field, parameters, "rope_theta", full, head_dim)?;
+            Ok(vec![full, rope(fields, field, None, "rope_local_base_freq", window, head_dim)?])
+        }
     }
-    let theta = scaling.positive("rope_theta")?.or(base).unwrap_or(THETA);
+}
+
+/// Returns a rotary embedding from `scaling`, the value of `field`: `rope_parameters` (transformers 5) or `rope_scaling`. Its base
+/// is there, in the key `base` of config.json, or `default`.
+fn rope(
+    fields: &Fields,
+    field: &str,
+    scaling: Option<Fields>,
+    base: &str,
+    default: f64,
+    head_dim: usize,
+) -> Result<Rope, Error> {
+    let base = fields.positive(base)?;
+    let Some(scaling) = scaling else {
+        return Ok(Rope { theta: base.unwrap_or(default), scaling: RopeScaling::None });
+    };
+    check_rotated_part(&scaling)?;
+    let theta = scaling.positive("rope_theta")?.or(base).unwrap_or(default);
     let kind = match scaling.text("rope_type")? {
         Some(kind) => kind,
         None => scaling.text("type")?.unwrap_or("default"),
@@ -234,7 +300,7 @@ fn rope(fields: &Fields, head_dim: usize) -> Result<(f64, RopeScaling), Error> {
             return Err(fields.unsupported(&format!("{field}.rope_type"), other, "default, linear, llama3"));
         }
     };
-    Ok((theta, scaling))
+    Ok(Rope { theta, scaling })
 }
 
 /// Returns the divisors of the rotary frequencies of a GGUF file, one for each pair of a head's elements.
@@ -290,10 +356,18 @@ fn windows(fields: &Fields, rule: SlidingWindow, layers: usize) -> Result<Vec<Op
         }
         SlidingWindow::Always => true,
         SlidingWindow::Optional => fields.flag("use_sliding_window")?.unwrap_or(false),
+        SlidingWindow::Pattern => true,
     };
     let Some(window) = size.filter(|_| enabled) else { return Ok(vec![None; layers]) };
     if let Some(types) = types {
         return Ok(types.into_iter().map(|slides| slides.then_some(window)).collect());
+    }
+    if rule == SlidingWindow::Pattern {
+        let pattern = match fields.count("sliding_window_pattern", LAYERS_MAX)? {
+            Some(pattern) => pattern,
+            None => return Err(fields.missing("sliding_window_pattern")),
+        };
+        return Ok((1..=layers).map(|layer| (!layer.is_multiple_of(pattern)).then_some(window)).collect());
     }
     // The first `max_window_layers` layers use full attention.
     let first = match (rule == SlidingWindow::Optional, fields.get("max_window_layers").map(Value::as_u64)) {

@@ -228,10 +228,11 @@ const ARITHMETIC_WORDS: &[&str] = &[
 ///
 /// # Errors
 /// [`Error::Unsupported`] with the first such key.
-pub(super) fn check(fields: &Fields, head_dim: usize) -> Result<(), Error> {
+pub(super) fn check(fields: &Fields, own: &[&str], head_dim: usize) -> Result<(), Error> {
     quantization(fields)?;
     for (name, value) in fields.iter() {
-        if READ.contains(&name) || WITHOUT_EFFECT.contains(&name) || value.is_null() {
+        let is_read = READ.contains(&name) || own.contains(&name);
+        if is_read || WITHOUT_EFFECT.contains(&name) || value.is_null() {
             continue;
         }
         let (neutral, feature) = match UNSUPPORTED.iter().find(|known| known.key == name) {
@@ -250,7 +251,7 @@ pub(super) fn check(fields: &Fields, head_dim: usize) -> Result<(), Error> {
 }
 
 /// Checks that the weights are not quantized in a format of safetensors files.
-fn quantization(fields: &Fields) -> Result<(), Error> {
+pub(super) fn quantization(fields: &Fields) -> Result<(), Error> {
     for name in ["quantization_config", "compression_config"] {
         let Some(config) = fields.object(name)? else { continue };
         let method = ["quant_method", "quant_algo", "format"]
@@ -341,7 +342,7 @@ mod tests {
     fn features_that_are_off_are_no_reason_to_refuse_a_model() {
         let refused = |name: &str, value: Value| {
             let map = serde_json::Map::from_iter([(name.to_owned(), value)]);
-            check(&Fields::of("config.json".to_owned(), map), 64).err().map(|error| error.to_string())
+            check(&Fields::of("config.json".to_owned(), map), &[], 64).err().map(|error| error.to_string())
         };
         for (name, value) in [
             ("final_logit_softcapping", json!(null)),

@@ -33,6 +33,8 @@ pub struct DecoderLayer<V, L> {
     pub qk_norm: Option<(V, V)>,
     /// Output projection of attention.
     pub output: L,
+    /// RMSNorms behind attention and MLP, if the model has them.
+    pub post_norms: Option<(V, V)>,
     /// RMSNorm before the MLP.
     pub mlp_norm: V,
     /// Stacked gate and up projections.
@@ -64,6 +66,10 @@ impl<V, L> DecoderLayer<V, L> {
                 None => None,
             },
             output: linear(&self.output)?,
+            post_norms: match &self.post_norms {
+                Some((attention, mlp)) => Some((vector(attention)?, vector(mlp)?)),
+                None => None,
+            },
             mlp_norm: vector(&self.mlp_norm)?,
             gate_up: linear(&self.gate_up)?,
             down: linear(&self.down)?,
@@ -122,6 +128,13 @@ impl ModelDir {
     }
 }
 
+/// Beginnings of names of a language model's tensors, alone and in a multimodal model.
+const WRAPPED_PREFIXES: [(&str, &str); 3] = [
+    ("model.", "model.language_model."),
+    ("model.", "language_model.model."),
+    ("lm_head", "language_model.lm_head"),
+];
+
 /// Lookup of a decoder's tensors, with the names of those that it uses.
 struct Lookup<'a> {
     config: &'a ModelConfig,
@@ -131,9 +144,25 @@ struct Lookup<'a> {
 
 impl Lookup<'_> {
     fn get(&self, name: String, shape: &[usize]) -> Result<Tensor, Error> {
+        let name = self.name_in_file(name);
         let tensor = self.tensors.get(&name, shape)?;
         self.used.borrow_mut().insert(name);
         Ok(tensor)
+    }
+
+    /// Returns the name of a tensor in the checkpoint, which differs in multimodal ones.
+    fn name_in_file(&self, name: String) -> String {
+        if !self.config.architecture.is_multimodal() {
+            return name;
+        }
+        let wrapped = WRAPPED_PREFIXES
+            .iter()
+            .filter_map(|(plain, prefix)| Some(format!("{prefix}{}", name.strip_prefix(plain)?)));
+        let mut found = wrapped.filter(|wrapped| self.tensors.contains(wrapped));
+        match self.tensors.contains(&name) {
+            true => name,
+            false => found.next().unwrap_or(name),
+        }
     }
 
     fn decoder(&self) -> Result<CheckpointDecoder, Error> {
@@ -142,7 +171,7 @@ impl Lookup<'_> {
             |name: &str| self.get(format!("{name}.weight"), &[config.vocab_size, config.hidden_size]);
         Ok(CheckpointDecoder {
             embedding: matrix(names.embedding)?,
-            layers: (0..config.layers).map(|index| self.layer(index)).collect::<Result<_, Error>>()?,
+            layers: (0..config.layers.len()).map(|index| self.layer(index)).collect::<Result<_, Error>>()?,
             norm: self.get(format!("{}.weight", names.norm), &[config.hidden_size])?,
             head: match config.tied_embeddings {
                 true => None,
@@ -179,6 +208,10 @@ impl Lookup<'_> {
                 (false, _) => None,
             },
             output: linear(Matrix::Output, &[(names.output, hidden)], queries, config.output_bias)?,
+            post_norms: match names.post_norms {
+                Some([attention, mlp]) => Some((norm(attention, hidden)?, norm(mlp, hidden)?)),
+                None => None,
+            },
             mlp_norm: norm(names.mlp_norm, hidden)?,
             gate_up: linear(Matrix::GateUp, &[(gate, inner), (up, inner)], hidden, config.mlp_bias)?,
             down: linear(Matrix::Down, &[(names.down, hidden)], inner, config.mlp_bias)?,

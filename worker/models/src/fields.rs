@@ -6,6 +6,7 @@ use super::error::Error;
 use super::files::Files;
 
 /// Fields of a JSON object, with the label of their file for errors.
+#[derive(Clone)]
 pub(super) struct Fields {
     file: String,
     map: Map<String, Value>,
@@ -15,6 +16,13 @@ impl Fields {
     /// Wraps fields that were converted from another format of `file`.
     pub(super) fn of(file: String, map: Map<String, Value>) -> Self {
         Self { file, map }
+    }
+
+    /// Adds a field unless it is there.
+    pub(super) fn set_default(&mut self, field: &str, value: Value) {
+        if self.get(field).is_none() {
+            self.map.insert(field.to_owned(), value);
+        }
     }
 
     /// Reads a JSON file; `None` if it does not exist.

@@ -69,7 +69,14 @@ pub(super) fn is_ignored(tensor: &str, config: &ModelConfig) -> bool {
     let names = config.architecture.spec().tensors;
     let head = || config.tied_embeddings && tensor.strip_prefix(names.head) == Some(".weight");
     // Heads of multi-token prediction draft tokens.
-    IGNORED_ENDS.iter().any(|end| tensor.ends_with(end)) || tensor.starts_with("mtp.") || head()
+    let ignored = IGNORED_ENDS.iter().any(|end| tensor.ends_with(end)) || tensor.starts_with("mtp.");
+    ignored || head() || config.architecture.is_multimodal() && is_of_images(tensor)
+}
+
+/// Returns whether a tensor of a multimodal model is for images, which are not served.
+fn is_of_images(tensor: &str) -> bool {
+    let name = tensor.strip_prefix("model.").unwrap_or(tensor);
+    name.starts_with("vision_tower.") || name.starts_with("multi_modal_projector.")
 }
 
 #[cfg(test)]

@@ -14,7 +14,7 @@ use super::fields::Fields;
 use super::gguf::{self, Gguf};
 use super::tensors::Tensors;
 use super::weight_file::WeightFile;
-use super::{GenerationDefaults, ModelConfig};
+use super::{GenerationDefaults, LayerSpec, ModelConfig};
 
 /// Label of the input in error messages.
 const LABEL: &str = "input";
@@ -113,13 +113,16 @@ fn check_tensor(encoding: Encoding, shape: &[usize], bytes: &[u8]) {
 }
 
 fn check_config(config: &ModelConfig) {
-    let ModelConfig { heads, kv_heads, head_dim, layers, .. } = *config;
+    let ModelConfig { heads, kv_heads, head_dim, .. } = *config;
     assert!(heads.is_multiple_of(kv_heads), "{heads} heads, {kv_heads} KV heads");
     assert!((2..=HEAD_DIM_MAX).contains(&head_dim) && head_dim.is_multiple_of(2), "{head_dim}");
-    assert!(layers > 0 && config.windows.len() == layers, "{layers} layers, {:?}", config.windows);
-    assert!(config.windows.iter().flatten().all(|window| *window > 0), "{:?}", config.windows);
+    assert!(!config.layers.is_empty(), "no layers");
+    let sound = |layer: &LayerSpec| layer.window != Some(0) && layer.rope < config.ropes.len();
+    assert!(config.layers.iter().all(sound), "{:?}", config.layers);
     let sizes = [config.vocab_size, config.hidden_size, config.intermediate_size];
     assert!(sizes.iter().all(|size| *size > 0), "{sizes:?}");
-    assert!(config.context_tokens > 0 && config.rope_theta.is_finite() && config.rope_theta > 0.0);
+    assert!(config.ropes.iter().all(|rope| rope.theta.is_finite() && rope.theta > 0.0));
+    let score_size = config.arithmetic.score_size;
+    assert!(config.context_tokens > 0 && score_size.is_finite() && score_size > 0.0);
     assert!(config.norm_eps.is_finite() && config.norm_eps >= 0.0);
 }

@@ -23,6 +23,7 @@ mod foreign_tensors;
 pub mod fuzz;
 mod generation;
 mod gguf;
+mod layer;
 mod source;
 mod tensors;
 mod weight_file;
@@ -39,6 +40,7 @@ pub use fingerprint::{fingerprint, fingerprint_of};
 pub use fingerprint_cache::FingerprintCache;
 pub use generation::GenerationDefaults;
 pub use inflight_kernels::cpu::RopeScaling;
+pub use layer::{Arithmetic, LayerSpec, NormPlaces, Rope};
 pub use source::ModelSource;
 pub use tensors::{LoadedTensor, Tensor, Tensors};
 

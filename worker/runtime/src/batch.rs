@@ -1,6 +1,6 @@
 //! Ragged batch: the input of one step.
 
-use inflight_worker_core::{GroupTable, MemoryShape, Tables};
+use inflight_worker_core::{MemoryShape, Tables};
 
 use super::{Block, Capabilities, Error, Sampled, Slot};
 
@@ -161,6 +161,19 @@ impl Batch {
         self.push_drafted(tokens, &[], position, blocks);
     }
 
+    /// Appends a sequence of a model with any groups of layers, of which it holds all spans: tokens from `position` on, and its
+    /// blocks, those of a group behind those of the group before.
+    pub fn push_whole(&mut self, tokens: &[u32], position: u32, shape: &MemoryShape, blocks: &[Block]) {
+        self.push_rows(tokens, &[], position);
+        let spans = blocks.len() as u32 / shape.span_blocks();
+        let mut rest = blocks;
+        for (index, group) in shape.groups().iter().enumerate() {
+            let own;
+            (own, rest) = rest.split_at((spans * group.blocks) as usize);
+            self.table(index).push(0, own);
+        }
+    }
+
     /// Appends a sequence as [`Batch::push_sequence`], with drafted tokens behind its own.
     pub fn push_drafted(&mut self, tokens: &[u32], drafts: &[u32], position: u32, blocks: &[Block]) {
         self.push_rows(tokens, drafts, position);
@@ -169,9 +182,21 @@ impl Batch {
 
     /// Appends a sequence: tokens from `position` on, drafted ones behind them, and its block tables.
     pub fn push(&mut self, tokens: &[u32], drafts: &[u32], position: u32, tables: &Tables) {
+        let tables = tables.groups().iter().map(|table| (table.first_span(), table.blocks()));
+        self.push_tables(tokens, drafts, position, tables);
+    }
+
+    /// Appends a sequence as [`Batch::push`]. A table consists of its first span and the blocks from there on.
+    pub fn push_tables<'t>(
+        &mut self,
+        tokens: &[u32],
+        drafts: &[u32],
+        position: u32,
+        tables: impl IntoIterator<Item = (u32, &'t [Block])>,
+    ) {
         self.push_rows(tokens, drafts, position);
-        for (group, table) in tables.groups().iter().enumerate() {
-            self.table(group).push(GroupTable::first_span(table), table.blocks());
+        for (group, (first_span, blocks)) in tables.into_iter().enumerate() {
+            self.table(group).push(first_span, blocks);
         }
     }
 

@@ -36,7 +36,8 @@ impl Engine {
         // The first round faults memory in and is not representative.
         for round in 0..3 {
             for (sequences, len, context) in SHAPES {
-                let blocks_each = (context + len).div_ceil(capabilities.shape.block_tokens());
+                let shape = capabilities.shape;
+                let blocks_each = shape.spans(context + len) * shape.span_blocks();
                 let fits = sequences <= capabilities.slots
                     && sequences * len <= capabilities.batch_tokens
                     && context + len < capabilities.context_tokens
@@ -50,7 +51,7 @@ impl Engine {
                     self.runtime.attach(sequence, &setup)?;
                     let first = sequence * blocks_each;
                     let blocks: Vec<u32> = (first..first + blocks_each).collect();
-                    self.batch.push_sequence(&vec![0; len as usize], context, &blocks);
+                    self.batch.push_whole(&vec![0; len as usize], context, &shape, &blocks);
                     self.batch.sample_last_row(sequence);
                     work.add(context, len);
                 }

@@ -145,7 +145,9 @@ fn unsupported_or_absurd_fields_are_rejected_by_name() {
 fn sliding_windows_follow_the_rules_of_each_architecture() {
     let windows = |folder: &TempDir| {
         let source = ModelSource::Directory(folder.path().to_path_buf());
-        ModelDir::open(&source).map(|model| model.config().windows.clone()).map_err(|error| error.to_string())
+        let windows =
+            |model: ModelDir| model.config().layers.iter().map(|layer| layer.window).collect::<Vec<_>>();
+        ModelDir::open(&source).map(windows).map_err(|error| error.to_string())
     };
     let edit = |folder: &TempDir, fields: Value| {
         let path = folder.path().join("config.json");

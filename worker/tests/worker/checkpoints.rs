@@ -170,7 +170,7 @@ fn directories() -> Vec<(&'static str, Vec<Change>, &'static str)> {
         "Qwen3_5ForConditionalGeneration",
         "MixtralForCausalLM",
         "GptOssForCausalLM",
-        "Gemma3ForCausalLM",
+        "Gemma2ForCausalLM",
         "Gemma4ForConditionalGeneration",
         "Phi3ForCausalLM",
         "Ministral3ForCausalLM",
@@ -330,7 +330,7 @@ fn gguf_files_of_published_families_are_served_or_refused_by_what_they_are() {
 fn a_rope_factor_without_a_type_scales_linearly() {
     let config = |entries: &[(&str, GgufValue)]| {
         let (_folder, path) = file(Arch::Llama2, entries, &[]);
-        ModelDir::open(&ModelSource::Directory(path)).unwrap().config().rope_scaling.clone()
+        ModelDir::open(&ModelSource::Directory(path)).unwrap().config().ropes[0].scaling.clone()
     };
     let linear = format!("{:?}", config(&[("llama.rope.scaling.factor", GgufValue::F32(4.0))]));
     assert!(linear.contains("Linear") && linear.contains('4'), "{linear}");
@@ -339,4 +339,59 @@ fn a_rope_factor_without_a_type_scales_linearly() {
     }
     let legacy = format!("{:?}", config(&[("llama.rope.scale_linear", GgufValue::F32(2.0))]));
     assert!(legacy.contains("Linear"), "{legacy}");
+}
+
+/// Wraps a checkpoint of Gemma 3 as the language model of its multimodal model, with the names of this prefix.
+fn multimodal_gemma(prefix: &'static str, more: Vec<Change>) -> TempDir {
+    let inner = Checkpoint::new(Arch::Gemma3, Dtype::Bf16).config();
+    let vision = [
+        Tensor("vision_tower.vision_model.embeddings.patch_embedding.weight", "BF16", &[4, 4]),
+        Tensor("multi_modal_projector.mm_soft_emb_norm.weight", "BF16", &[4]),
+    ];
+    let mut config = json!({
+        "architectures": ["Gemma3ForConditionalGeneration"],
+        "text_config": inner,
+        "vision_config": { "hidden_size": 4 },
+        "eos_token_id": [2, 3],
+    });
+    // Its own file has these beside the language model only.
+    for name in ["architectures", "bos_token_id", "eos_token_id"] {
+        config["text_config"].as_object_mut().unwrap().remove(name);
+    }
+    let file = Box::leak(config.to_string().into_boxed_str());
+    let mut changes = vec![Names("model.", prefix), File("config.json", file)];
+    changes.extend(vision);
+    changes.extend(more);
+    directory(Arch::Gemma3, &changes)
+}
+
+#[test]
+fn the_language_model_of_a_multimodal_one_is_served() {
+    let plain = Checkpoint::new(Arch::Gemma3, Dtype::Bf16).write_temp().unwrap();
+    let open = |path: &Path| ModelDir::open(&ModelSource::Directory(path.to_owned())).unwrap();
+    for prefix in ["model.language_model.", "language_model.model."] {
+        let folder = multimodal_gemma(prefix, vec![]);
+        let (wrapped, plain) = (open(folder.path()), open(plain.path()));
+        assert_eq!(wrapped.config().layers, plain.config().layers, "{prefix}");
+        assert_eq!(wrapped.config().ropes, plain.config().ropes, "{prefix}");
+        assert_eq!(wrapped.config().arithmetic, plain.config().arithmetic, "{prefix}");
+        assert_eq!(wrapped.config().eos_token_ids, [2, 3], "{prefix}");
+    }
+    // A tensor that is neither of the language model nor of images is none that may be left out.
+    let odd = vec![Tensor("model.audio_tower.weight", "BF16", &[4, 4])];
+    let refusal = refusal(multimodal_gemma("model.language_model.", odd).path());
+    assert!(refusal.as_ref().is_some_and(|sentence| sentence.contains("audio_tower")), "{refusal:?}");
+}
+
+#[test]
+fn keys_that_gemma_3_leaves_out_have_its_defaults() {
+    let inner = json!({
+        "architectures": ["Gemma3ForCausalLM"], "hidden_size": 2560, "num_hidden_layers": 12, "sliding_window": 1024,
+        "intermediate_size": 10240, "rope_scaling": { "factor": 8.0, "rope_type": "linear" },
+    });
+    let folder = Checkpoint::new(Arch::Gemma3, Dtype::Bf16).write_temp().unwrap();
+    std::fs::write(folder.path().join("config.json"), inner.to_string()).unwrap();
+    // The shapes differ from the weights', so the sentence names the first tensor, with the defaults.
+    let sentence = refusal(folder.path()).unwrap();
+    assert!(sentence.contains("[262208, 2560]"), "{sentence}");
 }

@@ -392,8 +392,8 @@ fn rotary_frequencies_of_a_file_give_the_bits_of_the_formula() {
     let directory = checkpoint.write_temp().unwrap();
     let config =
         ModelDir::open(&ModelSource::Directory(directory.path().to_owned())).unwrap().config().clone();
-    let frequencies = |scaling| inverse_frequencies(config.head_dim, config.rope_theta, scaling);
-    let (plain, scaled) = (frequencies(&RopeScaling::None), frequencies(&config.rope_scaling));
+    let frequencies = |scaling| inverse_frequencies(config.head_dim, config.ropes[0].theta, scaling);
+    let (plain, scaled) = (frequencies(&RopeScaling::None), frequencies(&config.ropes[0].scaling));
     // A divisor that gives the scaled frequency exactly: the quotient, or a neighbour of it.
     let divisor = |(plain, scaled): (&f32, &f32)| {
         let quotient = plain / scaled;

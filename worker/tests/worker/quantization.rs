@@ -81,7 +81,7 @@ fn widened_demo() -> TempDir {
         ("model.embed_tokens.weight".to_owned(), vec![config.vocab_size, hidden]),
         ("model.norm.weight".to_owned(), vec![hidden]),
     ];
-    for layer in 0..config.layers {
+    for layer in 0..config.layers.len() {
         let of_layer = [
             ("input_layernorm", vec![hidden]),
             ("post_attention_layernorm", vec![hidden]),

@@ -262,7 +262,7 @@ impl TestDevice {
 fn on_gpu(folder: &TempDir, ranks: usize, overlap: bool, blocks: u64, host_blocks: u64) -> CudaRuntime {
     let model = ModelDir::open(&ModelSource::Directory(folder.path().to_owned())).unwrap();
     let config = model.config();
-    let token_bytes = 2 * config.layers * config.kv_heads * config.head_dim * 2;
+    let token_bytes = 2 * config.layers.len() * config.kv_heads * config.head_dim * 2;
     let block = u64::from(BLOCK_TOKENS) * token_bytes as u64;
     let options = CudaOptions {
         gpus: (0..ranks).collect(),
@@ -593,6 +593,7 @@ fn scarcity_never_changes_the_answer() {
         TestModel::MixedWindows(13),
         TestModel::Plain(Arch::Qwen3),
         TestModel::Plain(Arch::Mistral),
+        TestModel::Plain(Arch::Gemma3),
         TestModel::MixedWindows(40),
     ];
     let mut isas = vec![Isa::PORTABLE];

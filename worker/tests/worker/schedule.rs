@@ -151,12 +151,13 @@ fn execute(runtime: &mut dyn LogitsRuntime, batch: &mut Batch) -> Vec<StepBits> 
 fn alone(runtime: &mut dyn LogitsRuntime, request: &Request) -> Vec<StepBits> {
     let mut tokens = prompt(request, runtime.capabilities().vocab_size);
     attach(runtime, 0, request, &tokens, &[]);
-    let block_tokens = runtime.capabilities().shape.block_tokens() as usize;
-    let blocks: Vec<u32> = (0..(tokens.len() + request.output).div_ceil(block_tokens) as u32).collect();
+    let shape = runtime.capabilities().shape;
+    let spans = shape.spans((tokens.len() + request.output) as u32);
+    let blocks: Vec<u32> = (0..spans * shape.span_blocks()).collect();
     let (mut batch, mut steps) = (Batch::default(), Vec::new());
     for position in 0..request.prompt + request.output - 1 {
         batch.clear();
-        batch.push_sequence(&tokens[position..=position], position as u32, &blocks);
+        batch.push_whole(&tokens[position..=position], position as u32, &shape, &blocks);
         if position + 1 >= request.prompt {
             batch.sample_last_row(0);
         }
@@ -178,6 +179,14 @@ struct RunningSequence {
     tokens: Vec<u32>,
     /// Tokens with KV computed.
     fed: usize,
+    /// Block table of each group of layers.
+    tables: Vec<TestTable>,
+}
+
+/// Block table of a sequence in a group of layers: its first span, and the blocks from there on.
+#[derive(Clone, Default)]
+struct TestTable {
+    first_span: u32,
     blocks: Vec<u32>,
 }
 
@@ -220,7 +229,8 @@ fn together(
             let tokens = prompt(&workload.requests[request], bounds.vocab_size);
             attach(runtime, slot, &workload.requests[request], &tokens, &[]);
             let prompt = tokens.len();
-            live.push(RunningSequence { request, prompt, slot, tokens, fed: 0, blocks: Vec::new() });
+            let tables = vec![TestTable::default(); bounds.shape.groups().len()];
+            live.push(RunningSequence { request, prompt, slot, tokens, fed: 0, tables });
         }
         if preemptions > 0 && rng.below(8) == 0 {
             preemptions -= 1;
@@ -230,7 +240,10 @@ fn together(
             runtime.detach(victim.slot);
             slots.push(victim.slot);
             victim.slot = slots.swap_remove(rng.below(slots.len()));
-            free.append(&mut victim.blocks);
+            for table in &mut victim.tables {
+                free.append(&mut table.blocks);
+                table.first_span = 0;
+            }
             victim.fed = 0;
             let request = &workload.requests[victim.request];
             let (prompt, generated) = victim.tokens.split_at(request.prompt);
@@ -252,12 +265,22 @@ fn together(
             if chunk == 0 {
                 continue;
             }
-            if !sequence.blocks.is_empty() && rng.below(8) == 0 {
+            // Windows have passed some blocks.
+            for (table, group) in sequence.tables.iter_mut().zip(bounds.shape.groups()) {
+                let passed =
+                    group.first_span(sequence.fed as u32, bounds.shape.block_tokens()) - table.first_span;
+                let passed = rng.below(passed as usize + 1);
+                free.extend(table.blocks.drain(..passed * group.blocks as usize));
+                table.first_span += passed as u32;
+            }
+            let group = rng.below(sequence.tables.len());
+            let blocks = &mut sequence.tables[group].blocks;
+            if !blocks.is_empty() && rng.below(8) == 0 {
                 // Move a block.
-                let at = rng.below(sequence.blocks.len());
+                let at = rng.below(blocks.len());
                 let to = free.swap_remove(rng.below(free.len()));
-                batch.copies.push(BlockCopy { from: sequence.blocks[at], to });
-                sequence.blocks[at] = to;
+                batch.copies.push(BlockCopy { from: blocks[at], to });
+                blocks[at] = to;
             }
             let end = sequence.fed + chunk;
             let samples = end == sequence.tokens.len();
@@ -269,11 +292,15 @@ fn together(
                 drafts.truncate(room);
                 drafted += drafts.len();
             }
-            while sequence.blocks.len() * (bounds.shape.block_tokens() as usize) < end + drafts.len() {
-                sequence.blocks.push(free.swap_remove(rng.below(free.len())));
+            let spans = bounds.shape.spans((end + drafts.len()) as u32);
+            for (table, group) in sequence.tables.iter_mut().zip(bounds.shape.groups()) {
+                while table.blocks.len() < ((spans - table.first_span) * group.blocks) as usize {
+                    table.blocks.push(free.swap_remove(rng.below(free.len())));
+                }
             }
             let part = &sequence.tokens[sequence.fed..end];
-            batch.push_drafted(part, &drafts, sequence.fed as u32, &sequence.blocks);
+            let tables = sequence.tables.iter().map(|table| (table.first_span, &table.blocks[..]));
+            batch.push_tables(part, &drafts, sequence.fed as u32, tables);
             sequence.fed = end;
             if samples {
                 batch.sample_with_drafts(sequence.slot, drafts.len() as u32);
@@ -307,7 +334,7 @@ fn together(
             if done {
                 runtime.detach(sequence.slot);
                 slots.push(sequence.slot);
-                free.append(&mut sequence.blocks);
+                sequence.tables.iter_mut().for_each(|table| free.append(&mut table.blocks));
             }
             !done
         });
@@ -562,13 +589,13 @@ fn the_schedule_never_changes_the_answer_of_a_gpu() {
 
 /// Scores every token of a sequence but the first, in chunks of `chunk` tokens, with five alternatives.
 fn scores(runtime: &mut CpuRuntime, tokens: &[u32], chunk: usize) -> Vec<PromptLogprobs> {
-    let block_tokens = runtime.capabilities().shape.block_tokens() as usize;
-    let blocks: Vec<u32> = (0..tokens.len().div_ceil(block_tokens) as u32).collect();
+    let shape = runtime.capabilities().shape;
+    let blocks: Vec<u32> = (0..shape.spans(tokens.len() as u32) * shape.span_blocks()).collect();
     let (mut batch, mut sampled, mut scores) = (Batch::default(), Vec::new(), Vec::new());
     for (nth, part) in tokens.chunks(chunk).enumerate() {
         let first = nth * chunk;
         batch.clear();
-        batch.push_sequence(part, first as u32, &blocks);
+        batch.push_whole(part, first as u32, &shape, &blocks);
         let row = |(row, token): (usize, &u32)| ScoreRow { row: row as u32, token: *token, top: 5 };
         batch.scores.extend(tokens[first + 1..].iter().take(part.len()).enumerate().map(row));
         runtime.execute(&mut batch, &mut sampled).unwrap();

@@ -10,6 +10,7 @@ use inflight_kernels::philox4x32;
 use inflight_models::{ModelDir, ModelSource};
 use inflight_runtime::{Batch, Runtime, Sampled, SlotSetup};
 use inflight_runtime_cpu::{CpuOptions, CpuRuntime, Quantization};
+use inflight_worker_core::{LayerGroup, MemoryShape};
 use safetensors::tensor::{Dtype as TensorDtype, SafeTensors, TensorView};
 
 const SEQUENCES: usize = 5;
@@ -55,14 +56,15 @@ fn open(folder: &TempDir) -> ModelDir {
 
 /// Returns batches that mix prefill chunks of random sizes with decodes, of random tokens, with a sample of
 /// each sequence in a batch, until every sequence has 100 tokens.
-fn batches(vocab: u32, seed: u32) -> Vec<Batch> {
+fn batches(vocab: u32, seed: u32, shape: MemoryShape) -> Vec<Batch> {
     let mut draws = 0;
     let mut below = |bound: usize| {
         draws += 1;
         philox4x32([draws, 0, 0, 0], [seed, 0])[0] as usize % bound
     };
     let longest = 100u32;
-    let per_sequence = longest.div_ceil(BLOCK_TOKENS);
+    let most_spans = shape.spans(longest);
+    let per_sequence = most_spans * shape.span_blocks();
     let mut done = [0u32; SEQUENCES];
     let mut batches = Vec::new();
     while done.iter().any(|done| *done < longest) {
@@ -77,8 +79,14 @@ fn batches(vocab: u32, seed: u32) -> Vec<Batch> {
             let tokens: Vec<u32> = (0..count).map(|_| below(vocab as usize) as u32).collect();
             // Block tables are interleaved and descending.
             let block = |i: u32| (per_sequence - 1 - i) * SEQUENCES as u32 + sequence as u32;
-            let blocks: Vec<u32> = (0..(*done + count).div_ceil(BLOCK_TOKENS)).map(block).collect();
-            batch.push_sequence(&tokens, *done, &blocks);
+            let mut before = 0;
+            let table = |group: &LayerGroup| {
+                let first = before;
+                before += most_spans * group.blocks;
+                (first..first + shape.spans(*done + count) * group.blocks).map(block).collect()
+            };
+            let tables: Vec<Vec<u32>> = shape.groups().iter().map(table).collect();
+            batch.push_tables(&tokens, &[], *done, tables.iter().map(|table| (0, &table[..])));
             batch.sample_last_row(sequence as u32);
             *done += count;
         }
@@ -156,8 +164,9 @@ fn two_and_four_ranks_agree_with_one_within_1e_5_in_f32() {
         let model = open(folder);
         let (heads, kv_heads) = (model.config().heads, model.config().kv_heads);
         for isa in crate::instruction_sets("tensor parallelism") {
-            let batches = batches(model.config().vocab_size as u32, seed as u32);
-            let (whole, tokens) = run(&mut load(&model, isa, None, 1, 2), &batches);
+            let mut alone = load(&model, isa, None, 1, 2);
+            let batches = batches(model.config().vocab_size as u32, seed as u32, alone.capabilities().shape);
+            let (whole, tokens) = run(&mut alone, &batches);
             assert!(whole.len() > 30 && batches.iter().any(|batch| batch.rows() > batch.sequences() + 20));
             for ranks in [2, 4].into_iter().filter(|ranks| heads.is_multiple_of(*ranks)) {
                 let (divided, same) = run(&mut load(&model, isa, None, ranks, 3), &batches);
@@ -186,7 +195,8 @@ fn sixteen_bit_and_quantized_models_agree_within_their_rounding() {
         ] {
             let folder = Checkpoint::new(arch, dtype).write_temp().unwrap();
             let model = open(&folder);
-            let batches = batches(model.config().vocab_size as u32, 77);
+            let shape = MemoryShape::uniform(BLOCK_TOKENS);
+            let batches = batches(model.config().vocab_size as u32, 77, shape);
             let quantize = quantize.map(|name| name.parse().unwrap());
             let (whole, _) = run(&mut load(&model, Isa::detect(), quantize, 1, 2), &batches);
             let (divided, _) = run(&mut load(&model, Isa::detect(), quantize, 2, 2), &batches);

@@ -100,7 +100,7 @@ fn run(isa: Isa, case: &Case, chunks: Chunks) -> Vec<Vec<f32>> {
         }
         finish_qkv(&pool, isa, case.shape, &mut qkv, norms, &rope, &positions, &places, &mut kv, &layout);
         let mut attended = vec![0.0; positions.len() * heads * head_dim];
-        attention(&pool, isa, case.shape, &qkv, &ragged, &kv, &layout, &mut attended);
+        attention(&pool, isa, case.shape, &qkv, &ragged, &kv, &layout, head_dim as f64, &mut attended);
         let mut at = 0;
         for (s, first, count) in ran {
             let width = heads * head_dim;

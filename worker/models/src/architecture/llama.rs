@@ -1,10 +1,11 @@
 //! Llama 1, 2 and 3.x.
 
-use super::{ArchitectureSpec, Bias, Biases, GgufSpec, SlidingWindow, TensorNames};
+use super::{ArchitectureSpec, ArithmeticSpec, Bias, Biases, GgufSpec, Ropes, SlidingWindow, TensorNames};
 
 pub(super) static SPEC: ArchitectureSpec = ArchitectureSpec {
     id: "Llama",
     name: "LlamaForCausalLM",
+    wrapper: None,
     // llama.cpp permutes the rows of query and key heads of this architecture only.
     gguf: Some(GgufSpec { family: "llama", interleaved_heads: true, optional_attention_bias: true }),
     kv_heads_required: false,
@@ -16,5 +17,9 @@ pub(super) static SPEC: ArchitectureSpec = ArchitectureSpec {
     },
     qk_norm: false,
     sliding_window: SlidingWindow::Never,
+    ropes: Ropes::One,
+    arithmetic: ArithmeticSpec::LLAMA,
+    defaults: &[],
+    keys: &[],
     tensors: &TensorNames::LLAMA,
 };

@@ -1,10 +1,11 @@
 //! Mistral: Llama with a sliding window.
 
-use super::{ArchitectureSpec, Biases, SlidingWindow, TensorNames};
+use super::{ArchitectureSpec, ArithmeticSpec, Biases, Ropes, SlidingWindow, TensorNames};
 
 pub(super) static SPEC: ArchitectureSpec = ArchitectureSpec {
     id: "Mistral",
     name: "MistralForCausalLM",
+    wrapper: None,
     // GGUF files of Mistral are of the family `llama`.
     gguf: None,
     kv_heads_required: true,
@@ -12,5 +13,9 @@ pub(super) static SPEC: ArchitectureSpec = ArchitectureSpec {
     biases: Biases::NONE,
     qk_norm: false,
     sliding_window: SlidingWindow::Always,
+    ropes: Ropes::One,
+    arithmetic: ArithmeticSpec::LLAMA,
+    defaults: &[],
+    keys: &[],
     tensors: &TensorNames::LLAMA,
 };

@@ -3,6 +3,7 @@
 //!
 //! To add a dense architecture, describe it in a file of its own and list it in [`ARCHITECTURES`].
 
+mod gemma3;
 mod llama;
 mod mistral;
 mod qwen2;
@@ -10,11 +11,16 @@ mod qwen3;
 
 use std::fmt;
 
+use inflight_kernels::cpu::Activation;
+use serde_json::Value;
+
 use super::Error;
+use super::NormPlaces;
 use super::fields::Fields;
 
 /// Every supported architecture, in the order of error messages.
-static ARCHITECTURES: &[&ArchitectureSpec] = &[&llama::SPEC, &mistral::SPEC, &qwen2::SPEC, &qwen3::SPEC];
+static ARCHITECTURES: &[&ArchitectureSpec] =
+    &[&llama::SPEC, &mistral::SPEC, &qwen2::SPEC, &qwen3::SPEC, &gemma3::SPEC];
 
 /// Description of an architecture.
 #[derive(Debug)]
@@ -23,6 +29,8 @@ pub(crate) struct ArchitectureSpec {
     id: &'static str,
     /// Name in the `architectures` field of config.json.
     name: &'static str,
+    /// Name of a multimodal model whose language model this is, under `text_config` in config.json.
+    wrapper: Option<&'static str>,
     /// Properties of its GGUF files; `None` if GGUF knows it under the name of another architecture.
     gguf: Option<GgufSpec>,
     /// `num_key_value_heads` is required; otherwise it defaults to the number of query heads.
@@ -35,6 +43,14 @@ pub(crate) struct ArchitectureSpec {
     pub qk_norm: bool,
     /// Rule for the layers' sliding windows.
     pub sliding_window: SlidingWindow,
+    /// Rotary embeddings.
+    pub ropes: Ropes,
+    /// Arithmetic of all layers.
+    pub arithmetic: ArithmeticSpec,
+    /// Values of keys that config.json may leave out.
+    pub defaults: &'static [(&'static str, Default)],
+    /// Keys of config.json that this architecture reads and others do not have.
+    pub keys: &'static [&'static str],
     /// Names of the tensors in checkpoints.
     pub tensors: &'static TensorNames,
 }
@@ -91,6 +107,62 @@ impl Bias {
     }
 }
 
+/// Default value of a key of config.json.
+#[derive(Debug, Clone, Copy)]
+pub(crate) enum Default {
+    Count(u32),
+    Flag(bool),
+}
+
+impl Default {
+    /// Returns the value in JSON.
+    pub fn value(self) -> Value {
+        match self {
+            Self::Count(count) => count.into(),
+            Self::Flag(flag) => flag.into(),
+        }
+    }
+}
+
+/// Rotary embeddings of an architecture.
+#[derive(Debug, Clone, Copy)]
+pub(crate) enum Ropes {
+    /// One for all layers.
+    One,
+    /// One for layers with full attention, another one, without scaling, for those with a window; with these bases by default.
+    ByWindow { full: f64, window: f64 },
+}
+
+/// Arithmetic of an architecture's layers.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct ArithmeticSpec {
+    pub norms: NormPlaces,
+    pub zero_centred_norms: bool,
+    pub activation: Activation,
+    pub score_size: ScoreSize,
+    pub scaled_embedding: bool,
+}
+
+impl ArithmeticSpec {
+    /// Arithmetic of Llama, which most later architectures share.
+    pub const LLAMA: Self = Self {
+        norms: NormPlaces::Before,
+        zero_centred_norms: false,
+        activation: Activation::Silu,
+        score_size: ScoreSize::Head,
+        scaled_embedding: false,
+    };
+}
+
+/// Number by whose square root the scores of attention are divided.
+#[derive(Debug, Clone, Copy)]
+pub(crate) enum ScoreSize {
+    /// The size of a head.
+    Head,
+    /// This key of config.json, or the default.
+    Field(&'static str, f64),
+}
+
 /// Rule for the layers with a sliding window, whose size is `sliding_window` of config.json.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum SlidingWindow {
@@ -100,6 +172,8 @@ pub(crate) enum SlidingWindow {
     Always,
     /// With `use_sliding_window`: layers from `max_window_layers` on, or those of `layer_types`.
     Optional,
+    /// All but each last one of `sliding_window_pattern` layers, or those of `layer_types`.
+    Pattern,
 }
 
 /// Names of an architecture's tensors, without the suffixes `.weight` and `.bias`; those of a layer without
@@ -115,6 +189,8 @@ pub(crate) struct TensorNames {
     pub qk_norm: [&'static str; 2],
     pub output: &'static str,
     pub mlp_norm: &'static str,
+    /// Norms behind attention and MLP, of architectures that have them.
+    pub post_norms: Option<[&'static str; 2]>,
     /// Gate and up projections.
     pub gate_up: [&'static str; 2],
     pub down: &'static str,
@@ -133,6 +209,7 @@ impl TensorNames {
         qk_norm: ["self_attn.q_norm", "self_attn.k_norm"],
         output: "self_attn.o_proj",
         mlp_norm: "post_attention_layernorm",
+        post_norms: None,
         gate_up: ["mlp.gate_proj", "mlp.up_proj"],
         down: "mlp.down_proj",
         norm: "model.norm",
@@ -195,9 +272,20 @@ impl Architecture {
         self.0.gguf.as_ref()
     }
 
-    /// Returns the architecture of a name in `architectures` of config.json.
+    /// Returns the architecture of a name in `architectures` of config.json, also that of its multimodal model.
     pub(crate) fn by_name(name: &str) -> Option<Self> {
-        ARCHITECTURES.iter().find(|spec| spec.name == name).map(|spec| Self(spec))
+        let is_named = |spec: &&&ArchitectureSpec| spec.name == name || spec.wrapper == Some(name);
+        ARCHITECTURES.iter().find(is_named).map(|spec| Self(spec))
+    }
+
+    /// Returns whether multimodal models have this language model.
+    pub(crate) fn is_multimodal(self) -> bool {
+        self.0.wrapper.is_some()
+    }
+
+    /// Returns whether this is the name of a multimodal model with this language model.
+    pub(crate) fn is_wrapped_by(self, name: &str) -> bool {
+        self.0.wrapper == Some(name)
     }
 
     /// Returns the architecture of a GGUF file with this `general.architecture`.
@@ -227,7 +315,7 @@ impl PartialEq for Architecture {
 
 impl Eq for Architecture {}
 
-/// Writes the short name alone: the numerics fingerprint covers the configuration as debug output.
+/// Writes the short name alone, which the numerics fingerprint covers.
 impl fmt::Debug for Architecture {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(self.0.id)

@@ -1,10 +1,11 @@
 //! Qwen3: Llama with normalized queries and keys.
 
-use super::{ArchitectureSpec, Bias, Biases, GgufSpec, SlidingWindow, TensorNames};
+use super::{ArchitectureSpec, ArithmeticSpec, Bias, Biases, GgufSpec, Ropes, SlidingWindow, TensorNames};
 
 pub(super) static SPEC: ArchitectureSpec = ArchitectureSpec {
     id: "Qwen3",
     name: "Qwen3ForCausalLM",
+    wrapper: None,
     gguf: Some(GgufSpec { family: "qwen3", interleaved_heads: false, optional_attention_bias: false }),
     kv_heads_required: true,
     // Not derived from the hidden size.
@@ -16,5 +17,9 @@ pub(super) static SPEC: ArchitectureSpec = ArchitectureSpec {
     },
     qk_norm: true,
     sliding_window: SlidingWindow::Optional,
+    ropes: Ropes::One,
+    arithmetic: ArithmeticSpec::LLAMA,
+    defaults: &[],
+    keys: &[],
     tensors: &TensorNames::LLAMA,
 };

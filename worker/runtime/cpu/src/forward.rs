@@ -2,9 +2,9 @@
 
 use inflight_kernels::cpu::{
     AccumulatorInit, Activations, Isa, KvLayout, KvPool, KvSlot, Pool, QkvShape, Ragged, RopeTable,
-    attention, finish_qkv, gemm, gemm_swiglu, rms_norm,
+    attention, finish_qkv, gemm, gemm_gated, inverse_frequencies, rms_norm,
 };
-use inflight_models::ModelConfig;
+use inflight_models::{ModelConfig, NormPlaces, Rope};
 use inflight_runtime::collective::{Collective, GroupFailed};
 use inflight_runtime::sharding::Shard;
 use inflight_runtime::{Batch, Capabilities, Error, KvPlan, LayerPlace, PromptLogprobs};
@@ -52,7 +52,10 @@ pub(super) struct Forward {
     /// This rank's columns of the logits.
     vocabulary: usize,
     shape: QkvShape,
-    rope: RopeTable,
+    /// Rotary tables, by index of [`ModelConfig::ropes`].
+    ropes: Vec<RopeTable>,
+    /// Factor of embeddings, if they are scaled.
+    embedding_scale: Option<f32>,
     views: Vec<BlockView>,
     /// View and layout of each layer's keys and values.
     kv_layers: Vec<(usize, KvLayout)>,
@@ -66,6 +69,8 @@ pub(super) struct Forward {
     attended: Vec<f32>,
     gate_up: Vec<f32>,
     gated: Vec<f32>,
+    /// Outputs of attention or MLP before their norm; empty if the model has none.
+    delta: Vec<f32>,
     logits: Vec<f32>,
     /// This rank's columns of the logits, if the group has several ranks.
     own_logits: Vec<f32>,
@@ -82,7 +87,7 @@ impl Forward {
     pub(super) fn new(
         config: &ModelConfig,
         shard: &Shard,
-        rope: RopeTable,
+        embedding_scale: Option<f32>,
         bounds: &Capabilities,
         kv: &KvPlan,
         layout: KvLayout,
@@ -110,12 +115,14 @@ impl Forward {
             (view(place), layout.within(kv.block_bytes() as usize, place.offset as usize))
         };
         let kv_layers = kv.places().iter().map(layer).collect();
+        let table = |rope: &Rope| RopeTable::new(inverse_frequencies(head_dim, rope.theta, &rope.scaling));
         Self {
             leads: shard.rank == 0,
             inner,
             vocabulary: shard.vocabulary.len(),
             shape,
-            rope,
+            ropes: config.ropes.iter().map(table).collect(),
+            embedding_scale,
             views,
             kv_layers,
             written: vec![0; bounds.blocks as usize],
@@ -127,6 +134,10 @@ impl Forward {
             attended: buffer(shape.heads * shape.head_dim),
             gate_up: vec![0.0; rows.min(MLP_ROWS) * 2 * inner],
             gated: vec![0.0; rows.min(MLP_ROWS) * inner],
+            delta: match config.arithmetic.norms {
+                NormPlaces::Before => Vec::new(),
+                NormPlaces::Around => buffer(config.hidden_size),
+            },
             logits: Vec::new(),
             own_logits: Vec::new(),
             samples: 0,
@@ -190,7 +201,7 @@ impl Forward {
         isa: Isa,
         collective: &dyn Collective,
     ) -> Result<(), GroupFailed> {
-        let Self { config, shape, rope, views, kv_layers, activations, leads, inner, .. } = self;
+        let Self { config, shape, ropes, views, kv_layers, activations, leads, inner, .. } = self;
         let (leads, inner) = (*leads, *inner);
         let (rows, shape, eps) = (batch.rows(), *shape, config.norm_eps);
         let width = config.hidden_size;
@@ -200,13 +211,18 @@ impl Forward {
         let attended = &mut self.attended[..rows * shape.heads * shape.head_dim];
         let gate_up = &mut self.gate_up[..];
         let gated = &mut self.gated[..];
+        let delta = &mut self.delta[..];
 
         let positions = &batch.positions;
-        rope.ensure(positions.iter().max().map_or(0, |last| *last as usize + 1));
+        let longest = positions.iter().max().map_or(0, |last| *last as usize + 1);
+        ropes.iter_mut().for_each(|rope| rope.ensure(longest));
 
         let embedding = &weights.embedding;
         for (token, out) in batch.tokens.iter().zip(hidden.chunks_exact_mut(width)) {
             embedding.row(*token as usize, out);
+            if let Some(scale) = self.embedding_scale {
+                out.iter_mut().for_each(|element| *element *= scale);
+            }
         }
 
         for (index, layer) in weights.layers.iter().enumerate() {
@@ -215,23 +231,48 @@ impl Forward {
             let norms = layer.qk_norm.as_ref().map(|(q, k)| (q.as_slice(), k.as_slice(), eps));
             let (view, layout) = &kv_layers[index];
             let BlockView { ragged, places, .. } = &views[*view];
+            let (rope, score_size) = (&ropes[config.layers[index].rope], config.arithmetic.score_size);
             finish_qkv(pool, isa, shape, qkv, norms, rope, positions, places, kv, layout);
-            attention(pool, isa, shape, qkv, ragged, kv, layout, attended);
-            linear_residual(pool, &layer.output, attended, rows, hidden, leads, activations);
-            collective.all_reduce(hidden)?;
+            attention(pool, isa, shape, qkv, ragged, kv, layout, score_size, attended);
+            let post_norms = layer.post_norms.as_ref().map(|(attention, mlp)| (&attention[..], &mlp[..]));
+            match post_norms {
+                None => {
+                    linear_residual(pool, &layer.output, attended, rows, hidden, leads, activations);
+                    collective.all_reduce(hidden)?;
+                }
+                Some((weight, _)) => {
+                    let delta = &mut delta[..rows * width];
+                    linear(pool, &layer.output, attended, rows, delta, activations);
+                    collective.all_reduce(delta)?;
+                    add_normed(pool, isa, delta, weight, eps, normed, hidden);
+                }
+            }
             rms_norm(pool, isa, hidden, &layer.mlp_norm, eps, normed);
             // In tiles of rows whose intermediate states stay in the last-level cache.
             for first in (0..rows).step_by(MLP_ROWS) {
                 let count = MLP_ROWS.min(rows - first);
                 let normed = &normed[first * width..(first + count) * width];
-                let hidden = &mut hidden[first * width..(first + count) * width];
                 let gate_up = &mut gate_up[..count * 2 * inner];
                 let gated = &mut gated[..count * inner];
                 let (gates, bias) = (&layer.gate_up.matrix, layer.gate_up.bias.as_deref());
-                gemm_swiglu(pool, gates, normed, count, bias, gate_up, gated, activations);
-                linear_residual(pool, &layer.down, gated, count, hidden, leads, activations);
+                let activation = config.arithmetic.activation;
+                gemm_gated(pool, activation, gates, normed, count, bias, gate_up, gated, activations);
+                let part = first * width..(first + count) * width;
+                if post_norms.is_some() {
+                    linear(pool, &layer.down, gated, count, &mut delta[part], activations);
+                } else {
+                    let hidden = &mut hidden[part];
+                    linear_residual(pool, &layer.down, gated, count, hidden, leads, activations);
+                }
             }
-            collective.all_reduce(hidden)?;
+            match post_norms {
+                None => collective.all_reduce(hidden)?,
+                Some((_, weight)) => {
+                    let delta = &mut delta[..rows * width];
+                    collective.all_reduce(delta)?;
+                    add_normed(pool, isa, delta, weight, eps, normed, hidden);
+                }
+            }
         }
 
         // Only scored and sampled rows go through the LM head.
@@ -291,6 +332,20 @@ impl Forward {
         let whole = if *leads { Some(&mut self.logits[..count * vocab]) } else { None };
         collective.gather(part, count, whole)
     }
+}
+
+/// hidden += norm(delta); `normed` is scratch.
+fn add_normed(
+    pool: &Pool,
+    isa: Isa,
+    delta: &[f32],
+    weight: &[f32],
+    eps: f32,
+    normed: &mut [f32],
+    hidden: &mut [f32],
+) {
+    rms_norm(pool, isa, delta, weight, eps, normed);
+    hidden.iter_mut().zip(normed).for_each(|(hidden, normed)| *hidden += *normed);
 }
 
 /// y = x W^T + bias

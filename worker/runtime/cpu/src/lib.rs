@@ -20,7 +20,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use inflight_kernels::cpu::{Isa, KvCopier, KvDtype, KvLayout, KvPool, Pool, RopeTable, inverse_frequencies};
+use inflight_kernels::cpu::{Isa, KvCopier, KvDtype, KvLayout, KvPool, Pool};
 use inflight_models::{self as models, ModelConfig, ModelDir};
 use inflight_runtime::collective::{Collective, host_group};
 use inflight_runtime::sharding::{Indivisible, RANKS_MAX, Shard};
@@ -157,7 +157,7 @@ pub enum Error {
 
 /// KV cache bytes per token, over all layers.
 pub fn kv_bytes_per_token(config: &ModelConfig, dtype: KvDtype) -> usize {
-    config.layers * KvLayout::new(dtype, config.kv_heads, config.head_dim, 1).layer_bytes()
+    config.layers.len() * KvLayout::new(dtype, config.kv_heads, config.head_dim, 1).layer_bytes()
 }
 
 /// Returns the layout of a layer's KV on a rank.
@@ -291,10 +291,9 @@ impl CpuRuntime {
         for ((((shard, pool), weights), kv_pool), collective) in
             shards.iter().zip(rank_pools).zip(weights).zip(pools).zip(collectives)
         {
-            let frequencies = inverse_frequencies(config.head_dim, config.rope_theta, &config.rope_scaling);
             let layout = kv_layout(shard, kv_dtype, options.block_tokens);
-            let rope = RopeTable::new(frequencies);
-            let forward = Forward::new(config, shard, rope, &capabilities, &kv, layout);
+            let scale = tensors.embedding_scale(config);
+            let forward = Forward::new(config, shard, scale, &capabilities, &kv, layout);
             ranks.push(Rank { pool, isa, weights, kv: kv_pool, forward, collective });
         }
         let lead = ranks.remove(0);

@@ -39,7 +39,7 @@ impl LoadPlan {
         // All ranks have equally many KV heads.
         let bytes = kv_layout(&shards[0], kv_dtype, options.block_tokens).layer_bytes() as u64;
         let rows: Vec<LayerRows> =
-            config.windows.iter().map(|window| LayerRows { window: *window, bytes }).collect();
+            config.layers.iter().map(|layer| LayerRows { window: layer.window, bytes }).collect();
         let kv = KvPlan::new(options.block_tokens, context_tokens, &rows)?;
         let block_bytes = kv.block_bytes() * world as u64;
         let isa = options.isa.unwrap_or_else(Isa::detect);

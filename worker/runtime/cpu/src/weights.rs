@@ -6,10 +6,10 @@
 use std::io;
 use std::sync::Arc;
 
-use inflight_kernels::Dtype;
 use inflight_kernels::cpu::{Isa, PackedMatrix, Pool, WeightFormat, WeightRows};
+use inflight_kernels::{Dtype, Encoding};
 use inflight_models::{
-    CheckpointLayer, DecoderLayer, Error, LoadedTensor, Matrix, ModelDir, StackedLinear, Tensor,
+    CheckpointLayer, DecoderLayer, Error, LoadedTensor, Matrix, ModelConfig, ModelDir, StackedLinear, Tensor,
 };
 use inflight_runtime::sharding::{Alignment, Partition, Shard};
 
@@ -60,6 +60,8 @@ pub(super) struct CheckpointWeights {
     head: StackedLinear,
     /// The embedding is also the LM head.
     tied: bool,
+    /// Norms multiply with 1 + weight.
+    zero_centred_norms: bool,
 }
 
 /// Failure to pack weights.
@@ -84,6 +86,7 @@ pub(super) fn find(model: &ModelDir) -> Result<CheckpointWeights, Error> {
         norm: decoder.norm,
         head: StackedLinear { matrix: Matrix::Head, matrices: vec![head], biases: Vec::new() },
         tied,
+        zero_centred_norms: model.config().arithmetic.zero_centred_norms,
     })
 }
 
@@ -210,6 +213,16 @@ impl CheckpointWeights {
         alignment
     }
 
+    /// Returns the factor of the embeddings, if the model scales them: rounded to the type in which they are stored.
+    pub(super) fn embedding_scale(&self, config: &ModelConfig) -> Option<f32> {
+        let scale = (config.hidden_size as f64).sqrt() as f32;
+        let rounded = match self.embedding.encoding {
+            Encoding::Plain(dtype) => dtype.round(scale),
+            _ => scale,
+        };
+        config.arithmetic.scaled_embedding.then_some(rounded)
+    }
+
     /// Bytes of the embedding, which all ranks share.
     pub(super) fn embedding_bytes(&self) -> u64 {
         self.embedding.bytes() as u64
@@ -251,7 +264,8 @@ impl CheckpointWeights {
             read(file_bytes(linear, shard));
             Ok::<_, PackError>(packed)
         };
-        let layers = self.layers.iter().map(|layer| layer.try_map(|vector| Ok(vector.to_f32()?), &pack));
+        let norm = |vector: &Tensor| self.norm_weight(vector);
+        let layers = self.layers.iter().map(|layer| layer.try_map(norm, &pack));
         let layers = layers.collect::<Result<_, PackError>>()?;
         let head = match tied_embedding {
             Some(embedding) => {
@@ -263,7 +277,16 @@ impl CheckpointWeights {
             }
             None => pack(&self.head)?.matrix,
         };
-        Ok(PackedLayers { layers, norm: self.norm.to_f32()?, head })
+        Ok(PackedLayers { layers, norm: self.norm_weight(&self.norm)?, head })
+    }
+
+    /// Reads the factors of a norm.
+    fn norm_weight(&self, vector: &Tensor) -> Result<Vec<f32>, PackError> {
+        let mut weight = vector.to_f32()?;
+        if self.zero_centred_norms {
+            weight.iter_mut().for_each(|element| *element += 1.0);
+        }
+        Ok(weight)
     }
 }
 

@@ -50,8 +50,9 @@ pub(super) struct PoolCapacity {
 pub(super) fn windows(config: &ModelConfig) -> (Vec<Option<u32>>, Vec<usize>) {
     let mut windows: Vec<Option<u32>> = Vec::new();
     let plan_of_layer = config
-        .windows
+        .layers
         .iter()
+        .map(|layer| &layer.window)
         .map(|window| {
             windows.iter().position(|known| known == window).unwrap_or_else(|| {
                 windows.push(*window);
@@ -370,7 +371,7 @@ impl<G: Gpu> CudaForward<G> {
             heads: heads as u32,
             kv_heads: kv_heads as u32,
             block_shift: self.block_tokens.trailing_zeros(),
-            window: self.config.windows[index].unwrap_or(0),
+            window: self.config.layers[index].window.unwrap_or(0),
             stages: 0,
             scale: (1.0 / (head_dim as f64).sqrt() * std::f64::consts::LOG2_E) as f32,
         };
@@ -488,7 +489,9 @@ fn upload_rope_table<G: Gpu>(
 /// Returns the RoPE table of some positions, [positions, head_dim / 2, (cos, sin)]. The angle is rounded to f32
 /// as in training; its sine and cosine are computed in f64.
 fn rope_table(config: &ModelConfig, positions: Range<u32>) -> Vec<f32> {
-    let frequencies = inverse_frequencies(config.head_dim, config.rope_theta, &config.rope_scaling);
+    // `check_model` refuses several.
+    let rope = &config.ropes[0];
+    let frequencies = inverse_frequencies(config.head_dim, rope.theta, &rope.scaling);
     let mut angles = Vec::with_capacity(positions.len() * config.head_dim);
     for position in positions {
         for frequency in &frequencies {

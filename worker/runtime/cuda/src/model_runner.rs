@@ -1,9 +1,10 @@
 //! Model runner: turns a batch into packed metadata and runs the forward pass and sampling on any [`Gpu`].
 
+use inflight_kernels::cpu::Activation;
 use inflight_kernels::cuda::{
     DeviceError, HEAD_DIMS, HalfDtype, KvStore, PlanShape, SamplingResult, SamplingRow, attention_blocks,
 };
-use inflight_models::{self as models, ModelConfig};
+use inflight_models::{self as models, Arithmetic, ModelConfig, NormPlaces};
 use inflight_runtime::{
     Batch, Capabilities, Error, PositionLogprobs, PromptLogprobs, Sampled, Slot, SlotSetup, TokenLogprob,
     TokenMasks,
@@ -57,6 +58,18 @@ pub(super) fn check_model(config: &ModelConfig, ranks: usize) -> Result<(), mode
             supported,
         })
     };
+    let Arithmetic { norms, zero_centred_norms, activation, score_size, scaled_embedding } =
+        config.arithmetic;
+    let plain = norms == NormPlaces::Before
+        && !zero_centred_norms
+        && activation == Activation::Silu
+        && score_size == config.head_dim as f64
+        && !scaled_embedding
+        && config.ropes.len() == 1;
+    if !plain {
+        let supported = "models with the arithmetic of Llama on CUDA; --device cpu computes this one";
+        return unsupported("architectures", config.architecture.name().to_owned(), supported.to_owned());
+    }
     if !HEAD_DIMS.contains(&(config.head_dim as u32)) {
         let supported = format!("{HEAD_DIMS:?} on CUDA; the CPU runtime (--device cpu) takes any even one");
         return unsupported("head_dim", config.head_dim.to_string(), supported);

@@ -52,7 +52,7 @@ impl ModelShapes {
             gathered: shards.map_or(0, |shards| gathered_stride(shards) as u64),
             hidden: config.hidden_size as u64,
             inner: config.intermediate_size as u64,
-            layers: config.layers as u64,
+            layers: config.layers.len() as u64,
             heads: config.heads as u64,
             kv_heads: config.kv_heads as u64,
             head_dim: config.head_dim as u64,

@@ -15,7 +15,7 @@ fn steps_with_skinny_gemms_yield_the_logits_of_the_cpu_runtime() {
         let device = RecordingDevice::new(Harness::new()).preferring(GemmKernel::Skinny);
         let gpu = HarnessRunner::load(device, unsharded(&model), &model, 16, modes);
         let gpu = yields_the_logits_of_the_cpu_runtime(gpu, &model, 16, modes.store);
-        let (run, layers) = (gpu.harness.gemms.take(), model.config().layers);
+        let (run, layers) = (gpu.harness.gemms.take(), model.config().layers.len());
         // Two steps with prompts, three without, and the head in all of them.
         let count =
             |kernel, f32_out| run.iter().filter(|(by, p)| (*by, p.f32_out) == (kernel, f32_out)).count();

@@ -135,18 +135,18 @@ fn the_model_gemms_are_exactly_those_of_the_forward_pass() {
         runner.step(&batch);
         let run = runner.harness.take_gemms();
         let (layers, head) = run.split_at(run.len() - 1);
-        assert_eq!((layers.len(), listed.len()), (4 * config.layers, 5));
+        assert_eq!((layers.len(), listed.len()), (4 * config.layers.len(), 5));
         for (i, matmul) in layers.iter().chain(head).enumerate() {
             let gemm = &listed[if matmul.f32_out { 4 } else { i % 4 }];
             assert_eq!(shape(gemm), (matmul.n, matmul.k, matmul.stride, matmul.f32_out), "{arch}: GEMM {i}");
             let layer = if matmul.f32_out { 0 } else { i / 4 };
             let expected = gemm.of_layer(layer, matmul.m, matmul.x, matmul.y);
             assert_eq!(expected.bias.is_some(), matmul.bias.is_some(), "{arch}: GEMM {i}");
-            assert_eq!(gemm.operands.len(), if matmul.f32_out { 1 } else { config.layers });
+            assert_eq!(gemm.operands.len(), if matmul.f32_out { 1 } else { config.layers.len() });
         }
         let addresses: std::collections::BTreeSet<u64> =
             listed.iter().flat_map(|gemm| &gemm.operands).map(|operand| operand.weight).collect();
-        assert_eq!(addresses.len(), 4 * config.layers + 1, "{arch}: a matrix is listed twice");
+        assert_eq!(addresses.len(), 4 * config.layers.len() + 1, "{arch}: a matrix is listed twice");
         let head = &listed[4];
         assert_eq!(head.operands[0].weight, weights.head());
         assert_eq!(head.bytes(3), (3 * config.hidden_size as u64 * 2, 3 * u64::from(head.stride) * 4));

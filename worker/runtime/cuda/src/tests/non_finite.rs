@@ -20,7 +20,7 @@ fn damaged_keys_and_values_reach_the_logits_of_their_sequence_alone() {
     }
     let model = model(Arch::Llama2, Dtype::Bf16, 43);
     let config = model.config();
-    let (heads, head_dim, layers) = (config.kv_heads, config.head_dim, config.layers);
+    let (heads, head_dim, layers) = (config.kv_heads, config.head_dim, config.layers.len());
     for (store, deterministic, values) in [
         (KvStore::Half, false, false),
         (KvStore::Half, true, true),

@@ -219,7 +219,7 @@ fn the_model_gemms_of_a_rank_are_those_of_its_shard() {
             (host_collective(&rank).rank(), rank.harness.take_gemms())
         });
         for (rank, run) in run {
-            assert_eq!(run.len(), 4 * config.layers + 1);
+            assert_eq!(run.len(), 4 * config.layers.len() + 1);
             for (i, p) in run.iter().enumerate() {
                 let gemm = &listed[rank][if p.f32_out { 4 } else { i % 4 }];
                 let shape = (gemm.n, gemm.k, gemm.stride, gemm.f32_out);

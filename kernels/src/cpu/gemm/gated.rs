@@ -1,22 +1,23 @@
-//! GEMM with fused SwiGLU epilogue: the gate and up projections of an MLP.
+//! GEMM with a fused gate: the gate and up projections of an MLP.
 
 use std::mem::MaybeUninit;
 use std::ops::Range;
 
 use super::super::matrix::{PackedMatrix, panel_columns};
 use super::super::pool::Pool;
-use super::super::rows::{silu_mul, swiglu};
+use super::super::rows::{Activation, GateFn, GeluTanh, Silu, gate};
 use super::super::simd::{LANES_MAX, Simd};
 use super::{AccumulatorInit, Activations, Epilogue, GemmTask, ROW_BLOCK, Tiles, gemm, tile_rows};
 
-/// Computes y[rows, n / 2] = silu(x G^T) * (x U^T) from x[rows, k], where W[n, k] is G[n / 2, k] above U[n /
-/// 2, k]. `between` is scratch for [rows, n]. The bits are those of [`gemm`] followed by [`swiglu`]; with
+/// Computes y[rows, n / 2] = activation(x G^T) * (x U^T) from x[rows, k], where W[n, k] is G[n / 2, k] above U[n /
+/// 2, k]. `between` is scratch for [rows, n]. The bits are those of [`gemm`] followed by [`gate`]; with
 /// many rows the intermediate values stay in the second-level cache.
 ///
 /// # Panics
 /// If shapes do not match or n is odd.
-pub fn gemm_swiglu(
+pub fn gemm_gated(
     pool: &Pool,
+    activation: Activation,
     w: &PackedMatrix,
     x: &[f32],
     rows: usize,
@@ -36,9 +37,10 @@ pub fn gemm_swiglu(
     if unfused {
         let between = &mut between[..rows * w.n];
         gemm(pool, w, x, rows, start, between, scratch);
-        swiglu(pool, w.isa, between, half, y);
+        gate(pool, w.isa, activation, between, half, y);
     } else {
-        super::gemm_with_epilogue(pool, w, x, rows, start, y.as_mut_ptr(), Epilogue::SwiGlu, scratch);
+        let epilogue = Epilogue::Gate(activation);
+        super::gemm_with_epilogue(pool, w, x, rows, start, y.as_mut_ptr(), epilogue, scratch);
     }
 }
 
@@ -60,13 +62,30 @@ impl GateUpSums {
         (first.wrapping_sub(row * columns + panel * columns), columns)
     }
 
-    /// Writes silu(gate) * up of some rows for the columns of up panel `panel`.
+    /// Writes activation(gate) * up of some rows for the columns of up panel `panel`.
     ///
     /// # Safety
     /// The caller guarantees `S`'s instruction set, that the accumulators of these rows, at most
     /// [`ROW_BLOCK`], were written, and that no other thread writes the panel's columns.
     #[inline(always)]
-    pub(super) unsafe fn write_swiglu<S: Simd>(&self, job: &GemmTask<'_>, rows: Range<usize>, panel: usize) {
+    pub(super) unsafe fn write<S: Simd>(
+        &self,
+        activation: Activation,
+        job: &GemmTask<'_>,
+        rows: Range<usize>,
+        panel: usize,
+    ) {
+        // SAFETY: as of the caller.
+        unsafe {
+            match activation {
+                Activation::Silu => self.write_as::<S, Silu>(job, rows, panel),
+                Activation::GeluTanh => self.write_as::<S, GeluTanh>(job, rows, panel),
+            }
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn write_as<S: Simd, A: GateFn>(&self, job: &GemmTask<'_>, rows: Range<usize>, panel: usize) {
         let columns = 2 * S::LANES;
         let half = job.w.n / 2;
         let [gates, ups] = [0, 1].map(|part: usize| self.0[part].as_ptr().cast::<f32>());
@@ -76,7 +95,7 @@ impl GateUpSums {
                 let at = i * columns + lane;
                 // SAFETY: the caller guarantees written accumulators and exclusive columns of y.
                 unsafe {
-                    let out = silu_mul::<S>(S::load(gates.add(at)), S::load(ups.add(at)));
+                    let out = A::mul::<S>(S::load(gates.add(at)), S::load(ups.add(at)));
                     S::store(y.add(row * half + lane), out);
                 }
             }

@@ -1,0 +1,46 @@
+//! Arithmetic of a decoder, as data: one loop in each runtime interprets it.
+
+use inflight_kernels::cpu::{Activation, RopeScaling};
+
+/// Arithmetic of a decoder layer: h += attention(norm(h)), h += mlp(norm(h)), with a second norm behind each where
+/// [`Arithmetic::norms`] says so.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct LayerSpec {
+    /// Positions that a token sees, its own included; `None`: all up to its own.
+    pub window: Option<u32>,
+    /// Index in [`ModelConfig::ropes`](crate::ModelConfig::ropes) of the layer's rotary embedding.
+    pub rope: usize,
+}
+
+/// Rotary embedding.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Rope {
+    /// Base.
+    pub theta: f64,
+    /// Scaling of the frequencies.
+    pub scaling: RopeScaling,
+}
+
+/// Where a layer normalizes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum NormPlaces {
+    /// The inputs of attention and MLP.
+    Before,
+    /// Their inputs, and their outputs before these are added to the residual.
+    Around,
+}
+
+/// Arithmetic that all layers of a model share.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Arithmetic {
+    /// Where a layer normalizes.
+    pub norms: NormPlaces,
+    /// Norms multiply with 1 + weight instead of the weight.
+    pub zero_centred_norms: bool,
+    /// Activation of the MLP's gates.
+    pub activation: Activation,
+    /// Scores of attention are divided by the square root of this number.
+    pub score_size: f64,
+    /// Embeddings are multiplied with the square root of the hidden size, rounded to the embedding's type.
+    pub scaled_embedding: bool,
+}
