@@ -122,12 +122,12 @@ impl MemoryShape {
 
     /// Returns true if all layers keep all positions, and a block holds a span.
     pub fn is_uniform(&self) -> bool {
-        *self == Self::uniform(self.block_tokens)
+        self.count == 1 && self.groups[0] == LayerGroup { blocks: 1, window: None }
     }
 
     /// Returns true if a group gives up positions.
     pub fn has_windows(&self) -> bool {
-        self.groups().iter().any(|group| group.window.is_some())
+        self.groups().last().is_some_and(|group| group.window.is_some()) // the smallest is the last
     }
 
     /// Returns the blocks that a span of tokens takes in all groups.

@@ -243,6 +243,32 @@ mod tests {
     }
 
     #[test]
+    fn sequences_of_real_models_take_the_bytes_of_their_windows() {
+        // Layers, of which every sixth has full attention in Gemma 3, window, and bytes of a token of a layer in bf16.
+        let models = [
+            ("Gemma 3 1B", 26, 6, 512, 1024, [(26.0, 16.4), (208.0, 44.4), (832.0, 140.4)]),
+            ("Gemma 3 27B", 62, 6, 1024, 8192, [(496.0, 520.0), (3968.0, 1086.9), (15_872.0, 3006.9)]),
+            ("Mistral 7B v0.1", 32, 99, 4096, 4096, [(128.0, 128.0), (1024.0, 514.0), (4096.0, 514.0)]),
+        ];
+        let mib = |bytes: u64| (bytes as f64 / f64::from(1 << 20) * 10.0).round() / 10.0;
+        for (name, count, full, window, bytes, expected) in models {
+            let layer = |layer: usize, window| LayerRows {
+                window: (!layer.is_multiple_of(full)).then_some(window),
+                bytes: 16 * bytes,
+            };
+            let plan = |window| {
+                let layers: Vec<LayerRows> = (1..=count).map(|index| layer(index, window)).collect();
+                KvPlan::new(16, 32_768, &layers).unwrap()
+            };
+            for (tokens, expected) in [1024, 8192, 32_768].into_iter().zip(expected) {
+                // A window as large as the context is full attention.
+                let bytes = [plan(32_768), plan(window)].map(|plan| mib(plan.sequence_bytes(tokens)));
+                assert_eq!((bytes[0], bytes[1]), expected, "{name} at {tokens} tokens");
+            }
+        }
+    }
+
+    #[test]
     fn too_many_windows_are_refused() {
         let layers: Vec<LayerRows> = (1..=5).map(|window| rows(Some(window))).collect();
         let error = KvPlan::new(16, 4096, &layers).unwrap_err();

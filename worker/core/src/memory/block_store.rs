@@ -194,6 +194,7 @@ impl BlockStore {
     /// Releases the blocks of the windowed groups that no token from `position` on sees. They are the first to be allocated again,
     /// unless a sequence that resumes behind the span before `junction` would need them.
     pub fn pass(&mut self, tables: &mut Tables, position: u32, junction: u32) {
+        debug_assert!(self.shape.has_windows(), "nothing is passed without windows");
         for (index, group) in self.shape.groups().iter().enumerate() {
             let Some(reach) = group.reach(self.shape.block_tokens()) else { continue };
             let first = group.first_span(position, self.shape.block_tokens());

@@ -43,6 +43,8 @@ impl GroupTable {
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Tables {
     groups: Vec<GroupTable>,
+    /// Index behind the last span that all groups have.
+    end: u32,
 }
 
 impl Tables {
@@ -57,7 +59,7 @@ impl Tables {
                 blocks: Vec::with_capacity((group.blocks * spans) as usize),
             }
         };
-        Self { groups: shape.groups().iter().map(table).collect() }
+        Self { groups: shape.groups().iter().map(table).collect(), end: 0 }
     }
 
     /// Returns the tables, in the order of the groups.
@@ -94,7 +96,9 @@ impl Tables {
             first: table.first,
             span_blocks: table.span_blocks,
         };
-        Self { groups: self.groups.iter().map(empty).collect() }
+        let mut tables = Self { groups: self.groups.iter().map(empty).collect(), end: 0 };
+        tables.find_end();
+        tables
     }
 
     /// Returns the index behind the last span, by group.
@@ -106,7 +110,11 @@ impl Tables {
 
     /// Returns the index behind the last span that all groups have.
     pub(crate) fn end(&self) -> u32 {
-        self.groups.iter().map(GroupTable::end_span).min().unwrap_or(0)
+        self.end
+    }
+
+    fn find_end(&mut self) {
+        self.end = self.groups.iter().map(GroupTable::end_span).min().unwrap_or(0);
     }
 
     /// Returns the blocks that the tables lack to reach these spans.
@@ -144,18 +152,22 @@ impl Tables {
             debug_assert!(table.blocks.is_empty(), "a table with blocks was moved");
             table.first = *first;
         }
+        self.find_end();
     }
 
     /// Appends a block to a group.
     pub(crate) fn push(&mut self, group: usize, block: Block) {
         self.groups[group].blocks.push(block);
+        self.find_end();
     }
 
     /// Removes the last span of a group if it is behind `end`. Returns its blocks, the last one first.
     pub(crate) fn pop(&mut self, group: usize, end: u32) -> Option<Block> {
         let table = &mut self.groups[group];
         let held = table.first + (table.blocks.len() as u32).div_ceil(table.span_blocks.max(1));
-        if held > end { table.blocks.pop() } else { None }
+        let popped = if held > end { table.blocks.pop() } else { None };
+        self.find_end();
+        popped
     }
 
     /// Removes the blocks of a group before the span `first`, and calls `each` with them in order.

@@ -219,6 +219,9 @@ impl Scheduler {
 
     /// Releases the blocks of a sequence that its windows have passed, unless a copy in flight uses them.
     fn pass_windows(&mut self, index: u32) {
+        if !self.limits.shape.has_windows() {
+            return;
+        }
         if let Some(sequence) =
             self.sequences[index as usize].as_mut().filter(|sequence| sequence.copies == 0)
         {

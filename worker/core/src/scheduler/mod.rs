@@ -296,8 +296,7 @@ impl Scheduler {
             |transfer: &&TransferInFlight| transfer.direction == Direction::Out && transfer.owner().is_some();
         let unfilled = |index: &u32| {
             let sequence = self.sequence(*index);
-            let end = sequence.tables.groups().first().map_or(0, |table| table.end_span());
-            (end * self.limits.block_tokens()).saturating_sub(sequence.computed_tokens)
+            (sequence.tables.end() * self.limits.block_tokens()).saturating_sub(sequence.computed_tokens)
         };
         Load {
             unfilled_tokens: self.running.iter().map(unfilled).sum(),

@@ -19,7 +19,7 @@ use super::Scheduler;
 use super::step_bound::StepBound;
 use crate::cost::StepWork;
 use crate::history::IterationSummary;
-use crate::sequence::SequenceState;
+use crate::sequence::{Sequence, SequenceState};
 use crate::{Chunk, Iteration, Time};
 
 /// Plan under construction.
@@ -150,6 +150,11 @@ impl Scheduler {
         self.scratch = order;
     }
 
+    /// Returns true if a sequence has the blocks of its first `tokens` tokens.
+    pub(super) fn holds(&self, sequence: &Sequence, tokens: u32) -> bool {
+        sequence.tables.end() * self.limits.block_tokens() >= tokens
+    }
+
     /// Returns the number of new blocks that the decodes of this step need.
     pub(super) fn decode_blocks_needed(&self) -> u32 {
         let grows = |index: &&u32| {
@@ -158,6 +163,7 @@ impl Scheduler {
                 && !sequence.is_marked()
                 && sequence.remaining_tokens > 0
                 && sequence.drafts_in_flight == 0
+                && !self.holds(sequence, sequence.computed_tokens + 1)
         };
         let lacks = |index: &u32| {
             let sequence = self.sequence(*index);

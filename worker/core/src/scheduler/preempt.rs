@@ -41,7 +41,13 @@ impl PreemptionCost {
 impl Scheduler {
     /// Extends a sequence's block tables to `tokens` tokens, preempting sequences that go after it. Returns
     /// false if the sequence cannot run in this step: it waits for a fence, or was preempted itself.
+    #[inline]
     pub(super) fn grow(&mut self, index: u32, tokens: u32, now: Time, draft: &mut PlanDraft) -> bool {
+        self.holds(self.sequence(index), tokens) || self.take_blocks(index, tokens, now, draft)
+    }
+
+    /// Takes the blocks that a sequence lacks, see [`Scheduler::grow`].
+    fn take_blocks(&mut self, index: u32, tokens: u32, now: Time, draft: &mut PlanDraft) -> bool {
         let ends = self.device.ends(tokens);
         loop {
             // Borrows two fields at once, which `sequence_mut` cannot.
