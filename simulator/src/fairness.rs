@@ -134,7 +134,7 @@ impl ServiceGap {
     }
 
     /// Widens the bound by `bypasses` times the cost of the most expensive request of the two tenants, for
-    /// [`bypass_max`](inflight_worker_core::Limits::bypass_max).
+    /// [`bypass_max`](inflight_worker_core::SchedulerLimits::bypass_max).
     pub fn with_bypasses(mut self, bypasses: u32) -> Self {
         self.bypasses = bypasses;
         self
