@@ -166,14 +166,18 @@ async fn both_roles_export_the_names_that_autoscalers_and_gateways_of_vllm_read(
         Ok(())
     })
     .await?;
-    // A worker reports its pool after each iteration and with each heartbeat; cached blocks are not in use.
-    eventually("the router knows that the pool is idle", || async {
-        let used = series(&scrape(router).await?, "vllm:kv_cache_usage_perc");
-        ensure!(used.get(&label) == Some(&0.0), "{used:?}");
-        Ok(())
+    // A worker reports its load after each iteration and with each heartbeat, a router at its next tick; cached blocks are not in use.
+    let (at_router, at_worker) = eventually("both show an idle worker", || async {
+        let samples = (scrape(router).await?, scrape(worker).await?);
+        for samples in [&samples.0, &samples.1] {
+            for name in ["vllm:num_requests_running", "vllm:kv_cache_usage_perc"] {
+                let values = series(samples, name);
+                ensure!(values.get(&label) == Some(&0.0), "{name}: {values:?}");
+            }
+        }
+        Ok(samples)
     })
     .await?;
-    let (at_router, at_worker) = (scrape(router).await?, scrape(worker).await?);
     let gaps = at_router.total("inflight_router_inter_token_seconds_count")?;
     ensure!((3.0..=57.0).contains(&gaps), "{gaps} gaps");
     for (samples, name, expected) in [

@@ -163,7 +163,12 @@ impl Chain {
         let mut visits = std::mem::take(&mut self.visits);
         visits.push((block, 0));
         while let Some((at, distance)) = visits.pop() {
-            if reach.is_some_and(|reach| distance >= reach) {
+            let affected = match reach {
+                Some(reach) => distance < reach,
+                // Neither this span nor those behind it are rooted, so routers know none of them.
+                None => self.links[at as usize].rooted,
+            };
+            if !affected {
                 continue;
             }
             if reach.is_none() && at != block {
