@@ -158,10 +158,20 @@ impl Harness {
                     limits.shape.blocks(model.tokens.len() as u32 + model.remaining, limits.tokens_ahead())
                 }
             };
-            // Running prefills take blocks for their chunks before others are admitted.
+            // Running prefills take blocks for their chunks before others are admitted, also those that are preempted then, whose
+            // tables end where they began.
             let took = |(id, ends): (&SequenceId, &Vec<u32>)| {
-                let groups = limits.shape.groups().iter().zip(self.ends(*id)).zip(ends);
-                groups.map(|((group, end), before)| group.blocks * end.saturating_sub(*before)).sum::<u32>()
+                let groups = || limits.shape.groups().iter().zip(self.ends(*id)).zip(ends);
+                match plan.preempted.iter().find(|other| other.id == *id) {
+                    None => {
+                        groups().map(|((group, end), held)| group.blocks * end.saturating_sub(*held)).sum()
+                    }
+                    Some(other) => {
+                        let held =
+                            groups().map(|((group, first), end)| group.blocks * end.saturating_sub(first));
+                        other.blocks.saturating_sub(held.sum())
+                    }
+                }
             };
             let took: u32 = before.ran.iter().map(took).sum();
             let admitted = || plan.admitted.iter().filter_map(|(id, _)| self.live.get(id));
