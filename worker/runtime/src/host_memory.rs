@@ -10,6 +10,7 @@ impl fmt::Display for Readable {
     fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
         let bytes = self.0 as f64;
         match self.0 {
+            0x100_0000_0000.. => write!(out, "{:.2} TiB", bytes / (1u64 << 40) as f64),
             0x4000_0000.. => write!(out, "{:.2} GiB", bytes / f64::from(1 << 30)),
             0x10_0000.. => write!(out, "{:.1} MiB", bytes / f64::from(1 << 20)),
             _ => write!(out, "{} bytes", self.0),
@@ -148,6 +149,12 @@ impl Hierarchy {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn sizes_have_the_unit_that_keeps_them_short() {
+        let texts = [1000, 3 << 20, 5 << 29, 100 << 40].map(|bytes| Readable(bytes).to_string());
+        assert_eq!(texts, ["1000 bytes", "3.0 MiB", "2.50 GiB", "100.00 TiB"]);
+    }
 
     #[test]
     fn limits_are_those_of_the_machine_and_all_ancestor_cgroups() {
