@@ -37,7 +37,7 @@ pub const FILE_DESCRIPTOR_SET: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "
 /// Version of the session protocol between router and worker that this build implements.
 pub const PROTOCOL_VERSION: u32 = 2;
 
-/// Protocol version from which routers know groups of layers.
+/// First protocol version in which a hello may have groups of layers (`Hello.layer_groups`).
 pub const LAYER_GROUPS_VERSION: u32 = 2;
 
 /// Returns the maximum encoded size in bytes of a `Submit` to a worker with a context of `context_tokens`.

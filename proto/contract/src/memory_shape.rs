@@ -253,7 +253,7 @@ mod tests {
                 }
             }
             prop_assert!(most <= bound, "{most} spans held, bound {bound}");
-            // It is reached unless the sequence ends too early to meet the worst alignment.
+            // A long sequence reaches the bound: its chunks start at every offset in a span.
             let periods = block_tokens * ahead;
             if tokens.is_multiple_of(block_tokens) && tokens >= size + periods + 2 * ahead {
                 prop_assert_eq!(most, bound);
@@ -268,7 +268,7 @@ mod tests {
         }
 
         #[test]
-        fn tokens_is_the_inverse_of_pages(
+        fn tokens_is_the_inverse_of_blocks(
             block_tokens in 1u32..9, blocks in 0u32..60, size in prop::option::of(1u32..40), each in (1u32..4, 1u32..4),
         ) {
             let groups: Vec<_> = [full(each.0)].into_iter().chain(size.map(|size| window(each.1, size))).collect();

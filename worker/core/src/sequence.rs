@@ -153,7 +153,8 @@ pub(crate) struct Sequence {
     pub hashes: Vec<BlockHash>,
     /// Leading spans that are in the prefix cache, or whose window has passed.
     pub sealed_spans: u32,
-    /// Span at which another sequence left the path of this one, as far as its lookup of a prefix shows; 0 if it does not.
+    /// Number of spans that the prompt shares with an earlier one, if it could not resume behind them for lack of windowed rows, else 0:
+    /// the rows before that boundary are kept for later prompts.
     pub junction: u32,
     pub group: Option<u64>,
     /// Positions whose logits are wanted and not committed.

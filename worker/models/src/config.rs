@@ -119,7 +119,7 @@ impl ModelConfig {
             kv_heads,
             head_dim,
             norm_eps,
-            tied_embeddings: fields.flag("tie_word_embeddings")?.unwrap_or(false),
+            tied_embeddings: fields.flag(TIED)?.unwrap_or(false),
             qkv_bias: spec.biases.qkv.read(fields)?,
             output_bias: spec.biases.output.read(fields)?,
             mlp_bias: spec.biases.mlp.read(fields)?,
@@ -130,6 +130,9 @@ impl ModelConfig {
         })
     }
 }
+
+/// Key of config.json, of a multimodal model beside `text_config` or in it.
+const TIED: &str = "tie_word_embeddings";
 
 /// Returns the architecture named in config.json, and the fields of the language model with the architecture's defaults.
 fn architecture(fields: &Fields) -> Result<(Architecture, Fields), Error> {
@@ -149,6 +152,15 @@ fn architecture(fields: &Fields) -> Result<(Architecture, Fields), Error> {
     } else {
         fields.clone()
     };
+    if let (Some(outer), Some(inner)) = (fields.flag(TIED)?, own.flag(TIED)?)
+        && outer != inner
+    {
+        let supported = format!("the value of text_config, {inner}");
+        return Err(fields.unsupported(TIED, &outer.to_string(), &supported));
+    }
+    if let Some(tied) = fields.get(TIED) {
+        own.set_default(TIED, tied.clone());
+    }
     for (key, default) in architecture.spec().defaults {
         own.set_default(key, default.value());
     }

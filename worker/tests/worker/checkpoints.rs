@@ -384,6 +384,30 @@ fn the_language_model_of_a_multimodal_one_is_served() {
 }
 
 #[test]
+fn a_multimodal_model_ties_its_embeddings_as_config_json_says_at_either_place() {
+    let tied = |outer: Option<bool>, inner: Option<bool>| {
+        let folder = multimodal_gemma("model.language_model.", vec![]);
+        let path = folder.path().join("config.json");
+        let mut config: Value = serde_json::from_slice(&std::fs::read(&path).unwrap()).unwrap();
+        config["text_config"].as_object_mut().unwrap().remove("tie_word_embeddings");
+        for (place, value) in [("", outer), ("text_config", inner)] {
+            let object = if place.is_empty() { &mut config } else { &mut config[place] };
+            if let Some(value) = value {
+                object["tie_word_embeddings"] = value.into();
+            }
+        }
+        std::fs::write(&path, config.to_string()).unwrap();
+        let opened = ModelDir::open(&ModelSource::Directory(folder.path().to_owned()));
+        opened.map(|model| model.config().tied_embeddings).map_err(|error| error.to_string())
+    };
+    assert_eq!(tied(None, None), Ok(true));
+    assert_eq!(tied(Some(true), None), Ok(true));
+    assert_eq!(tied(None, Some(true)), Ok(true));
+    assert_eq!(tied(Some(false), None), Ok(false));
+    assert!(tied(Some(false), Some(true)).is_err_and(|error| error.contains("tie_word_embeddings")));
+}
+
+#[test]
 fn keys_that_gemma_3_leaves_out_have_its_defaults() {
     let inner = json!({
         "architectures": ["Gemma3ForCausalLM"], "hidden_size": 2560, "num_hidden_layers": 12, "sliding_window": 1024,

@@ -11,7 +11,7 @@ pub(crate) const NONE: Block = Block::MAX;
 enum List {
     /// Without content that is of use.
     Empty = 0,
-    /// With cached content that no sequence has asked for again: the rows that a window has passed.
+    /// With cached content outside the sliding window of the sequence that computed it, which no other sequence has hit.
     Passed = 1,
     /// With cached content.
     Cached = 2,
@@ -47,7 +47,7 @@ struct FreeList {
 
 /// Pool of blocks: the owners of each, and the order in which those without an owner are allocated.
 ///
-/// Allocation takes blocks without cached content first, then those that a window has passed, then the least recently freed one.
+/// Allocation takes blocks without cached content first, then those outside a sliding window, then the least recently freed one.
 ///
 /// **Invariants**: free + owned = total after every call. A block is in a free list exactly while it has no owner: in `Empty` if
 /// its content is not kept, else in one of the others, each ordered by the time of the release.

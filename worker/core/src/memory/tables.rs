@@ -117,7 +117,7 @@ impl Tables {
         self.end = self.groups.iter().map(GroupTable::end_span).min().unwrap_or(0);
     }
 
-    /// Returns the blocks that the tables lack to reach these spans.
+    /// Returns the number of blocks to allocate until the tables end at these spans.
     pub(crate) fn lacking(&self, ends: &Spans) -> u32 {
         let lacks =
             |(table, end): (&GroupTable, &u32)| table.span_blocks * end.saturating_sub(table.end_span());

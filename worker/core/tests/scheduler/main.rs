@@ -9,6 +9,5 @@ mod bounded_wait;
 mod cost;
 mod harness;
 mod known_faults;
-
 mod properties;
 mod virtual_time;
