@@ -2,7 +2,9 @@
 
 use std::collections::BTreeMap;
 use std::fs::{self, File};
+use std::os::unix::fs::{MetadataExt as _, symlink};
 use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use crate::listing::is_commit;
 use crate::{HubError, Progress};
@@ -88,20 +90,27 @@ impl Cache {
         }
         let path = self.repo(repo).join("refs").join(revision);
         make_parent(&path)?;
-        fs::write(&path, commit).map_err(HubError::file("write", path))
+        self.replace(repo, &path, |path| fs::write(path, commit)).map_err(HubError::file("write", path))
     }
 
     /// Locks a blob; waits for another process that has it.
     pub(crate) fn lock(&self, repo: &str, etag: &str, progress: &dyn Progress) -> Result<Lock, HubError> {
         let path = self.directory.join(".locks").join(Self::folder(repo)).join(format!("{etag}.lock"));
-        make_parent(&path)?;
-        let file = File::options().create(true).truncate(false).write(true).open(&path);
-        let file = file.map_err(HubError::file("lock", &path))?;
-        if file.try_lock().is_err() {
-            progress.note(&format!("another process is fetching a file of {repo}; waiting for it"));
-            file.lock().map_err(HubError::file("lock", &path))?;
+        loop {
+            make_parent(&path)?;
+            let file = File::options().create(true).truncate(false).write(true).open(&path);
+            let file = file.map_err(HubError::file("lock", &path))?;
+            if file.try_lock().is_err() {
+                progress.note(&format!("another process is fetching a file of {repo}; waiting for it"));
+                file.lock().map_err(HubError::file("lock", &path))?;
+            }
+            // `remove` deletes lock files while it holds them: one that is no longer at its path excludes no one.
+            let locked = file.metadata().map_err(HubError::file("lock", &path))?;
+            let is_same = |there: fs::Metadata| (there.dev(), there.ino()) == (locked.dev(), locked.ino());
+            if fs::metadata(&path).is_ok_and(is_same) {
+                return Ok(Lock(file));
+            }
         }
-        Ok(Lock(file))
     }
 
     /// Links a file of a snapshot to its blob.
@@ -113,12 +122,25 @@ impl Cache {
         if fs::read_link(&link).is_ok_and(|known| known == target) {
             return Ok(());
         }
-        _ = fs::remove_file(&link);
-        match std::os::unix::fs::symlink(&target, &link) {
-            // Another process made it.
-            Err(_) if link.exists() => Ok(()),
-            linked => linked.map_err(HubError::file("link", link)),
-        }
+        self.replace(repo, &link, |path| symlink(&target, path)).map_err(HubError::file("link", link))
+    }
+
+    /// Makes a file beside the blobs and renames it to `target`, so that other threads and processes find the old file
+    /// or the new one, and never none or a part of one.
+    fn replace(
+        &self,
+        repo: &str,
+        target: &Path,
+        make: impl FnOnce(&Path) -> std::io::Result<()>,
+    ) -> std::io::Result<()> {
+        static COUNT: AtomicU64 = AtomicU64::new(0);
+        let number = COUNT.fetch_add(1, Ordering::Relaxed);
+        let path = self.blob(repo, &format!("{}-{number}.replacement", std::process::id()));
+        fs::create_dir_all(path.parent().unwrap_or(&path))?;
+        // Of a process that had the same number and died.
+        _ = fs::remove_file(&path);
+        make(&path)?;
+        fs::rename(&path, target).inspect_err(|_| _ = fs::remove_file(&path))
     }
 
     /// Returns the models of the cache, by name.
@@ -220,4 +242,40 @@ fn files(directory: &Path) -> Vec<PathBuf> {
         level = directories;
     }
     found
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::{Barrier, Mutex};
+
+    use super::*;
+
+    #[test]
+    fn a_link_that_several_make_at_once_is_there_for_each() {
+        let folder = inflight_fixtures::TempDir::new("cache").unwrap();
+        let cache = Cache::new(folder.path().to_owned());
+        std::fs::create_dir_all(cache.repo("org/model").join("blobs")).unwrap();
+        std::fs::write(cache.blob("org/model", "etag"), "text").unwrap();
+        let commit = "0".repeat(40);
+        let (barrier, faults) = (Barrier::new(4), Mutex::new(Vec::new()));
+        std::thread::scope(|scope| {
+            for _ in 0..4 {
+                scope.spawn(|| {
+                    for round in 0..200 {
+                        barrier.wait();
+                        let file = format!("file-{round}");
+                        let made = cache.link("org/model", &commit, &file, "etag");
+                        let text = fs::read_to_string(cache.snapshot("org/model", &commit).join(file));
+                        // A panic of one thread would leave the others at the barrier.
+                        if made.is_err() || text.as_ref().ok().is_none_or(|text| text != "text") {
+                            faults.lock().unwrap().push(format!("round {round}: {made:?}, {text:?}"));
+                        }
+                    }
+                });
+            }
+        });
+        assert_eq!(faults.into_inner().unwrap(), [""; 0]);
+        // No file that was to replace another one is left.
+        assert_eq!(entries(&cache.repo("org/model").join("blobs")).len(), 1);
+    }
 }
