@@ -29,7 +29,7 @@ const STATE_SETS = {
   ended: (view) => view.state === "ended",
 };
 
-const table = { order: [], sort: "number", descending: true, filter: "", state: "open", version: -1, pruned: -1, builtAt: 0, rows: [], active: 0, drawn: "" };
+const table = { order: [], sort: "number", descending: true, filter: "", state: "open", version: -1, pruned: -1, builtAt: 0, rows: [], active: 0, activeIndex: 0, drawn: "" };
 
 function buildTable() {
   for (const [at, field] of FIELDS.entries()) {
@@ -171,6 +171,7 @@ function showRows() {
   });
   const active = table.order.indexOf(table.active);
   const shown = table.rows.find((row) => !row.node.hidden && row.request === table.active);
+  if (active >= 0) table.activeIndex = active;
   setAttribute(byId("grid"), "aria-activedescendant", active >= 0 && shown ? shown.node.id : null);
 }
 
@@ -200,7 +201,8 @@ function onTableKey(event) {
   const steps = { ArrowUp: -1, ArrowDown: 1, PageUp: -page, PageDown: page, Home: -Infinity, End: Infinity };
   if (event.key in steps && table.order.length) {
     const at = table.order.indexOf(table.active);
-    const from = at < 0 ? (steps[event.key] > 0 ? -1 : 0) : at;
+    // A request that has left the table is replaced by the one in its place.
+    const from = at < 0 ? table.activeIndex - (steps[event.key] > 0 ? 1 : 0) : at;
     const index = Math.max(0, Math.min(table.order.length - 1, from + steps[event.key]));
     table.active = table.order[index];
     scrollToRow(index);

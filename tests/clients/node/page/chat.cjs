@@ -2,6 +2,7 @@
 //   node chat.cjs URL              of a router's HTTP port, under `inflight up` with two workers
 //   node chat.cjs synthetic        with a made-up cluster, and answers made for the test
 // NODE_PATH names the folder with puppeteer-core (and axe-core), INFLIGHT_TEST_BROWSER the browser. Prints JSON: what was checked.
+const fs = require("node:fs");
 const { launch, open, setScheme, until, text, ensure } = require("./browser.cjs");
 const { axe, nothingIsClipped, picture } = require("./accessibility.cjs");
 const { SyntheticRouter } = require("./synthetic_router.cjs");
@@ -419,6 +420,7 @@ async function main() {
 }
 
 main().catch((error) => {
-  console.error(error.message);
+  // On standard output, which the test that runs this shows with its failure.
+  fs.writeSync(1, `${error.message}\n`);
   process.exit(1);
 });
