@@ -4,9 +4,9 @@ use std::time::Duration;
 
 use inflight_contract::FinishReason;
 
-use super::{CommitError, LaunchedIteration, Scheduler, TransferPurpose};
+use super::transfers::TransferPurpose;
+use super::{CommitError, Scheduler};
 use crate::drafts::DraftKind;
-use crate::memory::{SealedSpan, Tables};
 use crate::sequence::SequenceState;
 use crate::{Chunk, Direction, IterationOutcome, Time, TokenVerdict, TransferId};
 
@@ -16,13 +16,13 @@ impl Scheduler {
     /// # Errors
     /// [`CommitError`]; the scheduler is then unchanged.
     pub fn commit(&mut self, iteration: u64, outcome: IterationOutcome<'_>) -> Result<(), CommitError> {
-        let launched = self.oldest_launched(iteration)?;
+        let launched = self.launches.oldest(iteration)?;
         let expected = launched.accepted_tokens(outcome.accepted)?;
         if expected != outcome.verdicts.len() {
             return Err(CommitError::Verdicts { expected, given: outcome.verdicts.len() });
         }
         self.log.iter_mut().for_each(|log| log.commit(iteration, &outcome));
-        let Some(mut launched) = self.launched.pop_front() else { return Ok(()) };
+        let Some(mut launched) = self.launches.pop() else { return Ok(()) };
         self.history.finish(launched.number, outcome.took);
         self.cost.observe_step(&launched.work, outcome.took);
         self.prefill_load.observe(outcome.took, launched.prefill_share);
@@ -33,7 +33,8 @@ impl Scheduler {
         let (mut sampled, mut forced) = (false, false);
         for chunk in launched.chunks.drain(..) {
             sampled |= chunk.samples;
-            forced |= chunk.drafts > 0 && self.draft_kind(chunk.id.index) == Some(DraftKind::Forced);
+            let kind = self.sequences.find(chunk.id.index).map(|sequence| sequence.draft_kind);
+            forced |= chunk.drafts > 0 && kind == Some(DraftKind::Forced);
             let count = match (chunk.samples, chunk.drafts) {
                 (false, _) => 0,
                 (true, 0) => 1,
@@ -44,9 +45,9 @@ impl Scheduler {
             self.commit_chunk(&chunk, own);
         }
         if sampled && !forced {
-            self.forced_acceptance.pass();
+            self.drafting.pass_forced();
         }
-        self.recycled.push(launched);
+        self.launches.recycle(launched);
         Ok(())
     }
 
@@ -55,9 +56,9 @@ impl Scheduler {
     /// # Errors
     /// [`CommitError::UnknownIteration`]; the scheduler is then unchanged.
     pub fn fail(&mut self, iteration: u64) -> Result<(), CommitError> {
-        self.oldest_launched(iteration)?;
+        self.launches.oldest(iteration)?;
         self.log.iter_mut().for_each(|log| log.fail(iteration));
-        while let Some(launched) = self.launched.pop_front() {
+        while let Some(launched) = self.launches.pop() {
             for &index in &launched.sources {
                 self.release_copy(index);
             }
@@ -81,86 +82,53 @@ impl Scheduler {
         took: Duration,
         now: Time,
     ) -> Result<(), CommitError> {
-        let mut transfer = self.transfers.remove(&id).ok_or(CommitError::UnknownTransfer(id))?;
+        let mut transfer = self.transfers.finish(id).ok_or(CommitError::UnknownTransfer(id))?;
         self.log.iter_mut().for_each(|log| log.transfer_done(id, succeeded, took, now));
         if succeeded {
             self.cost.observe_copy(transfer.host_blocks().count() as u32, took);
         }
         if let TransferPurpose::Offload(offloaded) = &transfer.purpose {
-            for (device, host, hash) in offloaded {
-                // Its content may have been discarded meanwhile.
-                let cached = self.device.cache().lookup(*hash) == Some(*device);
-                self.device.release_cold(*device);
-                if succeeded && cached {
-                    self.host.seal_block(*host, *hash);
-                }
-                self.host.release(*host);
-            }
+            self.memory.finish_offload(offloaded, succeeded);
             return Ok(());
         }
         let owner = transfer.owner().map(|owner| owner.index);
-        match transfer.direction {
-            Direction::Out => {
-                self.device.release_all(&mut transfer.device);
-                match owner {
-                    Some(index) if succeeded => {
-                        let sequence = self.sequence_mut(index);
-                        sequence.state = SequenceState::Swapped;
-                        sequence.host_tables = transfer.host;
-                        self.swapped.push(index);
-                    }
-                    Some(index) => {
-                        self.host.release_all(&mut transfer.host);
-                        self.reset_tables(index, transfer.device);
-                        self.requeue(index, now);
-                    }
-                    None => self.host.release_all(&mut transfer.host),
-                }
+        match (transfer.direction, owner) {
+            (Direction::Out, Some(index)) if succeeded => {
+                self.memory.release(&mut transfer.device);
+                let sequence = &mut self.sequences[index];
+                sequence.state = SequenceState::Swapped;
+                sequence.host_tables = transfer.host;
+                self.swapped.push(index);
             }
-            Direction::In => {
-                self.host.release_all(&mut transfer.host);
-                match owner {
-                    Some(index) if succeeded => {
-                        let sequence = self.sequence_mut(index);
-                        sequence.tables = transfer.device;
-                        if let Some(slot) = sequence.slot() {
-                            let decodes = sequence.uncomputed() == 1;
-                            sequence.state = if decodes {
-                                SequenceState::Decoding { slot }
-                            } else {
-                                SequenceState::Prefilling { slot }
-                            };
-                        }
-                        self.running.push(index);
-                    }
-                    Some(index) => {
-                        self.device.release_all(&mut transfer.device);
-                        self.reset_tables(index, transfer.device);
-                        let slot = self.sequence_mut(index).slot();
-                        self.free_slots.extend(slot);
-                        self.freed_slots.extend(slot);
-                        self.sequence_mut(index).skip_host = true;
-                        self.requeue(index, now);
-                    }
-                    None => self.device.release_all(&mut transfer.device),
+            (Direction::In, Some(index)) if succeeded => {
+                self.memory.release_on_host(&mut transfer.host);
+                let sequence = &mut self.sequences[index];
+                sequence.tables = transfer.device;
+                if let Some(slot) = sequence.slot() {
+                    let decodes = sequence.uncomputed() == 1;
+                    sequence.state = if decodes {
+                        SequenceState::Decoding { slot }
+                    } else {
+                        SequenceState::Prefilling { slot }
+                    };
                 }
+                self.running.push(index);
+            }
+            (direction, owner) => {
+                self.memory.release(&mut transfer.device);
+                self.memory.release_on_host(&mut transfer.host);
+                let Some(index) = owner else { return Ok(()) };
+                let sequence = &mut self.sequences[index];
+                // Without blocks, for its next admission.
+                sequence.tables = transfer.device;
+                if direction == Direction::In {
+                    sequence.skip_host = true;
+                    self.slots.release(sequence.slot());
+                }
+                self.requeue(index, now);
             }
         }
         Ok(())
-    }
-
-    /// Gives a sequence its tables back, without blocks.
-    fn reset_tables(&mut self, index: u32, tables: Tables) {
-        self.sequence_mut(index).tables = tables;
-    }
-
-    /// Returns the oldest iteration in flight, whose number must be `given`.
-    fn oldest_launched(&self, given: u64) -> Result<&LaunchedIteration, CommitError> {
-        let in_flight = self.launched.front().map(|launched| launched.number);
-        match self.launched.front() {
-            Some(launched) if launched.number == given => Ok(launched),
-            _ => Err(CommitError::UnknownIteration { given, in_flight }),
-        }
     }
 
     /// Commits a chunk with the verdicts of its accepted tokens; none if it does not sample.
@@ -168,14 +136,12 @@ impl Scheduler {
         let index = chunk.id.index;
         if !self.release_from_iteration(index) {
             // It has ended, and stays while a later iteration copies a block of it.
-            let ended = self.sequences[index as usize].as_mut().filter(|_| chunk.drafts > 0);
+            let ended = self.sequences.find_mut(index).filter(|_| chunk.drafts > 0);
             ended.into_iter().for_each(|sequence| sequence.drafts_in_flight = 0);
             return;
         }
         let rejected = if chunk.drafts > 0 { self.roll_back_drafts(chunk, verdicts.len() as u32) } else { 0 };
-        // Borrows single fields, which `sequence_mut` cannot; the sequence exists, as the call above returned
-        // true.
-        let Some(sequence) = self.sequences[index as usize].as_mut() else { return };
+        let sequence = &mut self.sequences[index];
         sequence.committed_tokens = chunk.start + chunk.len - rejected;
         sequence.without_progress = false;
         if chunk.samples && (chunk.drafts == 0 || sequence.draft_kind == DraftKind::Forced) {
@@ -190,16 +156,10 @@ impl Scheduler {
         if self.limits.prefix_cache {
             sequence.hashes.extend(verdicts.iter().filter_map(|verdict| verdict.hash));
         }
-        let full = (sequence.committed_tokens / self.limits.block_tokens()).min(sequence.hashes.len() as u32);
-        for position in sequence.sealed_spans..full {
-            let parent = position.checked_sub(1).map(|before| sequence.hashes[before as usize]);
-            let span = SealedSpan { hash: sequence.hashes[position as usize], position, parent };
-            self.device.seal(&span, &sequence.tables);
-        }
-        sequence.sealed_spans = sequence.sealed_spans.max(full);
+        self.memory.seal(sequence);
         // Nothing is left to generate, and no later sample is in flight.
         let last = sequence.remaining_tokens == 0 && sequence.known_tokens == sequence.committed_tokens + 1;
-        self.pass_windows(index);
+        self.memory.pass_windows(sequence);
         let Some(verdict) = verdicts.last() else { return };
         if verdict.stop {
             self.end(index, FinishReason::Stop);
@@ -210,29 +170,17 @@ impl Scheduler {
 
     /// Ends the use of a sequence's blocks by a copy of an iteration.
     fn release_copy(&mut self, index: u32) {
-        if let Some(sequence) = self.sequences[index as usize].as_mut() {
+        if let Some(sequence) = self.sequences.find_mut(index) {
             sequence.copies -= 1;
+            self.memory.pass_windows(sequence);
         }
-        self.pass_windows(index);
         self.release_from_iteration(index);
-    }
-
-    /// Releases the blocks of a sequence that its windows have passed, unless a copy in flight uses them.
-    fn pass_windows(&mut self, index: u32) {
-        if !self.limits.shape.has_windows() {
-            return;
-        }
-        if let Some(sequence) =
-            self.sequences[index as usize].as_mut().filter(|sequence| sequence.copies == 0)
-        {
-            self.device.pass(&mut sequence.tables, sequence.committed_tokens, sequence.junction);
-        }
     }
 
     /// Ends the use of a sequence's slot and blocks by one iteration. Returns true if the sequence is alive.
     /// If it has ended and no other iteration uses it, frees its slot and blocks.
     fn release_from_iteration(&mut self, index: u32) -> bool {
-        let Some(sequence) = self.sequences[index as usize].as_mut() else { return false };
+        let Some(sequence) = self.sequences.find_mut(index) else { return false };
         sequence.in_flight -= 1;
         let leaving = matches!(sequence.state, SequenceState::Leaving { .. });
         if leaving && sequence.in_flight == 0 {

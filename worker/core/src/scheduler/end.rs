@@ -2,7 +2,7 @@
 
 use inflight_contract::FinishReason;
 
-use super::{Scheduler, TransferPurpose};
+use super::Scheduler;
 use crate::record::RecordKind;
 use crate::sequence::SequenceState;
 use crate::{Ended, SequenceId, Time};
@@ -10,7 +10,7 @@ use crate::{Ended, SequenceId, Time};
 impl Scheduler {
     /// Cancels a sequence, which ends at once. No-op for an unknown or ended sequence.
     pub fn cancel(&mut self, id: SequenceId) {
-        if self.get(id).is_some() {
+        if self.sequences.get(id).is_some() {
             self.log.iter_mut().for_each(|log| log.of_sequence(RecordKind::Cancel, id));
             self.end(id.index, FinishReason::Cancelled);
         }
@@ -19,14 +19,11 @@ impl Scheduler {
     /// Ends a sequence with [`FinishReason::Error`] because its keys and values are not sound, and removes all blocks of its tokens from
     /// the prefix cache, so that no other sequence starts from them. No-op for an unknown or ended sequence.
     pub fn discard(&mut self, id: SequenceId) {
-        if self.get(id).is_none() {
+        if self.sequences.get(id).is_none() {
             return;
         }
         self.log.iter_mut().for_each(|log| log.of_sequence(RecordKind::Discard, id));
-        for hash in std::mem::take(&mut self.sequence_mut(id.index).hashes) {
-            self.device.forget(hash);
-            self.host.forget(hash);
-        }
+        self.memory.forget(&std::mem::take(&mut self.sequences[id.index].hashes));
         self.end(id.index, FinishReason::Error);
     }
 
@@ -43,10 +40,10 @@ impl Scheduler {
     /// Ends a sequence; all terminal events are made here. Slot and blocks are freed now or, if an iteration
     /// or a transfer still uses them, at its completion.
     pub(super) fn end(&mut self, index: u32, reason: FinishReason) {
-        if reason == FinishReason::Cancelled && self.sequence(index).preempted_at.is_some() {
+        if reason == FinishReason::Cancelled && self.sequences[index].preempted_at.is_some() {
             self.resumption.record_cancelled();
         }
-        let sequence = self.sequence_mut(index);
+        let sequence = &mut self.sequences[index];
         let (id, state, in_flight) = (sequence.id, sequence.state, sequence.in_flight);
         if let Some(deadline) = sequence.deadline.take() {
             self.deadlines.remove(&(deadline, index));
@@ -56,14 +53,12 @@ impl Scheduler {
             SequenceState::Waiting => self.dequeue(index),
             SequenceState::Swapped => self.swapped.retain(|other| *other != index),
             SequenceState::SwappingOut { transfer } | SequenceState::SwappingIn { transfer, .. } => {
-                if let Some(transfer) = self.transfers.get_mut(&transfer) {
-                    transfer.purpose = TransferPurpose::Orphaned;
-                }
+                self.transfers.orphan(transfer);
             }
             SequenceState::Prefilling { slot } | SequenceState::Decoding { slot } => {
                 self.running.retain(|other| *other != index);
                 if in_flight > 0 {
-                    self.sequence_mut(index).state = SequenceState::Leaving { slot };
+                    self.sequences[index].state = SequenceState::Leaving { slot };
                     return;
                 }
             }
@@ -74,14 +69,10 @@ impl Scheduler {
 
     /// Removes a sequence and frees its slot and blocks.
     pub(super) fn remove(&mut self, index: u32) {
-        let Some(mut sequence) = self.sequences[index as usize].take() else { return };
-        let slot = sequence.slot();
-        self.free_slots.extend(slot);
-        self.freed_slots.extend(slot);
-        self.device.release_all(&mut sequence.tables);
-        self.host.release_all(&mut sequence.host_tables);
+        let Some(mut sequence) = self.sequences.remove(index) else { return };
+        self.slots.release(sequence.slot());
+        self.memory.release(&mut sequence.tables);
+        self.memory.release_on_host(&mut sequence.host_tables);
         self.tenants.depart(sequence.tenant);
-        self.generations[index as usize] = self.generations[index as usize].wrapping_add(1);
-        self.free_indices.push(index);
     }
 }

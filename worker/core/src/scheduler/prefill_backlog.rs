@@ -2,6 +2,7 @@
 
 use std::time::Duration;
 
+use super::step_bounds::StepBound;
 use super::{PrefillEstimate, Scheduler};
 use crate::cost::StepWork;
 use crate::sequence::SequenceState;
@@ -24,7 +25,7 @@ impl Scheduler {
             PrefillBacklog { decodes: StepWork::default(), tokens: 0, time: Duration::ZERO, prompts: 0 };
         // Only sequences with a slot share steps.
         let (mut prefilling, mut waiting) = (0, 1);
-        for sequence in self.sequences.iter().flatten() {
+        for sequence in self.sequences.iter() {
             match sequence.state {
                 SequenceState::Decoding { .. } => {
                     backlog.decodes.add(sequence.computed_tokens, 1);
@@ -37,7 +38,7 @@ impl Scheduler {
             backlog.tokens += u64::from(sequence.uncomputed());
             backlog.time += self.cost.prefill(sequence.computed_tokens, sequence.uncomputed());
         }
-        backlog.prompts = (prefilling + waiting.min(self.free_slots.len() as u32)).max(1);
+        backlog.prompts = (prefilling + waiting.min(self.slots.free())).max(1);
         backlog
     }
 
@@ -63,5 +64,14 @@ impl Scheduler {
         let (step, alone) = (self.cost.step(&work).as_secs_f64(), self.cost.prefill(0, chunk).as_secs_f64());
         let slowdown = if alone > 0.0 { (step / alone).clamp(1.0, 1000.0) } else { 1.0 };
         PrefillEstimate { backlog: backlog.time, slowdown, decode_step }
+    }
+
+    /// Returns the chunk length of a new prompt in a step with these decodes, while `prompts` prompts share
+    /// the steps; at least 1.
+    fn chunk_beside(&self, decodes: &StepWork, prompts: u32) -> u32 {
+        let max = self.limits.iteration_tokens.saturating_sub(decodes.tokens).max(1);
+        let bound = self.step_bounds().bound(decodes, prompts, None, None);
+        let within = |bound: StepBound| self.cost.chunk_within(decodes, 0, max, bound.all.max(bound.first));
+        bound.map_or(max, within).max(1)
     }
 }

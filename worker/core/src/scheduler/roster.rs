@@ -4,7 +4,7 @@ use inflight_contract::Tenant;
 
 use super::Scheduler;
 use crate::sequence::SequenceState;
-use crate::{SequenceId, Slot};
+use crate::{SequenceId, Slot, TransferId};
 
 /// Where a sequence is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -41,8 +41,9 @@ pub struct SequenceStatus {
 impl Scheduler {
     /// Returns the state of every sequence that has not ended.
     pub fn roster(&self) -> impl Iterator<Item = SequenceStatus> + '_ {
-        self.sequences.iter().flatten().filter_map(|sequence| {
-            let in_transfer = |id| self.transfers.get(id).map_or(0, |transfer| transfer.device.len());
+        self.sequences.iter().filter_map(|sequence| {
+            let in_transfer =
+                |id: &TransferId| self.transfers.get(*id).map_or(0, |transfer| transfer.device.len());
             let own = sequence.tables.len();
             let (phase, slot, blocks) = match &sequence.state {
                 SequenceState::Waiting if sequence.preempted_at.is_some() => {
@@ -64,17 +65,17 @@ impl Scheduler {
 
     /// Returns the number of a sequence's tokens with KV computed by committed iterations; 0 if it has been removed.
     pub fn committed_tokens_of(&self, id: SequenceId) -> u32 {
-        self.get(id).map_or(0, |sequence| sequence.committed_tokens)
+        self.sequences.get(id).map_or(0, |sequence| sequence.committed_tokens)
     }
 
     /// Returns the tenant of a sequence that has not been removed.
     pub fn tenant_of(&self, id: SequenceId) -> Option<Tenant> {
-        let sequence = self.sequences.get(id.index())?.as_ref()?;
+        let sequence = self.sequences.find(id.index)?;
         (sequence.id == id).then_some(sequence.tenant)
     }
 
     /// Returns the number of device blocks in the prefix cache that no sequence uses.
     pub fn cold_blocks(&self) -> u32 {
-        self.device.cold()
+        self.memory.cold()
     }
 }

@@ -2,8 +2,8 @@
 
 use std::time::Duration;
 
-use super::Scheduler;
-use crate::cost::StepWork;
+use super::sequences::Sequences;
+use crate::cost::{CostModel, StepWork};
 use crate::sequence::SequenceState;
 use crate::{LatencyObjectives, PrefillLoad, StepTarget, Time};
 
@@ -35,11 +35,20 @@ struct Backlog {
     age: Duration,
 }
 
-impl Scheduler {
+/// What bounds the steps of a scheduler.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct StepBounds<'a> {
+    pub target: StepTarget,
+    pub cost: &'a CostModel,
+    pub prefill_load: &'a PrefillLoad,
+    pub sequences: &'a Sequences,
+}
+
+impl StepBounds<'_> {
     /// Returns the bound for a step with these decodes while `prompts` prompts compute or wait; `None` without
     /// one. `single`: work of a step with these decodes and all uncomputed tokens of the only prompt; `None` with several
     /// prompts or none. Without `now`, the TTFT objective has no effect.
-    pub(super) fn step_bound(
+    pub fn bound(
         &self,
         decodes: &StepWork,
         prompts: u32,
@@ -49,7 +58,7 @@ impl Scheduler {
         if decodes.sequences == 0 {
             return None; // no sequence whose inter-token latency would suffer
         }
-        match self.limits.step_target {
+        match self.target {
             StepTarget::Unbounded => None,
             StepTarget::Fixed(target) => {
                 let min = self.cost.target_with_slack(decodes, self.fixed_slack(target, decodes, prompts));
@@ -118,7 +127,7 @@ impl Scheduler {
 
     fn backlog(&self, now: Time) -> Backlog {
         let mut backlog = Backlog::default();
-        for sequence in self.sequences.iter().flatten() {
+        for sequence in self.sequences.iter() {
             if matches!(sequence.state, SequenceState::Prefilling { .. } | SequenceState::Waiting) {
                 backlog.time += self.cost.prefill(sequence.computed_tokens, sequence.uncomputed());
                 backlog.age = backlog.age.max(now.since(sequence.queued));
@@ -127,21 +136,20 @@ impl Scheduler {
         backlog
     }
 
-    /// Counts the objectives that a step of these decodes cannot meet.
-    pub(super) fn count_unmet_objectives(&mut self, decodes: &StepWork, now: Time) {
-        let StepTarget::Adaptive(LatencyObjectives { first_token, gap }) = self.limits.step_target else {
-            return;
+    /// Returns whether a step of these decodes cannot meet the objective for gaps, and whether the prompts cannot all meet the one for
+    /// first tokens.
+    pub fn unmet(&self, decodes: &StepWork, now: Time) -> (bool, bool) {
+        let StepTarget::Adaptive(LatencyObjectives { first_token, gap }) = self.target else {
+            return (false, false);
         };
-        if let Some(gap) = gap
-            && decodes.sequences > 0
-            && self.cost.target_with_slack(decodes, PREFILL_TIME_FACTOR_MIN) > gap
-        {
-            self.totals.gap_objective_unmet += 1;
-        }
-        if let Some(objective) = first_token {
+        let decodes_exceed = |gap: Duration| {
+            decodes.sequences > 0 && self.cost.target_with_slack(decodes, PREFILL_TIME_FACTOR_MIN) > gap
+        };
+        let prompts_exceed = |objective: Duration| {
             let backlog = self.backlog(now);
-            self.totals.first_token_objective_unmet += u64::from(backlog.age + backlog.time > objective);
-        }
+            backlog.age + backlog.time > objective
+        };
+        (gap.is_some_and(decodes_exceed), first_token.is_some_and(prompts_exceed))
     }
 }
 
