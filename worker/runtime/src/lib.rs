@@ -91,6 +91,8 @@ pub struct RuntimeFacts {
     pub kv_encoding: String,
     /// Number of ranks.
     pub ranks: u32,
+    /// KV memory of each group of layers, of one rank; empty if all layers keep all positions.
+    pub groups: Vec<GroupMemory>,
 }
 
 impl Capabilities {

@@ -2,7 +2,10 @@
 
 use std::time::Duration;
 
-use inflight_contract::{BlockHash, CostCoefficients, ModelLimits, Service, ServiceCounter, TenantCharge};
+use inflight_contract::{
+    BlockHash, CostCoefficients, GROUPS_MAX, ModelLimits, Service, ServiceCounter, TenantCharge,
+};
+use inflight_runtime::RuntimeFacts;
 use inflight_worker_core::{CacheEvent, CacheTier, Grant, History, Load, PrefillEstimate, SchedulerLimits};
 
 use super::{Engine, SessionId};
@@ -30,6 +33,16 @@ impl Engine {
     /// Bytes of a KV block; 0 for simulated devices.
     pub fn block_bytes(&self) -> u64 {
         self.runtime.capabilities().block_bytes
+    }
+
+    /// Device and memory, for operators.
+    pub fn facts(&self) -> &RuntimeFacts {
+        &self.runtime.capabilities().facts
+    }
+
+    /// Blocks in the tables of the running sequences, by group of layers.
+    pub fn group_blocks(&self) -> [u32; GROUPS_MAX] {
+        self.scheduler.group_blocks()
     }
 
     /// Load of the scheduler.

@@ -1,10 +1,12 @@
 //! Inventory of the worker's Prometheus metrics.
 
+mod groups;
 mod step;
 mod tenants;
 
 use std::time::Duration;
 
+pub(crate) use groups::GroupMetrics;
 use inflight_runtime::{DEVICE_COMMANDS, GEMM_REJECTIONS, GPU_PATH, PROMISED_BYTES};
 use inflight_worker_core::policy::Aging;
 use metrics::{Gauge, Unit};
@@ -38,6 +40,10 @@ const MODEL_INFO: &str = "inflight_worker_model_info";
 const UNFILLED: &str = "inflight_worker_kv_unfilled_tokens";
 const BLOCK_TOKENS: &str = "inflight_worker_kv_block_tokens";
 const BLOCK_BYTES: &str = "inflight_worker_kv_block_bytes";
+const GROUP_BLOCKS: &str = "inflight_worker_kv_group_blocks";
+const GROUP_LAYERS: &str = "inflight_worker_kv_group_layers";
+const GROUP_SPAN_BLOCKS: &str = "inflight_worker_kv_group_span_blocks";
+const GROUP_UNUSED: &str = "inflight_worker_kv_group_unused_bytes";
 const HOST_BLOCKS: &str = "inflight_worker_host_kv_blocks";
 const SEQUENCES_MAX: &str = "inflight_worker_sequences_max";
 const BATCH_TOKENS_MAX: &str = "inflight_worker_batch_tokens_max";
@@ -116,7 +122,36 @@ pub const INVENTORY: &[(&str, MetricKind, Unit, &str)] = &[
         "Token positions in the running sequences' KV blocks that hold no token: the memory that paging wastes",
     ),
     (BLOCK_TOKENS, MetricKind::Gauge, Unit::Count, "Tokens per KV block (--block-tokens)"),
-    (BLOCK_BYTES, MetricKind::Gauge, Unit::Bytes, "Bytes per KV block in all layers; 0 on simulated devices"),
+    (
+        BLOCK_BYTES,
+        MetricKind::Gauge,
+        Unit::Bytes,
+        "Bytes per KV block, in all layers or, of a model with sliding windows, in those that share it; 0 on simulated devices",
+    ),
+    (
+        GROUP_BLOCKS,
+        MetricKind::Gauge,
+        Unit::Count,
+        "KV blocks of running sequences, by the positions that their layers keep: \"all\" or \"window N\"; of a model with sliding windows",
+    ),
+    (
+        GROUP_LAYERS,
+        MetricKind::Gauge,
+        Unit::Count,
+        "Layers, by the positions that they keep; of a model with sliding windows",
+    ),
+    (
+        GROUP_SPAN_BLOCKS,
+        MetricKind::Gauge,
+        Unit::Count,
+        "KV blocks that hold --block-tokens tokens, by the positions that their layers keep; of a model with sliding windows",
+    ),
+    (
+        GROUP_UNUSED,
+        MetricKind::Gauge,
+        Unit::Bytes,
+        "Bytes of these blocks that hold nothing, since layers are not divided; of a model with sliding windows",
+    ),
     (HOST_BLOCKS, MetricKind::Gauge, Unit::Count, "KV blocks in the host pool (--host-cache-bytes)"),
     (
         SEQUENCES_MAX,

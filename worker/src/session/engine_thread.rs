@@ -17,7 +17,7 @@ use super::outbox::{Outbox, WorkerReport};
 use super::permits::MeteredPermits;
 use super::watchdog::Watchdog;
 use crate::engine::{ChoiceEvent, Command, Engine, EngineFailed, Failure, Finish, SessionId, StepReport};
-use crate::metrics::{StepMetrics, TenantMetrics};
+use crate::metrics::{GroupMetrics, StepMetrics, TenantMetrics};
 use crate::self_test::{self, SelfTest};
 
 /// Capacity of the engine's message queue; a full queue back-pressures the sessions' request streams.
@@ -94,6 +94,7 @@ pub(crate) struct EngineThread {
     routers: BTreeMap<SessionId, RouterName>,
     events: Vec<ChoiceEvent>,
     metrics: StepMetrics,
+    group_metrics: GroupMetrics,
     tenant_metrics: TenantMetrics,
     /// Exponential moving average of the step duration, in microseconds.
     step_us: u64,
@@ -127,6 +128,7 @@ impl EngineThread {
         self_test: Option<SelfTest>,
     ) -> Self {
         let metrics = StepMetrics::new(engine.limits(), engine.block_bytes());
+        let group_metrics = GroupMetrics::new(engine.facts());
         crate::metrics::recording_failed(false);
         Self {
             engine,
@@ -136,6 +138,7 @@ impl EngineThread {
             routers: BTreeMap::new(),
             events: Vec::new(),
             metrics,
+            group_metrics,
             tenant_metrics: TenantMetrics::new(),
             step_us: 0,
             draining: false,
@@ -465,6 +468,7 @@ impl EngineThread {
         drop(events);
         warn_of_unmet_objectives(&self.recorded_load, &load);
         self.metrics.record(&self.recorded_load, &load);
+        self.group_metrics.record(|| self.engine.group_blocks());
         for waited in self.engine.drain_queueing_times() {
             self.metrics.queueing_time(waited);
         }

@@ -1,6 +1,6 @@
 //! The sequences as an observer sees them; nothing here changes the scheduler.
 
-use inflight_contract::Tenant;
+use inflight_contract::{GROUPS_MAX, Tenant};
 
 use super::Scheduler;
 use crate::sequence::SequenceState;
@@ -72,6 +72,17 @@ impl Scheduler {
     pub fn tenant_of(&self, id: SequenceId) -> Option<Tenant> {
         let sequence = self.sequences.find(id.index)?;
         (sequence.id == id).then_some(sequence.tenant)
+    }
+
+    /// Returns the number of blocks in the tables of the running sequences, by group of layers. A block that several sequences share
+    /// counts for each.
+    pub fn group_blocks(&self) -> [u32; GROUPS_MAX] {
+        let mut blocks = [0; GROUPS_MAX];
+        for index in &self.running {
+            let tables = self.sequences[*index].tables.groups();
+            tables.iter().zip(&mut blocks).for_each(|(table, sum)| *sum += table.blocks().len() as u32);
+        }
+        blocks
     }
 
     /// Returns the number of device blocks in the prefix cache that no sequence uses.

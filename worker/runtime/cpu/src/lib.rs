@@ -265,6 +265,7 @@ impl CpuRuntime {
             weight_encoding: tensors.distinct_formats(options.quantize, world),
             kv_encoding: kv_dtype.name().to_owned(),
             ranks: u32::try_from(world).unwrap_or(u32::MAX),
+            groups: if kv.shape().is_uniform() { Vec::new() } else { kv.groups().to_vec() },
         };
         let weights = pack(&tensors, &shards, options.quantize, isa, &rank_threads, &rank_pools, progress);
         let weights = weights.map_err(|error| match error {

@@ -310,6 +310,7 @@ fn facts(device: &str, ranks: &[LoadedRank], half: &str, kv_store: KvStore) -> R
             KvStore::Fp8 => "fp8".to_owned(),
         },
         ranks: u32::try_from(ranks.len()).unwrap_or(u32::MAX),
+        groups: Vec::new(),
     }
 }
 

@@ -4,7 +4,7 @@
 use std::cmp::Ordering;
 use std::collections::{BTreeMap, BTreeSet};
 
-use inflight_contract::{Service, Tenant, TokenCost, VirtualTokenCounters, Weight};
+use inflight_contract::{GROUPS_MAX, Service, Tenant, TokenCost, VirtualTokenCounters, Weight};
 use inflight_worker_core::policy::{PolicyKind, SequenceView};
 use inflight_worker_core::{Iteration, SequenceId, Time};
 
@@ -56,12 +56,23 @@ impl Harness {
             self.check_first(before, plan);
         }
         self.check_victims(before, plan);
+        self.check_group_blocks();
         let waits = before.waiting.iter().any(|id| self.live.contains_key(id));
         let starts = plan.admitted.iter().any(|(id, _)| before.waiting.contains(id));
         assert!(!waits || starts || plan.blocked.is_some(), "no admission, and the plan gives no reason");
         for (id, model) in &mut self.live {
             model.marked &= before.in_flight.contains(id);
         }
+    }
+
+    /// Checks the reported blocks of each group: only running sequences have tables.
+    fn check_group_blocks(&self) {
+        let mut blocks = [0; GROUPS_MAX];
+        for tables in self.live.keys().filter_map(|id| self.scheduler.tables(*id)) {
+            let groups = tables.groups().iter().map(|table| table.blocks().len() as u32);
+            blocks.iter_mut().zip(groups).for_each(|(sum, blocks)| *sum += blocks);
+        }
+        assert_eq!(self.scheduler.group_blocks(), blocks);
     }
 
     fn compare(&self, before: &ModelSnapshot, a: &SequenceModel, b: &SequenceModel) -> Ordering {
