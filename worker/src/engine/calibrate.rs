@@ -32,7 +32,7 @@ impl Engine {
             generated: &[],
             eos_token_ids: &[],
         };
-        let mut spent = Duration::ZERO;
+        let (mut spent, mut sampled) = (Duration::ZERO, Vec::new());
         // The first round faults memory in and is not representative.
         for round in 0..3 {
             for (sequences, len, context) in SHAPES {
@@ -55,7 +55,7 @@ impl Engine {
                     self.batch.sample_last_row(sequence);
                     work.add(context, len);
                 }
-                let took = self.runtime.execute(&mut self.batch, &mut self.sampled)?;
+                let took = self.runtime.execute(&mut self.batch, &mut sampled)?;
                 (0..sequences).for_each(|sequence| self.runtime.detach(sequence));
                 spent += took;
                 if round > 0 {
@@ -64,7 +64,6 @@ impl Engine {
             }
             self.calibrate_copies(round, capabilities.blocks.min(capabilities.host_blocks))?;
         }
-        self.sampled.clear();
         Ok(())
     }
 

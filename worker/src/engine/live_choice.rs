@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use inflight_contract::{BlockHash, SamplingParams};
-use inflight_worker_core::{Chunk, Grant, Preemption, ScoredRange};
+use inflight_worker_core::{Chunk, DraftKind, DraftsWanted, Grant, Preemption, ScoredRange};
 use tracing::Span;
 
 use super::drafter::Drafter;
@@ -32,6 +32,8 @@ pub(super) struct LiveChoice {
     pub scored: ScoredRange,
     /// Tokens computed since submission.
     pub computed_tokens: u32,
+    /// Index of its sample in the batch launched last.
+    pub sample: u32,
     /// Drafts of its next tokens.
     pub drafter: Drafter,
     /// Error to report at the end instead of the finish reason.
@@ -76,6 +78,7 @@ impl LiveChoice {
             cost,
             scored,
             computed_tokens: 0,
+            sample: 0,
             drafter: Drafter::default(),
             failure: None,
             complete: false,
@@ -137,6 +140,30 @@ impl LiveChoice {
         }
         self.phase = tracing::info_span!(parent: &self.span, "decode", choice = self.choice);
         self.computed_tokens
+    }
+
+    /// Proposes tokens that follow, at most as many as are wanted, for [`Drafter::take`]: those that its
+    /// grammar forces, else those of its draft source that its grammar allows. Returns their kind, their number and the bytes
+    /// that the source has grown by.
+    pub fn propose_drafts(&mut self, wanted: DraftsWanted) -> (DraftKind, usize, usize) {
+        let Self { drafter, constraint, tokens, .. } = self;
+        if let Some(constraint) = constraint.as_mut().filter(|_| wanted.forced > 0) {
+            let forced = constraint.forced_tokens(wanted.forced as usize);
+            if !forced.is_empty() {
+                let count = forced.len();
+                drafter.set(forced);
+                return (DraftKind::Forced, count, 0);
+            }
+        }
+        if wanted.guessed == 0 {
+            return (DraftKind::Guessed, 0, 0);
+        }
+        let (count, grown) = drafter.propose(tokens, wanted.guessed as usize);
+        let valid = match constraint {
+            Some(constraint) => constraint.valid_drafts(drafter.take(count as u32)),
+            None => count,
+        };
+        (DraftKind::Guessed, valid, grown)
     }
 
     pub fn event(&self) -> ChoiceEvent {

@@ -10,30 +10,10 @@ use inflight_grammar::{MaskOutcome, Matcher};
 use inflight_grammar_service::Grammars;
 use inflight_runtime::{self as runtime, TokenMasks};
 
+use super::Engine;
+use super::launches::LaunchedIteration;
 use super::live_constraint::{ConstraintEnd, PREDICTED_MIN};
 use super::mask_pool::{MaskJob, MaskPool, MaskResult, compute};
-use super::{Engine, LaunchedIteration};
-
-/// Masks of a launched iteration.
-#[derive(Debug, Default)]
-pub(super) struct IterationMasks {
-    /// Chunks whose sample rows are masked.
-    pub(super) chunks: Vec<MaskedChunk>,
-    /// Ticket of the masks of each of these chunks; `None`: every token is allowed.
-    tickets: Vec<Option<u64>>,
-    started: bool,
-}
-
-/// Chunk of a constrained sequence: a sample row behind its last token, and one behind each draft.
-#[derive(Debug)]
-pub(super) struct MaskedChunk {
-    /// Index in the plan.
-    pub(super) chunk: usize,
-    /// First draft in the iteration's drafts.
-    pub(super) first_draft: usize,
-    /// Number of drafts.
-    pub(super) drafts: usize,
-}
 
 /// Masks of an engine: the pool, and buffers.
 #[derive(Default)]
@@ -54,7 +34,7 @@ impl Engine {
 
     /// Starts the masks of the oldest launched iteration, if it has masked rows and its predecessor is committed.
     pub(super) fn start_masks(&mut self) {
-        let Some(iteration) = self.launched.front_mut() else { return };
+        let Some(iteration) = self.launches.oldest_mut() else { return };
         let LaunchedIteration { chunks, masks, drafts, .. } = iteration;
         if masks.chunks.is_empty() || std::mem::replace(&mut masks.started, true) {
             return;
@@ -62,7 +42,7 @@ impl Engine {
         let state = &mut self.masks;
         let words = TokenMasks::words(self.model.vocab_size);
         for masked in &masks.chunks {
-            let live = self.live[chunks[masked.chunk].id.index()].as_mut();
+            let live = self.live.get_mut(chunks[masked.chunk].id);
             let constraint = live.and_then(|live| live.constraint.as_mut());
             // An ended sequence draws a token that is discarded.
             let ticket = constraint.and_then(|constraint| {
@@ -82,7 +62,7 @@ impl Engine {
 
     /// Waits for the masks of the oldest launched iteration and supplies them to the runtime.
     pub(super) fn supply_masks(&mut self) -> Result<(), runtime::Error> {
-        let Some(LaunchedIteration { chunks, masks, .. }) = self.launched.front_mut() else { return Ok(()) };
+        let Some(LaunchedIteration { chunks, masks, .. }) = self.launches.oldest_mut() else { return Ok(()) };
         if masks.chunks.is_empty() {
             return Ok(());
         }
@@ -110,7 +90,7 @@ impl Engine {
                 Ok(MaskOutcome::Complete | MaskOutcome::Masked) => ConstraintEnd::Complete,
             });
             state.spare.push((result.masks, result.drafts));
-            let live = self.live[chunks[masked.chunk].id.index()].as_mut();
+            let live = self.live.get_mut(chunks[masked.chunk].id);
             if let Some(constraint) = live.and_then(|live| live.constraint.as_mut()) {
                 constraint.matcher = Some(result.matcher);
                 constraint.end = end.map(|end| (result.rows, end));
@@ -126,15 +106,6 @@ impl Engine {
         if let Some(grammars) = &self.grammars {
             metrics::gauge!(crate::metrics::MATCHER_BYTES).set(grammars.matcher_bytes() as f64);
         }
-    }
-}
-
-impl IterationMasks {
-    /// Empties the masks and keeps their buffers.
-    pub(super) fn clear(&mut self) {
-        self.chunks.clear();
-        self.tickets.clear();
-        self.started = false;
     }
 }
 

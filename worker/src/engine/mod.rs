@@ -4,9 +4,14 @@
 //! and a deterministic simulation can drive it.
 
 mod calibrate;
+mod chunk_owner;
 mod drafter;
 mod drafting;
+mod granting;
+mod iteration_masks;
+mod launches;
 mod live_choice;
+mod live_choices;
 mod live_constraint;
 mod mask_pool;
 mod masks;
@@ -17,28 +22,30 @@ mod samples;
 mod self_testing;
 mod submit;
 
-use std::collections::{BTreeMap, VecDeque};
 use std::sync::Arc;
 use std::time::Duration;
 
-use inflight_contract::{AdmissionCost, FinishReason, ModelLimits, TokenCost, VirtualTokenCounters};
+use inflight_contract::{FinishReason, ModelLimits, TokenCost, VirtualTokenCounters};
 use inflight_grammar_service::Grammars;
 use inflight_runtime::{
-    self as runtime, Batch, BlockCopy, NonFiniteRows, PromptLogprobs, Runtime, SCORES_MAX, Sampled, ScoreRow,
-    SlotSetup, TransferDone,
+    self as runtime, Batch, BlockCopy, Runtime, SCORES_MAX, ScoreRow, SlotSetup, TransferDone,
 };
 use inflight_worker_core::policy::PolicyKind;
 use inflight_worker_core::{
-    CacheEvent, CacheTier, Capacity, Chunk, CostModel, CostPrior, DispatchAhead, DraftsWanted, Ended, Grant,
-    Grants, Iteration, IterationOutcome, LimitsError, Preemption, Scheduler, SchedulerLimits,
-    SchedulingOptions, SequenceId, StepTargetOption, Time, TokenVerdict, priority_sequences_max,
+    CacheEvent, CacheTier, CostModel, CostPrior, DraftsWanted, Ended, Grant, Iteration, LimitsError,
+    Scheduler, SchedulerLimits, SchedulingOptions, SequenceId, StepTargetOption, Time,
 };
 
-use live_choice::LiveChoice;
-use masks::{IterationMasks, MaskState, MaskedChunk};
-pub use observation::{ChangeKind, ChunkOwner, CompletedWork, LiveSequence, SequenceChange};
+pub use chunk_owner::ChunkOwner;
+use granting::Granting;
+use iteration_masks::MaskedChunk;
+use launches::{LaunchedIteration, Launches};
+use live_choices::LiveChoices;
+use masks::MaskState;
+pub use observation::{ChangeKind, CompletedWork, LiveSequence, SequenceChange};
 pub use reports::QueueingTime;
 pub use request::{ChoiceEvent, Command, Failure, Finish, Request, RequestKey, ResumedChoice, SessionId};
+use samples::Results;
 
 /// Engine configuration beyond the runtime's capabilities.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -91,24 +98,6 @@ pub struct StepReport {
     pub idle: bool,
 }
 
-/// Iteration launched on the runtime and not completed.
-#[derive(Debug, Default)]
-struct LaunchedIteration {
-    number: u64,
-    chunks: Vec<Chunk>,
-    /// Number of scored positions by chunk; chunks behind the last scored one are left out.
-    scored: Vec<u32>,
-    masks: IterationMasks,
-    /// Drafted tokens of the chunks, in their order.
-    drafts: Vec<u32>,
-    /// Number of decodes at the start of `chunks`.
-    decodes: u32,
-    /// Owners of the chunks, in their order; empty unless the engine is observed.
-    owners: Vec<ChunkOwner>,
-    /// Sequences preempted since the iteration before: by recompute, and by swap.
-    preempted: (u32, u32),
-}
-
 /// Fatal device failure: running sequences have ended with an error, and the engine can't be used any more.
 #[derive(Debug, thiserror::Error)]
 #[error("engine stopped: {0}")]
@@ -122,48 +111,26 @@ pub struct Engine {
     eos_token_ids: Arc<[u32]>,
     grammars: Option<Arc<Grammars>>,
     masks: MaskState,
-    grants: Grants<SessionId>,
-    queue_ahead: DispatchAhead,
-    /// Maximum priority sequences in flight beyond the grants.
-    priority_sequences_max: u32,
-    /// Sequences that ended since the last completed iteration.
-    ended_since_completion: u32,
-    /// Live choices by `SequenceId::index`.
-    live: Vec<Option<LiveChoice>>,
-    /// Sequence of each unfinished choice, by request.
-    requests: BTreeMap<RequestKey, Vec<Option<SequenceId>>>,
+    granting: Granting,
+    live: LiveChoices,
     batch: Batch,
-    /// Iterations launched and not completed, oldest first.
-    launched: VecDeque<LaunchedIteration>,
-    spare: Vec<LaunchedIteration>,
-    /// Index of the sequence's sample in the batch launched last, by `SequenceId::index`.
-    sample_of: Vec<u32>,
-    sampled: Vec<Sampled>,
-    scores: Vec<PromptLogprobs>,
-    /// Rows of the iteration completed last whose logits are not all finite.
-    non_finite: NonFiniteRows,
-    /// Sequences of that iteration with such rows.
-    unsound: Vec<SequenceId>,
-    verdicts: Vec<TokenVerdict>,
-    /// Number of tokens accepted of each chunk with drafts.
-    accepted: Vec<u32>,
+    launches: Launches,
+    results: Results,
     /// Sequences to draft for, and how many tokens.
     draft_requests: Vec<(SequenceId, DraftsWanted)>,
-    /// Bytes of the draft sources of all live choices.
-    draft_index_bytes: usize,
+    /// Ends of sequences that are not reported.
     ended: Vec<Ended>,
+    /// Number of transfers that the runtime has not finished.
+    transfers: usize,
     transfers_done: Vec<TransferDone>,
     /// Queueing times of the sequences that were admitted since they were last taken.
     queueing_times: Vec<QueueingTime>,
-    transfers: usize,
     cache_events: Vec<(CacheTier, CacheEvent)>,
     /// Groups of choices that share a prefill, numbered from 1.
     groups: u64,
     draining: bool,
     /// Whether the owners of chunks are kept.
     observed: bool,
-    /// Sequences preempted since the last launch: by recompute, and by swap.
-    preempted: (u32, u32),
     /// Admissions and preemptions that the observer has not taken.
     changes: Vec<SequenceChange>,
 }
@@ -211,8 +178,6 @@ impl Engine {
             context_tokens: capabilities.context_tokens,
             kv_tokens: limits.pool_tokens(),
         };
-        let capacity =
-            Capacity { sequences: limits.running_max + 1, blocks: limits.blocks - limits.watermark_blocks };
         let cost = CostModel::new(options.prior);
         let mut scheduler = Scheduler::new(limits, scheduling.policy.build(), cost, tenants)?;
         if options.record {
@@ -220,8 +185,7 @@ impl Engine {
         }
         // Priority sequences need a policy that schedules by priority.
         let by_priority = matches!(scheduling.policy.kind, PolicyKind::Fair | PolicyKind::Priority);
-        let priority_sequences_max =
-            if by_priority { priority_sequences_max(limits.running_max, options.queue_ahead) } else { 0 };
+        let granting = Granting::new(&limits, options.queue_ahead, by_priority);
         Ok(Self {
             scheduler,
             runtime,
@@ -229,53 +193,37 @@ impl Engine {
             eos_token_ids: eos_token_ids.into(),
             grammars: None,
             masks: MaskState::default(),
-            grants: Grants::new(capacity),
-            queue_ahead: DispatchAhead::new(options.queue_ahead),
-            priority_sequences_max,
-            ended_since_completion: 0,
-            live: Vec::new(),
-            requests: BTreeMap::new(),
+            granting,
+            live: LiveChoices::default(),
             batch: Batch::default(),
-            launched: VecDeque::new(),
-            spare: Vec::new(),
-            sample_of: Vec::new(),
-            sampled: Vec::new(),
-            scores: Vec::new(),
-            non_finite: NonFiniteRows::default(),
-            unsound: Vec::new(),
-            verdicts: Vec::new(),
-            accepted: Vec::new(),
+            launches: Launches::default(),
+            results: Results::default(),
             draft_requests: Vec::new(),
-            draft_index_bytes: 0,
             ended: Vec::new(),
+            transfers: 0,
             transfers_done: Vec::new(),
             queueing_times: Vec::new(),
-            transfers: 0,
             cache_events: Vec::new(),
             groups: 0,
             draining: false,
             observed: false,
-            preempted: (0, 0),
             changes: Vec::new(),
         })
     }
 
     /// Number of iterations launched and not completed.
     pub fn in_flight(&self) -> usize {
-        self.launched.len()
+        self.launches.len()
     }
 
     /// Preempts a choice as soon as possible if it runs; see [`Scheduler::preempt`].
     pub fn preempt(&mut self, key: RequestKey, choice: u32) {
-        let ids = self.requests.get(&key);
-        if let Some(Some(id)) = ids.and_then(|ids| ids.get(choice as usize)) {
-            self.scheduler.preempt(*id);
-        }
+        self.live.sequences(key, Some(choice)).for_each(|id| self.scheduler.preempt(id));
     }
 
     /// Sum of the grants in use over all sessions.
     pub fn granted_in_use(&self) -> Grant {
-        self.grants.in_flight()
+        self.granting.in_use()
     }
 
     /// Rejects every new request from now on.
@@ -291,17 +239,14 @@ impl Engine {
     /// Executes one command and appends the resulting events to `events`.
     pub fn command(&mut self, command: Command, now: Time, events: &mut Vec<ChoiceEvent>) {
         match command {
-            Command::Open(session) => self.grants.open(session),
-            Command::Backlog { session, has_waiting } => self.grants.set_backlog(session, has_waiting),
+            Command::Open(session) => self.granting.open(session),
+            Command::Backlog { session, has_waiting } => self.granting.set_backlog(session, has_waiting),
             Command::Close(session) => {
-                let of_session =
-                    RequestKey { session, request: 0 }..=RequestKey { session, request: u64::MAX };
-                let keys: Vec<_> = self.requests.range(of_session).map(|(key, _)| *key).collect();
-                for key in keys {
+                for key in self.live.of_session(session) {
                     self.cancel(key, None);
                 }
                 self.settle(events);
-                self.grants.close(session);
+                self.granting.close(session);
             }
             Command::Submit(request) => self.submit(&request, now, events),
             Command::Cancel { key, choice } => self.cancel(key, choice),
@@ -317,12 +262,12 @@ impl Engine {
     pub fn step(&mut self, now: Time, events: &mut Vec<ChoiceEvent>) -> Result<StepReport, EngineFailed> {
         self.take_transfers(now)?;
         let depth = self.scheduler.limits().depth as usize;
-        let may_launch = self.launched.len() < depth && !self.awaits_drafts();
+        let may_launch = self.launches.len() < depth && !self.awaits_drafts();
         let has_launched = may_launch && self.launch(now, events)?;
-        if has_launched && self.launched.len() < depth {
+        if has_launched && self.launches.len() < depth {
             return Ok(StepReport::default());
         }
-        if !self.launched.is_empty() {
+        if !self.launches.is_empty() {
             return self.complete(events);
         }
         if self.transfers > 0 {
@@ -344,13 +289,9 @@ impl Engine {
         self.keep_changes(now);
         let plan = self.scheduler.iteration();
         for preempted in &plan.preempted {
-            let live = live_mut(&mut self.live, preempted.id);
-            live.requeue(preempted.kind);
-            match preempted.kind {
-                Preemption::Recompute => self.preempted.0 += 1,
-                Preemption::Swap => self.preempted.1 += 1,
-            }
-            self.draft_index_bytes -= live.drafter.clear();
+            self.live[preempted.id].requeue(preempted.kind);
+            self.live.clear_drafts(preempted.id);
+            self.launches.count_preemption(preempted.kind);
         }
         let started = plan.transfers.iter().try_for_each(|transfer| self.runtime.start_transfer(transfer));
         self.transfers += plan.transfers.len();
@@ -358,7 +299,7 @@ impl Engine {
             return Err(self.fail(&error, events));
         }
         for (id, slot) in &plan.admitted {
-            let live = live_mut(&mut self.live, *id);
+            let live = &mut self.live[*id];
             live.start();
             let eos_token_ids: &[u32] = if live.sampling.ignore_eos { &[] } else { &self.eos_token_ids };
             let (prompt, generated) = live.tokens.split_at(live.prompt_len);
@@ -377,15 +318,9 @@ impl Engine {
         self.batch.clear();
         let copies = plan.copies.iter().map(|copy| BlockCopy { from: copy.from, to: copy.to });
         self.batch.copies.extend(copies);
-        if self.sample_of.len() < self.live.len() {
-            self.sample_of.resize(self.live.len(), 0);
-        }
-        let mut launched = self.spare.pop().unwrap_or_default();
-        launched.scored.clear();
-        launched.masks.clear();
-        launched.drafts.clear();
+        let mut launched = self.launches.next();
         for (at, chunk) in plan.chunks.iter().enumerate() {
-            let live = live_mut(&mut self.live, chunk.id);
+            let live = &mut self.live[chunk.id];
             let scored = live.take_scored(chunk);
             if !scored.is_empty() {
                 let first_row = self.batch.rows() as u32;
@@ -409,10 +344,10 @@ impl Engine {
             } else {
                 // The token is sampled by the iteration in flight and filled in by the device.
                 self.batch.push(&[0], &[], chunk.start, tables);
-                self.batch.feed_last_row(self.sample_of[chunk.id.index()]);
+                self.batch.feed_last_row(live.sample);
             }
             if chunk.samples {
-                self.sample_of[chunk.id.index()] = self.batch.samples.len() as u32;
+                live.sample = self.batch.samples.len() as u32;
                 self.batch.sample_with_drafts(chunk.slot, chunk.drafts);
                 if live.constraint.is_some() {
                     self.batch.mask_last_samples(1 + chunk.drafts as usize);
@@ -423,8 +358,8 @@ impl Engine {
             }
         }
         self.keep_plan(&mut launched);
-        self.launched.push_back(launched);
-        if self.launched.len() == 1 {
+        self.launches.launch(launched);
+        if self.launches.len() == 1 {
             self.start_masks();
         }
         match self.runtime.launch(&mut self.batch) {
@@ -438,10 +373,7 @@ impl Engine {
         let plan = self.scheduler.iteration();
         launched.number = plan.number;
         launched.decodes = plan.decodes;
-        launched.preempted = std::mem::take(&mut self.preempted);
-        launched.chunks.clear();
         launched.chunks.extend_from_slice(&plan.chunks);
-        launched.owners.clear();
         if self.observed {
             let owners = observation::owners(&launched.chunks, &self.live, &self.scheduler);
             launched.owners.extend(owners);
@@ -450,32 +382,29 @@ impl Engine {
 
     /// Waits for the oldest launched iteration, appends its tokens and commits it.
     fn complete(&mut self, events: &mut Vec<ChoiceEvent>) -> Result<StepReport, EngineFailed> {
-        let completed = self.supply_masks().and_then(|()| self.runtime.complete(&mut self.sampled));
+        let completed = self.supply_masks().and_then(|()| self.results.receive(&mut *self.runtime));
         let took = match completed {
             Ok(took) => took,
             Err(error) => return Err(self.fail(&error, events)),
         };
-        let Some(launched) = self.launched.pop_front() else { return Ok(StepReport::default()) };
-        self.scores.clear();
-        self.runtime.take_scores(&mut self.scores);
-        self.runtime.take_non_finite(&mut self.non_finite);
+        let Some(launched) = self.launches.pop() else { return Ok(StepReport::default()) };
         let tokens = launched.chunks.iter().map(|chunk| chunk.len).sum();
         let summary = self.scheduler.history().iter().rev().find(|step| step.number == launched.number);
         let (predicted, decodes) =
             summary.map_or_else(Default::default, |step| (step.predicted, step.decodes));
-        self.take_samples(&launched, events);
+        let block_tokens = self.scheduler.limits().block_tokens() as usize;
+        self.results.apply(&launched, &mut self.live, block_tokens, &self.eos_token_ids, events);
         // Before the commit, which would add their blocks to the prefix cache.
-        self.unsound.drain(..).for_each(|id| self.scheduler.discard(id));
-        let sampled = self.verdicts.len() as u32;
-        let outcome = IterationOutcome { verdicts: &self.verdicts, accepted: &self.accepted, took };
-        self.scheduler.commit(launched.number, outcome).map_err(|error| EngineFailed(error.to_string()))?;
-        self.spare.push(launched);
-        let before = self.ended_since_completion;
+        self.results.unsound().iter().for_each(|id| self.scheduler.discard(*id));
+        let committed = self.scheduler.commit(launched.number, self.results.outcome(took));
+        committed.map_err(|error| EngineFailed(error.to_string()))?;
+        self.launches.complete(launched);
+        let before = self.granting.ended();
         self.settle(events);
         self.start_masks();
-        let ended = self.ended_since_completion - before;
-        self.queue_ahead.learn(took, std::mem::take(&mut self.ended_since_completion));
-        self.grants.set_sequences(self.scheduler.limits().running_max + self.queue_ahead.depth());
+        let ended = self.granting.ended() - before;
+        self.granting.complete(took);
+        let sampled = self.results.sampled();
         // Whether the engine is idle is known after the next plan, which may still offload cold blocks.
         Ok(StepReport { tokens, sampled, took, predicted, decodes, ended, idle: false })
     }
@@ -493,36 +422,24 @@ impl Engine {
 
     /// Ends all choices of the iterations in flight with `error`.
     fn fail(&mut self, error: &runtime::Error, events: &mut Vec<ChoiceEvent>) -> EngineFailed {
-        for chunk in self.launched.iter().flat_map(|launched| &launched.chunks) {
-            if let Some(live) = &mut self.live[chunk.id.index()] {
-                live.failure.get_or_insert(Failure::Device(error.to_string()));
+        let mut oldest = None;
+        for launched in self.launches.fail() {
+            oldest = oldest.or(Some(launched.number));
+            for chunk in &launched.chunks {
+                if let Some(live) = self.live.get_mut(chunk.id) {
+                    live.failure.get_or_insert(Failure::Device(error.to_string()));
+                }
             }
         }
-        if let Some(oldest) = self.launched.front() {
-            // The scheduler knows every iteration that is planned and not committed.
-            let _ = self.scheduler.fail(oldest.number);
-        }
-        self.launched.clear();
+        // The scheduler knows every iteration that is planned and not committed.
+        oldest.into_iter().for_each(|number| _ = self.scheduler.fail(number));
         self.masks.forget();
         self.settle(events);
         EngineFailed(error.to_string())
     }
 
-    /// Cost of requests against their sessions' grants.
-    fn admission_cost(&self) -> AdmissionCost {
-        AdmissionCost::new(self.scheduler.limits().shape)
-    }
-
     fn cancel(&mut self, key: RequestKey, choice: Option<u32>) {
-        let Some(ids) = self.requests.get(&key) else { return };
-        match choice {
-            Some(choice) => {
-                if let Some(Some(id)) = ids.get(choice as usize) {
-                    self.scheduler.cancel(*id);
-                }
-            }
-            None => ids.iter().flatten().for_each(|id| self.scheduler.cancel(*id)),
-        }
+        self.live.sequences(key, choice).for_each(|id| self.scheduler.cancel(id));
     }
 
     /// Reports every ended sequence and frees its slot and its share of the grant.
@@ -535,20 +452,8 @@ impl Engine {
         self.cache_events.extend(self.scheduler.drain_cache_events());
         let mut constrained = false;
         for Ended { id, reason } in ended.drain(..) {
-            let Some(mut live) = self.live[id.index()].take() else { continue };
-            self.draft_index_bytes -= live.drafter.clear();
-            self.grants.release(live.key.session, live.cost);
-            self.ended_since_completion += 1;
-            if let Some(ids) = self.requests.get_mut(&live.key) {
-                if let Some(entry) = ids.get_mut(live.choice as usize) {
-                    *entry = None;
-                }
-                if ids.iter().all(Option::is_none) {
-                    self.requests.remove(&live.key);
-                    let blocks = AdmissionCost::new(self.scheduler.limits().shape).prompt(live.prompt_len);
-                    self.grants.release(live.key.session, Grant { sequences: 0, blocks });
-                }
-            }
+            let Some((mut live, is_last)) = self.live.remove(id) else { continue };
+            self.granting.release(live.key.session, live.cost, is_last.then_some(live.prompt_len));
             if live.key.session != SessionId::SELF_TEST {
                 metrics::counter!(crate::metrics::ENDED, "reason" => reason.label()).increment(1);
             }
@@ -565,11 +470,6 @@ impl Engine {
         }
         self.ended = ended;
     }
-}
-
-fn live_mut(live: &mut [Option<LiveChoice>], id: SequenceId) -> &mut LiveChoice {
-    // Planned sequences have not ended, and only `settle` removes entries.
-    live[id.index()].as_mut().expect("a planned sequence is live")
 }
 
 fn empty_event(request: &Request, choice: u32) -> ChoiceEvent {

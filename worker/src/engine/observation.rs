@@ -3,21 +3,10 @@
 use inflight_contract::Tenant;
 use inflight_worker_core::{Chunk, Preempted, Scheduler, SequenceId, SequenceStatus, Time};
 
+use super::Engine;
+use super::chunk_owner::ChunkOwner;
 use super::live_choice::LiveChoice;
-use super::{Engine, RequestKey};
-
-/// Choice that a chunk of an iteration belongs to. It may have ended since.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct ChunkOwner {
-    /// Request of the choice.
-    pub key: RequestKey,
-    /// Attempt of the request.
-    pub attempt: u32,
-    /// Index of the choice.
-    pub choice: u32,
-    /// Tenant; `None` if the scheduler does not know the sequence any more.
-    pub tenant: Option<Tenant>,
-}
+use super::live_choices::LiveChoices;
 
 /// Work of one sequence in a completed iteration.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -88,13 +77,11 @@ fn owner(live: &LiveChoice, tenant: Option<Tenant>) -> ChunkOwner {
 /// Returns the owners of chunks that are about to be launched.
 pub(super) fn owners<'a>(
     chunks: &'a [Chunk],
-    live: &'a [Option<LiveChoice>],
+    live: &'a LiveChoices,
     scheduler: &'a Scheduler,
 ) -> impl Iterator<Item = ChunkOwner> + 'a {
-    let owner_of = |chunk: &Chunk| {
-        let choice = live[chunk.id.index()].as_ref();
-        choice.map(|choice| owner(choice, scheduler.tenant_of(chunk.id)))
-    };
+    let owner_of =
+        |chunk: &Chunk| live.get(chunk.id).map(|choice| owner(choice, scheduler.tenant_of(chunk.id)));
     // Every planned sequence is live, so that the owners stay in the order of the chunks.
     chunks.iter().filter_map(owner_of)
 }
@@ -120,7 +107,7 @@ impl Engine {
         // A plan without work has no iteration of its own: what it decides comes before the next one.
         let iteration = if plan.chunks.is_empty() { plan.number + 1 } else { plan.number };
         let owner_of = |id: SequenceId| {
-            let live = self.live.get(id.index())?.as_ref()?;
+            let live = self.live.get(id)?;
             Some(owner(live, self.scheduler.tenant_of(id)))
         };
         let change = |id: SequenceId, kind: ChangeKind| {
@@ -132,7 +119,7 @@ impl Engine {
         });
         let admitted = plan.admitted.iter().filter_map(|(id, slot)| {
             let cached_tokens = self.scheduler.committed_tokens_of(*id);
-            let resumed = self.live.get(id.index())?.as_ref()?.has_run;
+            let resumed = self.live.get(*id)?.has_run;
             change(*id, ChangeKind::Admitted { slot: *slot, cached_tokens, resumed })
         });
         let changes: Vec<SequenceChange> = preempted.chain(admitted).collect();
@@ -142,14 +129,14 @@ impl Engine {
     /// Returns the number of the iteration that the last step has completed, and the sequences preempted before it: by
     /// recompute, and by swap. Only valid after a step that completed one.
     pub fn completed_iteration(&self) -> Option<(u64, (u32, u32))> {
-        self.spare.last().map(|completed| (completed.number, completed.preempted))
+        self.launches.completed().map(|completed| (completed.number, completed.preempted))
     }
 
     /// Returns the work of the iteration that the last step has completed; nothing if the engine was not observed when it
     /// was launched. Only valid after a step that completed one.
     pub fn completed_work(&self) -> impl Iterator<Item = CompletedWork> + '_ {
-        let completed = self.spare.last();
-        let mut accepted = self.accepted.iter().copied();
+        let completed = self.launches.completed();
+        let mut accepted = self.results.accepted().iter().copied();
         let work = completed.into_iter().flat_map(|completed| {
             completed
                 .chunks
@@ -175,7 +162,7 @@ impl Engine {
     /// Returns every sequence that has not ended.
     pub fn live_sequences(&self) -> impl Iterator<Item = LiveSequence> + '_ {
         self.scheduler.roster().filter_map(|status| {
-            let live = self.live.get(status.id.index())?.as_ref()?;
+            let live = self.live.get(status.id)?;
             Some(LiveSequence { status, owner: owner(live, Some(status.tenant)) })
         })
     }

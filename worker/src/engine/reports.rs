@@ -62,13 +62,13 @@ impl Engine {
 
     /// Grant of each open session.
     pub fn grants(&self) -> impl Iterator<Item = (SessionId, Grant)> + '_ {
-        self.grants.divide(self.scheduler.load().blocks_used)
+        self.granting.divide(self.scheduler.load().blocks_used)
     }
 
     /// Priority sequences that each session may have in flight beyond its grant: such that outrank one in
     /// flight.
     pub fn priority_sequences(&self) -> impl Iterator<Item = (SessionId, u32)> + '_ {
-        self.grants.priority_sequences(self.priority_sequences_max)
+        self.granting.priority_sequences()
     }
 
     /// Maximum queueing times kept for [`Engine::drain_queueing_times`]; further ones are dropped.
@@ -78,8 +78,8 @@ impl Engine {
     pub(super) fn keep_queueing_times(&mut self) {
         let room = Self::QUEUEING_TIMES_MAX.saturating_sub(self.queueing_times.len());
         for &(id, worker) in self.scheduler.queueing_times().iter().take(room) {
-            let live = self.live.get(id.index()).and_then(Option::as_ref);
-            let total = live.and_then(|live| live.queued).map(|queued| queued.saturating_add(worker));
+            let queued = self.live.get(id).and_then(|live| live.queued);
+            let total = queued.map(|queued| queued.saturating_add(worker));
             self.queueing_times.push(QueueingTime { worker, total });
         }
     }

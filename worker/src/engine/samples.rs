@@ -1,22 +1,76 @@
 //! Results of an iteration: tokens, stop conditions, verification of drafts.
 
-use inflight_runtime::Sampled;
-use inflight_worker_core::TokenVerdict;
+use std::time::Duration;
 
+use inflight_runtime::{self as runtime, NonFiniteRows, PromptLogprobs, Runtime, Sampled};
+use inflight_worker_core::{IterationOutcome, SequenceId, TokenVerdict};
+
+use super::launches::LaunchedIteration;
+use super::live_choices::LiveChoices;
 use super::live_constraint::{ConstraintEnd, Consumed};
-use super::{ChoiceEvent, Engine, Failure, LaunchedIteration};
+use super::{ChoiceEvent, Failure};
 
-impl Engine {
+/// Results of the iteration completed last; the buffers are reused.
+#[derive(Default)]
+pub(super) struct Results {
+    sampled: Vec<Sampled>,
+    scores: Vec<PromptLogprobs>,
+    /// Rows whose logits are not all finite.
+    non_finite: NonFiniteRows,
+    /// Sequences with such rows.
+    unsound: Vec<SequenceId>,
+    verdicts: Vec<TokenVerdict>,
+    /// Number of tokens accepted of each chunk with drafts.
+    accepted: Vec<u32>,
+}
+
+impl Results {
+    /// Waits for the oldest launched iteration and takes its results. Returns its duration.
+    pub(super) fn receive(&mut self, runtime: &mut dyn Runtime) -> Result<Duration, runtime::Error> {
+        let took = runtime.complete(&mut self.sampled)?;
+        self.scores.clear();
+        runtime.take_scores(&mut self.scores);
+        runtime.take_non_finite(&mut self.non_finite);
+        Ok(took)
+    }
+
+    /// Returns what the scheduler commits of the iteration.
+    pub(super) fn outcome(&self, took: Duration) -> IterationOutcome<'_> {
+        IterationOutcome { verdicts: &self.verdicts, accepted: &self.accepted, took }
+    }
+
+    /// Returns the number of tokens accepted of each chunk with drafts.
+    pub(super) fn accepted(&self) -> &[u32] {
+        &self.accepted
+    }
+
+    /// Returns the number of tokens sampled.
+    pub(super) fn sampled(&self) -> u32 {
+        self.verdicts.len() as u32
+    }
+
+    /// Returns the sequences with rows whose logits are not all finite.
+    pub(super) fn unsound(&self) -> &[SequenceId] {
+        &self.unsound
+    }
+
     /// Appends the sampled tokens to their choices, checks stop conditions and pushes an event for each token;
     /// before the first, one with the log probabilities of the prompt tokens that the chunk has scored.
     ///
     /// Of a chunk with drafts, the first sample counts, and each further one while the draft before it equals
     /// the token sampled there and does not end the choice. A choice with a row that counts and whose logits are not all finite fails: no
     /// token comes of such a row.
-    pub(super) fn take_samples(&mut self, launched: &LaunchedIteration, events: &mut Vec<ChoiceEvent>) {
+    pub(super) fn apply(
+        &mut self,
+        launched: &LaunchedIteration,
+        live: &mut LiveChoices,
+        block_tokens: usize,
+        eos_token_ids: &[u32],
+        events: &mut Vec<ChoiceEvent>,
+    ) {
         self.verdicts.clear();
         self.accepted.clear();
-        let block_tokens = self.scheduler.limits().block_tokens() as usize;
+        self.unsound.clear();
         let (mut sampled, mut scores) = (self.sampled.drain(..), self.scores.drain(..));
         // Rows of the chunks before.
         let (mut samples_before, mut scores_before) = (0, 0);
@@ -32,7 +86,7 @@ impl Engine {
             (samples_before, scores_before) = (first_sample + rows as u32, first_score + scored as u32);
             // The index is not reused while the iteration is in flight: the entry is this sequence, or empty
             // if it has ended.
-            let Some(live) = &mut self.live[chunk.id.index()] else {
+            let Some(live) = live.get_mut(chunk.id) else {
                 samples.for_each(drop);
                 self.verdicts.extend(chunk.samples.then_some(TokenVerdict::CONTINUE));
                 self.accepted.extend((!own.is_empty()).then_some(1));
@@ -70,7 +124,7 @@ impl Engine {
                     continue;
                 }
                 let hash = live.push(token, block_tokens);
-                let stopped = live.ends_with(token, &self.eos_token_ids);
+                let stopped = live.ends_with(token, eos_token_ids);
                 live.complete = consumed == Consumed::Completes && !stopped;
                 let stop = live.complete || stopped;
                 self.verdicts.push(TokenVerdict { stop, hash });

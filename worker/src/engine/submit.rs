@@ -1,7 +1,7 @@
 //! Submission: validates a request and submits a sequence per choice to the scheduler.
 
 use inflight_contract::{BlockHash, FinishReason, Priority, RequestShape};
-use inflight_worker_core::{Ended, Grant, NewSequence, ScoredRange, SequenceId, SubmitError, Time};
+use inflight_worker_core::{Ended, NewSequence, ScoredRange, SequenceId, SubmitError, Time};
 
 use super::live_choice::{self, LiveChoice};
 use super::live_constraint::LiveConstraint;
@@ -10,7 +10,7 @@ use super::{ChoiceEvent, Engine, Failure, Finish, Request, ResumedChoice, Sessio
 impl Engine {
     /// Submits a request, or pushes the events that reject it.
     pub(super) fn submit(&mut self, request: &Request, now: Time, events: &mut Vec<ChoiceEvent>) {
-        if request.key.session != SessionId::SELF_TEST && !self.grants.is_open(request.key.session) {
+        if request.key.session != SessionId::SELF_TEST && !self.granting.is_open(request.key.session) {
             return; // the session was closed in the meantime, and with it the response stream
         }
         let outcome = match self.check(request) {
@@ -30,7 +30,7 @@ impl Engine {
             return Err(Failure::Draining);
         }
         let invalid = |what: String| Err(Failure::Invalid(what));
-        if self.requests.contains_key(&request.key) {
+        if self.live.contains(request.key) {
             return invalid(format!("request {} is in flight already", request.key.request));
         }
         let shape =
@@ -119,8 +119,7 @@ impl Engine {
             );
             match submitted {
                 Ok(id) => {
-                    let cost =
-                        Grant { sequences: 1, blocks: self.admission_cost().choice(resumed.tokens.len()) };
+                    let cost = self.granting.cost_of_choice(resumed.tokens.len());
                     let choice = choice as u32;
                     let live =
                         LiveChoice::new(request, choice, tokens, constraint, root, chain, cost, scored);
@@ -136,18 +135,9 @@ impl Engine {
         if lives.is_empty() {
             return Ok(());
         }
-        let mut ids = vec![None; request.choices.len()];
-        for (id, live) in lives {
-            if self.live.len() <= id.index() {
-                self.live.resize_with(id.index() + 1, || None);
-            }
-            ids[live.choice as usize] = Some(id);
-            self.grants.charge(request.key.session, live.cost);
-            self.live[id.index()] = Some(live);
-        }
-        let prompt = Grant { sequences: 0, blocks: self.admission_cost().prompt(request.prompt.len()) };
-        self.grants.charge(request.key.session, prompt);
-        self.requests.insert(request.key, ids);
+        let costs = lives.iter().map(|(_, live)| live.cost);
+        self.granting.charge(request.key.session, request.prompt.len(), costs);
+        self.live.insert(request.key, request.choices.len(), lives);
         Ok(())
     }
 }
