@@ -64,7 +64,7 @@ impl ModelDemand {
         if self.is_on_gpus() {
             return vec![host];
         }
-        vec![least(self.kv, POOL_BYTES_MIN.max(needs.block_bytes)), host]
+        vec![least(self.kv, POOL_BYTES_MIN.max(needs.least_pool())), host]
     }
 
     /// Returns the bytes of the host's memory that weights take.
@@ -79,7 +79,7 @@ impl ModelDemand {
     /// Returns the least that a worker needs of a GPU: weights, buffers and one KV block.
     fn gpu_least(&self) -> u64 {
         self.needs.map_or(0, |needs| {
-            let block = needs.block_bytes.next_multiple_of(MAPPING_BYTES);
+            let block = needs.least_pool().next_multiple_of(MAPPING_BYTES);
             needs.weight_bytes.saturating_add(needs.buffer_bytes).saturating_add(block)
         })
     }

@@ -308,6 +308,7 @@ impl Core {
         let grammars = Arc::new(grammars(&bundle, engine.model_limits().vocab_size, &eos_token_ids, options));
         engine.set_grammars(grammars.clone());
         let limits = *engine.limits();
+        let pool_tokens = limits.shape.pool_tokens(limits.blocks.into(), limits.sequence_tokens_max());
         let hello = v1::Hello {
             protocol_version: PROTOCOL_VERSION,
             worker_id: options.worker_id(),
@@ -323,6 +324,7 @@ impl Core {
                 kv_blocks: limits.blocks,
                 max_sequences: limits.running_max,
                 host_kv_blocks: limits.host_blocks,
+                kv_tokens: u32::try_from(pool_tokens).unwrap_or(u32::MAX),
             }),
             heartbeat_interval_ms: u32::try_from(options.heartbeat.as_millis()).unwrap_or(u32::MAX),
             secret_proof: Vec::new(),

@@ -1,5 +1,7 @@
 //! Tests of the division of memory: sums against a plain calculation, over random models and machines.
 
+use inflight_contract::{LayerGroup, MemoryShape};
+
 use super::*;
 
 const MIB: u64 = 1 << 20;
@@ -20,7 +22,7 @@ fn model(name: &str, weight_bytes: u64, workers: Vec<Vec<u32>>) -> ModelDemand {
         weight_bytes,
         buffer_bytes: 0,
         block_bytes: MIB,
-        block_tokens: 16,
+        shape: MemoryShape::uniform(16),
         context_tokens: 4096,
     };
     ModelDemand {
@@ -49,6 +51,24 @@ fn value(share: &WorkerShare, flag: &str) -> Option<f64> {
     let mut values =
         share.flags.iter().filter_map(|given| given.to_str()?.strip_prefix(flag)?.strip_prefix('='));
     values.next_back().map(|value| value.parse().unwrap())
+}
+
+#[test]
+fn a_pool_of_a_model_with_windows_holds_the_tokens_of_whole_sequences() {
+    let mut windowed = model("a", GIB, on_host(1));
+    let groups = [LayerGroup { blocks: 1, window: None }, LayerGroup { blocks: 6, window: Some(1024) }];
+    let shape = MemoryShape::new(16, &groups).unwrap();
+    windowed.needs = windowed.needs.map(|needs| MemoryNeeds { shape, ..needs });
+    let tokens = |kv: u64| {
+        let model = ModelDemand { kv: PoolDemand { bytes: kv, given: true }, ..windowed.clone() };
+        divide(&[model], &machine(64 * GIB, &[])).unwrap()[0][0].kv_tokens
+    };
+    // A sequence of 4,096 tokens takes 256 blocks and 6 * 65.
+    assert_eq!([tokens((256 + 6 * 65) * MIB), tokens(2 * (256 + 6 * 65) * MIB)], [4096, 8192]);
+    assert_eq!(tokens(7 * MIB), 16);
+    // The smallest pool holds a span.
+    let tight = divide(&[windowed.clone()], &machine(GIB + 6 * MIB, &[])).unwrap_err().to_string();
+    assert!(tight.contains("KV cache of at least"), "{tight}");
 }
 
 #[test]

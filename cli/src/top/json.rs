@@ -110,7 +110,7 @@ messages! {
     WorkerFacts {
         version, device, tensor_parallel, memory_bytes, weight_bytes, kv_cache_bytes, weight_encoding, kv_encoding
     }
-    WorkerLimits { vocab_size, context_tokens, block_tokens, kv_blocks, max_sequences, host_kv_blocks }
+    WorkerLimits { vocab_size, context_tokens, block_tokens, kv_blocks, max_sequences, host_kv_blocks, kv_tokens }
     Load {
         running_sequences, waiting_sequences, kv_blocks_used, preemptions, mean_iteration_us, swapped_sequences,
         host_kv_blocks_used, predicted_ttft_us, prefill_backlog_us, prefill_slowdown, decode_iteration_us

@@ -162,6 +162,17 @@ impl MemoryShape {
         }
         fits as u32
     }
+
+    /// Returns the tokens of the sequences that `blocks` blocks hold together, if all but one have `context` tokens: what a pool
+    /// is worth, of layers with windows more than the length of its longest sequence.
+    pub fn pool_tokens(&self, blocks: u64, context: u32) -> u64 {
+        let each = u64::from(self.blocks(context, 1));
+        if self.is_uniform() || each == 0 {
+            return blocks.saturating_mul(self.block_tokens.into());
+        }
+        let rest = u32::try_from(blocks % each).unwrap_or(u32::MAX);
+        (blocks / each).saturating_mul(context.into()).saturating_add(self.tokens(rest).min(context).into())
+    }
 }
 
 impl TryFrom<(u32, Vec<LayerGroup>)> for MemoryShape {
@@ -232,6 +243,10 @@ mod tests {
         assert_eq!(shape.blocks(32_768, 1), 2048 + 6 * 65);
         assert_eq!(shape.blocks(100, 1), 7 + 6 * 7);
         assert_eq!(shape.tokens(2048 + 6 * 65), 32_768);
+        // Three sequences, and what a fourth has left.
+        assert_eq!(shape.pool_tokens(3 * (2048 + 6 * 65), 32_768), 3 * 32_768);
+        assert_eq!(shape.pool_tokens(3 * (2048 + 6 * 65) + 7 * 5 + 6, 32_768), 3 * 32_768 + 5 * 16);
+        assert_eq!(MemoryShape::uniform(16).pool_tokens(1 << 40, 100), 1 << 44);
     }
 
     proptest! {

@@ -256,8 +256,18 @@ pub(crate) fn limits_view(limits: &v1::WorkerLimits) -> LimitsView {
         kv_blocks,
         max_sequences,
         host_kv_blocks,
+        kv_tokens,
     } = *limits;
-    LimitsView { vocab_size, context_tokens, block_tokens, kv_blocks, max_sequences, host_kv_blocks }
+    LimitsView {
+        vocab_size,
+        context_tokens,
+        block_tokens,
+        kv_blocks,
+        max_sequences,
+        host_kv_blocks,
+        // Older workers have no windows.
+        kv_tokens: if kv_tokens > 0 { kv_tokens } else { kv_blocks.saturating_mul(block_tokens) },
+    }
 }
 
 /// Returns whose fault an error of a worker is.

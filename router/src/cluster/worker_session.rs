@@ -511,6 +511,7 @@ mod tests {
             kv_blocks: 64,
             max_sequences: 8,
             host_kv_blocks: 0,
+            kv_tokens: 0,
         };
         let hello = v1::Hello {
             protocol_version: PROTOCOL_VERSION,

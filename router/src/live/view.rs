@@ -173,6 +173,7 @@ views! {
         kv_blocks: u32,
         max_sequences: u32,
         host_kv_blocks: u32,
+        kv_tokens: u32,
     }
 
     /// Load of a worker.

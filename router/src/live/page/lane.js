@@ -190,10 +190,10 @@ function summarise(lane) {
 
 // What is known of a worker besides its load, in a line; the rest is in its details.
 function factsOf(worker) {
-  const { contextTokens, kvBlocks, blockTokens } = worker.limits ?? {};
+  const { contextTokens, kvTokens } = worker.limits ?? {};
   const parts = worker.facts?.device ? [printable(worker.facts.device)] : [];
   if (contextTokens) parts.push(`context ${count(contextTokens)}`);
-  if (kvBlocks && blockTokens) parts.push(`KV for ${count(kvBlocks * blockTokens)} tokens`);
+  if (kvTokens) parts.push(`KV for ${count(kvTokens)} tokens`);
   return parts.join(" · ");
 }
 

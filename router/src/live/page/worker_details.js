@@ -16,7 +16,7 @@ function detailsOf(worker) {
   const rows = [
     ["Device", facts.device && printable(facts.device) + ranks], ["Memory", memoryOf(facts)], ["Model", printable(worker.model)],
     ["Context", limits.contextTokens && plural(limits.contextTokens, "token")],
-    ["KV cache", limits.kvBlocks && `${plural(limits.kvBlocks, "block")} of ${plural(limits.blockTokens ?? 0, "token")}`],
+    ["KV cache", limits.kvBlocks && `${plural(limits.kvBlocks, "block")}, ${plural(limits.kvTokens ?? 0, "token")}`],
     ["Slots", limits.maxSequences && count(limits.maxSequences)], ["Version", printable(facts.version)], ["Address", printable(worker.address)],
   ];
   return rows.filter(([, text]) => text);

@@ -285,6 +285,7 @@ fn limits_message(limits: &view::LimitsView) -> v1::WorkerLimits {
         kv_blocks: limits.kv_blocks,
         max_sequences: limits.max_sequences,
         host_kv_blocks: limits.host_kv_blocks,
+        kv_tokens: limits.kv_tokens,
     }
 }
 

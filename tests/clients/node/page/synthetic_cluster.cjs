@@ -242,7 +242,7 @@ class SyntheticCluster {
     const total = Math.max(this.blocks, this.slots * 60);
     return {
       name: worker.name, address: `127.0.0.1:${9000 + worker.number}`, model: "demo", state: worker.state, upNumber: worker.number,
-      limits: { contextTokens: 4096, blockTokens: 16, kvBlocks: total, maxSequences: this.slots },
+      limits: { contextTokens: 4096, blockTokens: 16, kvBlocks: total, kvTokens: 16 * total, maxSequences: this.slots },
       load: { runningSequences: worker.slots.filter(Boolean).length, waitingSequences: 0, kvBlocksUsed: Math.min(total, used), swappedSequences: worker.parked.length, meanIterationUs: 9000 },
       kvBlocksCached: Math.round(Math.max(0, total - used) * 0.4), stepTargetUs: 18000, requests: slots.length, slots, iterations,
       facts: worker.facts ?? FACTS,

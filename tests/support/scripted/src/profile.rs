@@ -108,6 +108,7 @@ impl From<WorkerProfile> for Script {
                 kv_blocks: 1 << 16,
                 max_sequences: 64,
                 host_kv_blocks: 0,
+                kv_tokens: 1 << 20,
             }),
             heartbeat_interval_ms: profile.heartbeat_interval_ms,
             secret_proof: Vec::new(),

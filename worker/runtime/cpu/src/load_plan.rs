@@ -59,7 +59,7 @@ pub fn memory_needs(model: &ModelDir, options: &CpuOptions) -> Result<MemoryNeed
         weight_bytes: plan.weight_bytes,
         buffer_bytes: 0,
         block_bytes: plan.block_bytes,
-        block_tokens: options.block_tokens,
+        shape: plan.kv.shape(),
         context_tokens: plan.context_tokens,
     })
 }

@@ -66,7 +66,7 @@ use inflight_runtime::{
     self as runtime, Batch, Capabilities, MemoryNeeds, NonFiniteRows, PromptLogprobs, Runtime, RuntimeFacts,
     Sampled, Slot, SlotSetup, TokenMasks, TransferDone,
 };
-use inflight_worker_core::Transfer;
+use inflight_worker_core::{MemoryShape, Transfer};
 
 pub use autotune::GemmTuning;
 use copy_engine::GpuCopyEngine;
@@ -128,7 +128,8 @@ pub fn memory_needs(model: &ModelDir, options: &CudaOptions) -> Result<MemoryNee
         LoadPlan::needs(config, &plan, options, context_tokens, tensors.allocated_bytes(plan.shard()))
     });
     let block_tokens = options.block_tokens;
-    let none = MemoryNeeds { weight_bytes: 0, buffer_bytes: 0, block_bytes: 0, block_tokens, context_tokens };
+    let shape = MemoryShape::uniform(block_tokens);
+    let none = MemoryNeeds { weight_bytes: 0, buffer_bytes: 0, block_bytes: 0, shape, context_tokens };
     let bytes = |needs: &MemoryNeeds| needs.weight_bytes.saturating_add(needs.buffer_bytes);
     Ok(needs.fold(none, |most, rank| if bytes(&rank) > bytes(&most) { rank } else { most }))
 }

@@ -93,7 +93,7 @@ impl LoadPlan {
             weight_bytes,
             buffer_bytes: total_bytes(&plan.components),
             block_bytes: plan.block_bytes,
-            block_tokens: options.block_tokens,
+            shape: MemoryShape::uniform(options.block_tokens),
             context_tokens,
         }
     }
