@@ -370,7 +370,13 @@ fn windows(fields: &Fields, rule: SlidingWindow, layers: usize) -> Result<Vec<Op
         SlidingWindow::Optional => fields.flag("use_sliding_window")?.unwrap_or(false),
         SlidingWindow::Pattern => true,
     };
-    let Some(window) = size.filter(|_| enabled) else { return Ok(vec![None; layers]) };
+    let Some(window) = size.filter(|_| enabled) else {
+        let slides = types.map_or(rule == SlidingWindow::Pattern, |types| types.contains(&true));
+        if enabled && slides {
+            return Err(fields.bad("sliding_window", "the number of positions that layers with a window see"));
+        }
+        return Ok(vec![None; layers]);
+    };
     if let Some(types) = types {
         return Ok(types.into_iter().map(|slides| slides.then_some(window)).collect());
     }

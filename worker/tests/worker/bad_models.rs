@@ -206,6 +206,23 @@ fn options_out_of_range_are_rejected_with_the_allowed_values() {
     let too_small = refused(CpuOptions { kv_bytes: 16 * per_token as u64 - 1, ..OPTIONS });
     assert!(too_small.contains(&(16 * per_token).to_string()), "{too_small}");
     assert!(refused(CpuOptions { kv_bytes: 1 << 60, ..OPTIONS }).contains("--kv-cache-bytes"));
+    // Of layers with windows, a block holds only a part of a span.
+    let windowed = Checkpoint::new(Arch::Gemma3, Dtype::Bf16).write_temp().unwrap();
+    let windowed = ModelDir::open(&ModelSource::Directory(windowed.path().to_path_buf())).unwrap();
+    let load = |kv_bytes: u64| {
+        let loaded = CpuRuntime::load(&windowed, &CpuOptions { kv_bytes, ..OPTIONS }, &|_, _| {});
+        loaded.map(|_| ()).map_err(|error| error.to_string())
+    };
+    let span_bytes = {
+        let loaded = CpuRuntime::load(&windowed, &OPTIONS, &|_, _| {}).unwrap();
+        loaded.capabilities().shape.span_blocks() as u64 * loaded.capabilities().block_bytes
+    };
+    let too_small = load(span_bytes - 1).unwrap_err();
+    assert!(
+        too_small.contains(&format!("can't hold 16 tokens (--block-tokens), which take {span_bytes}")),
+        "{too_small}"
+    );
+    assert_eq!(load(span_bytes), Ok(()));
     assert!(refused(CpuOptions { block_tokens: 24, ..OPTIONS }).contains("power of two"));
     assert!(refused(CpuOptions { block_tokens: 0, ..OPTIONS }).contains("block_tokens"));
     assert!(refused(CpuOptions { slots: 0, ..OPTIONS }).contains("slots"));

@@ -409,6 +409,19 @@ fn a_multimodal_model_ties_its_embeddings_as_config_json_says_at_either_place() 
 }
 
 #[test]
+fn layers_with_a_window_need_its_size() {
+    let folder = Checkpoint::new(Arch::Mistral, Dtype::Bf16).write_temp().unwrap();
+    let path = folder.path().join("config.json");
+    let mut config: Value = serde_json::from_slice(&std::fs::read(&path).unwrap()).unwrap();
+    let layers = config["num_hidden_layers"].as_u64().unwrap() as usize;
+    config["layer_types"] = json!(vec!["sliding_attention"; layers]);
+    config["sliding_window"] = Value::Null;
+    std::fs::write(&path, config.to_string()).unwrap();
+    let sentence = refusal(folder.path()).unwrap_or_default();
+    assert!(sentence.contains("`sliding_window` is"), "{sentence}");
+}
+
+#[test]
 fn keys_that_gemma_3_leaves_out_have_its_defaults() {
     let inner = json!({
         "architectures": ["Gemma3ForCausalLM"], "hidden_size": 2560, "num_hidden_layers": 12, "sliding_window": 1024,

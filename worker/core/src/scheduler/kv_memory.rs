@@ -100,13 +100,12 @@ impl KvMemory {
         (end * self.limits.block_tokens()).saturating_sub(sequence.computed_tokens)
     }
 
-    /// Takes the blocks of the next `len` tokens of a prefill, for which there is room. Returns `len`.
-    pub fn hold(&mut self, sequence: &mut Sequence, len: u32) -> u32 {
+    /// Takes the blocks of the next `len` tokens of a prefill, for which there is room.
+    pub fn hold(&mut self, sequence: &mut Sequence, len: u32) {
         if self.limits.shape.has_windows() && len > 0 {
             let taken = self.extend(sequence, sequence.computed_tokens + len);
             assert!(taken, "there is room for {len} tokens");
         }
-        len
     }
 
     /// Returns the spans up to which the tables of a new sequence reach, and the blocks that must be free to admit it: those behind a

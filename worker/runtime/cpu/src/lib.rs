@@ -92,18 +92,18 @@ pub enum Error {
     /// The model can't be partitioned among the ranks.
     #[error(transparent)]
     Indivisible(#[from] Indivisible),
-    /// The KV block pool can't hold one block.
+    /// The KV block pool can't hold one span of tokens in all layers.
     #[error(
-        "the KV pool of {} can't hold one block of {block_tokens} tokens, which takes {block_bytes} bytes with this model; \
+        "the KV pool of {} can't hold {block_tokens} tokens (--block-tokens), which take {block_bytes} bytes with this model; \
          give at least that much",
         Readable(*kv_bytes)
     )]
     KvTooSmall {
         /// Bytes of the pool.
         kv_bytes: u64,
-        /// Tokens per block.
+        /// Tokens of a span.
         block_tokens: u32,
-        /// Bytes per block.
+        /// Bytes of a span in all layers.
         block_bytes: u64,
     },
     /// Allocating the pools failed.
@@ -235,8 +235,11 @@ impl CpuRuntime {
         let LoadPlan { context_tokens, tensors, shards, kv_dtype, isa, kv, block_bytes, weight_bytes } = plan;
         let blocks = u32::try_from(options.kv_bytes / block_bytes).unwrap_or(u32::MAX);
         let host_blocks = u32::try_from(options.host_bytes / block_bytes).unwrap_or(u32::MAX);
-        if blocks == 0 {
+        // A sequence needs a span in each group of layers.
+        let span_blocks = kv.shape().span_blocks();
+        if blocks < span_blocks {
             let CpuOptions { kv_bytes, block_tokens, .. } = *options;
+            let block_bytes = block_bytes * u64::from(span_blocks);
             return Err(Error::KvTooSmall { kv_bytes, block_tokens, block_bytes });
         }
         let (kv_bytes, host_bytes) = (options.kv_bytes, options.host_bytes);
