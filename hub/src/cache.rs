@@ -96,7 +96,11 @@ impl Cache {
     /// Locks a blob; waits for another process that has it.
     pub(crate) fn lock(&self, repo: &str, etag: &str, progress: &dyn Progress) -> Result<Lock, HubError> {
         let path = self.directory.join(".locks").join(Self::folder(repo)).join(format!("{etag}.lock"));
+        // A file system whose inode numbers change must not keep it waiting for ever.
+        const ATTEMPTS: usize = 100;
+        let mut attempts = 0;
         loop {
+            attempts += 1;
             make_parent(&path)?;
             let file = File::options().create(true).truncate(false).write(true).open(&path);
             let file = file.map_err(HubError::file("lock", &path))?;
@@ -107,7 +111,7 @@ impl Cache {
             // `remove` deletes lock files while it holds them: one that is no longer at its path excludes no one.
             let locked = file.metadata().map_err(HubError::file("lock", &path))?;
             let is_same = |there: fs::Metadata| (there.dev(), there.ino()) == (locked.dev(), locked.ino());
-            if fs::metadata(&path).is_ok_and(is_same) {
+            if attempts == ATTEMPTS || fs::metadata(&path).is_ok_and(is_same) {
                 return Ok(Lock(file));
             }
         }

@@ -66,9 +66,10 @@ fn a_pool_of_a_model_with_windows_holds_the_tokens_of_whole_sequences() {
     // A sequence of 4,096 tokens takes 256 blocks and 6 * 65.
     assert_eq!([tokens((256 + 6 * 65) * MIB), tokens(2 * (256 + 6 * 65) * MIB)], [4096, 8192]);
     assert_eq!(tokens(7 * MIB), 16);
-    // The smallest pool holds a span.
-    let tight = divide(&[windowed.clone()], &machine(GIB + 6 * MIB, &[])).unwrap_err().to_string();
-    assert!(tight.contains("KV cache of at least"), "{tight}");
+    // The smallest pool holds a span: 7 blocks.
+    windowed.needs = windowed.needs.map(|needs| MemoryNeeds { block_bytes: 4 * MIB, ..needs });
+    let tight = divide(&[windowed], &machine(GIB, &[])).unwrap_err().to_string();
+    assert!(tight.contains("KV cache of at least 28.0 MiB"), "{tight}");
 }
 
 #[test]

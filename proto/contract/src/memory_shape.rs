@@ -163,8 +163,8 @@ impl MemoryShape {
         fits as u32
     }
 
-    /// Returns the tokens of the sequences that `blocks` blocks hold together, if all but one have `context` tokens: what a pool
-    /// is worth, of layers with windows more than the length of its longest sequence.
+    /// Returns the number of tokens that a pool of `blocks` blocks holds if it is filled with sequences of `context` tokens, the last of
+    /// which may be shorter. With sliding windows, one longer sequence could have more tokens.
     pub fn pool_tokens(&self, blocks: u64, context: u32) -> u64 {
         let each = u64::from(self.blocks(context, 1));
         if self.is_uniform() || each == 0 {

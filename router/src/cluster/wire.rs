@@ -249,24 +249,18 @@ pub(super) fn finding_view(worker: &Arc<str>, finding: &v1::Finding) -> FindingV
 
 /// Returns a worker's limits for the live view.
 pub(crate) fn limits_view(limits: &v1::WorkerLimits) -> LimitsView {
-    let v1::WorkerLimits {
-        vocab_size,
-        context_tokens,
-        block_tokens,
-        kv_blocks,
-        max_sequences,
-        host_kv_blocks,
-        kv_tokens,
-    } = *limits;
     LimitsView {
-        vocab_size,
-        context_tokens,
-        block_tokens,
-        kv_blocks,
-        max_sequences,
-        host_kv_blocks,
-        // Older workers have no windows.
-        kv_tokens: if kv_tokens > 0 { kv_tokens } else { kv_blocks.saturating_mul(block_tokens) },
+        vocab_size: limits.vocab_size,
+        context_tokens: limits.context_tokens,
+        block_tokens: limits.block_tokens,
+        kv_blocks: limits.kv_blocks,
+        max_sequences: limits.max_sequences,
+        host_kv_blocks: limits.host_kv_blocks,
+        // Workers of 0.2.0 do not report it; none of their models frees the blocks outside a sliding window.
+        kv_tokens: match limits.kv_tokens {
+            0 => limits.kv_blocks.saturating_mul(limits.block_tokens),
+            tokens => tokens,
+        },
     }
 }
 

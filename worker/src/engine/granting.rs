@@ -20,8 +20,8 @@ pub(super) struct Granting {
 }
 
 impl Granting {
-    /// Divides what a scheduler with these limits has, and up to `queue_ahead` sequences more. Without `by_priority`, no sequence may
-    /// exceed the grants.
+    /// Creates grants over the slots and blocks of `limits`, and over up to `queue_ahead` sequences that wait in the worker's queue. With
+    /// `by_priority`, priority sequences may be in flight beyond the grants.
     pub fn new(limits: &SchedulerLimits, queue_ahead: u32, by_priority: bool) -> Self {
         let capacity =
             Capacity { sequences: limits.running_max + 1, blocks: limits.blocks - limits.watermark_blocks };

@@ -113,7 +113,8 @@ impl Drafting {
         }
     }
 
-    /// Computes the price of a draft in a step. `lost`: seconds by which host and device did not overlap before it.
+    /// Updates the cost of a drafted token from the decodes of a step. `lost`: seconds that the device was idle before the step because the
+    /// driver waited for drafts to be verified.
     pub fn update_price(&mut self, step: &DraftStep<'_>, lost: Option<f64>) {
         let seconds = step.cost.step(&step.work).as_secs_f64();
         self.budget.observe_step(seconds, step.row(), step.work.sequences, lost);

@@ -229,8 +229,8 @@ impl KvMemory {
         sequence.tables.len() - self.limits.blocks_of(&ends, &sequence.tables.ends())
     }
 
-    /// Takes the tables of a sequence and host blocks for those with committed tokens; the others are freed at once. Returns the tables
-    /// of device and host, which the transfer owns, and the number of device blocks that become free at its fence.
+    /// Prepares the swap-out of a sequence: allocates host blocks for its committed tokens, and frees its device blocks behind them. Returns
+    /// its block tables on device and host, which the transfer owns, and the number of device blocks that the fence of the transfer frees.
     pub fn swap_out(&mut self, sequence: &mut Sequence) -> (Tables, Tables, u32) {
         let mut device = std::mem::take(&mut sequence.tables);
         let ends = self.device.ends(sequence.committed_tokens);

@@ -9,8 +9,8 @@ use crate::{BlockedBy, Direction};
 /// Result of a prefix-cache lookup. Holds counts only, so that a lookup does not allocate.
 #[derive(Debug)]
 pub(super) struct PrefixMatch {
-    /// Spans on the device that need not be computed, the first of the sequence's hashes or of the sibling's tables. Of these, each
-    /// group has those that the next token sees.
+    /// Leading spans whose KV is on the device: found in the prefix cache by their hashes, or in the tables of the sibling. Of a group with a
+    /// sliding window, only the spans that the next token sees.
     pub found: FoundPrefix,
     /// Sequence of the same group whose tables are shared.
     pub sibling: Option<u32>,
