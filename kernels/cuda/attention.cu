@@ -70,7 +70,8 @@ template <typename T, uint32_t D, bool FP8> DEVICE void attention_mixed(const At
     ATTENTION(Bf16, bf16, D, _fp8, true)                                                                             \
     ATTENTION(F16, f16, D, _fp8, true)
 
-// Head sizes of the supported models: 64 (Llama 3.2 1B, Qwen2.5 0.5B), 128 (other Llama 1/2/3.x, Mistral, Qwen2/2.5, Qwen3).
-// Each is 8 kernels, a third of the image; one more also goes into `HEAD_DIMS` in `../src/cuda/launch.rs`.
+// Head sizes of the supported models: 64 (Llama 3.2 1B, Qwen2.5 0.5B), 128 (other Llama 1/2/3.x, Mistral, Qwen2/2.5, Qwen3, Gemma
+// 3 27B), 256 (other Gemma 3). Each is 8 kernels; one more also goes into `HEAD_DIMS` in `../src/cuda/launch.rs`.
 ATTENTION_OF(64)
 ATTENTION_OF(128)
+ATTENTION_OF(256)

@@ -20,6 +20,22 @@ template <typename T> DEVICE Vec8 scaled(const Float4 &x, float scale, const Flo
     return Vec8{{pack<T>(x.x * scale * w.x, x.y * scale * w.y), pack<T>(x.z * scale * w.z, x.w * scale * w.w)}};
 }
 
+// The sum over a block, the same in every thread, in one order.
+DEVICE float block_sum(float sum) {
+    sum = warp_sum(sum);
+    float *sums = (float *)shared_memory();
+    if (lane() == 0) {
+        sums[warp()] = sum;
+    }
+    barrier();
+    float total = 0.0f;
+    UNROLL
+    for (uint32_t i = 0; i < NORM_THREADS / WARP; i++) {
+        total += sums[i];
+    }
+    return total;
+}
+
 // One block a row, whatever its width, so that the order of the sum depends on the width alone. A row of up to 4096
 // numbers stays in registers; a wider one is read twice, the second time from a cache. width is a multiple of 8.
 template <typename T> DEVICE void norm(const NormParams &p) {
@@ -71,18 +87,7 @@ template <typename T> DEVICE void norm(const NormParams &p) {
             w[j] = i < fours ? weight[i] : Float4{0.0f, 0.0f, 0.0f, 0.0f};
         }
     }
-    sum = warp_sum(sum);
-    float *sums = (float *)shared_memory();
-    if (lane() == 0) {
-        sums[warp()] = sum;
-    }
-    barrier();
-    float total = 0.0f;
-    UNROLL
-    for (uint32_t i = 0; i < NORM_THREADS / WARP; i++) {
-        total += sums[i];
-    }
-    float scale = norm_scale(total / (float)p.width + p.eps);
+    float scale = norm_scale(block_sum(sum) / (float)p.width + p.eps);
     Vec8 *out = (Vec8 *)((uint16_t *)p.out + (uint64_t)at * p.width);
     if (in_registers) {
         UNROLL
@@ -116,5 +121,36 @@ template <typename T> DEVICE void norm(const NormParams &p) {
     }
 }
 
+// The norm behind a part of a layer: residual += norm(delta) * weight. One block a row, which is read twice, the second time
+// from a cache.
+template <typename T> DEVICE void norm_after(const NormParams &p) {
+    for (uint32_t i = 32 * thread_index(); i < p.width; i += 32 * NORM_THREADS) {
+        prefetch(p.weight + i);
+    }
+    await_kernel_before();
+    uint64_t start = (uint64_t)block_index() * p.width;
+    const Vec8 *delta = (const Vec8 *)((const uint16_t *)p.delta + start);
+    Float4 *residual = (Float4 *)(p.residual + start);
+    const Float4 *weight = (const Float4 *)p.weight;
+    float sum = 0.0f;
+    for (uint32_t i = thread_index(); i < p.width / 4; i += NORM_THREADS) {
+        Float4 x = Float4{0.0f, 0.0f, 0.0f, 0.0f};
+        add<T>(x, delta[i]);
+        sum = fma_exact(x.x, x.x, sum);
+        sum = fma_exact(x.y, x.y, sum);
+        sum = fma_exact(x.z, x.z, sum);
+        sum = fma_exact(x.w, x.w, sum);
+    }
+    float scale = norm_scale(block_sum(sum) / (float)p.width + p.eps);
+    for (uint32_t i = thread_index(); i < p.width / 4; i += NORM_THREADS) {
+        Float4 x = Float4{0.0f, 0.0f, 0.0f, 0.0f}, w = weight[i], r = residual[i];
+        add<T>(x, delta[i]);
+        residual[i] = Float4{fma_exact(x.x * scale, w.x, r.x), fma_exact(x.y * scale, w.y, r.y),
+                             fma_exact(x.z * scale, w.z, r.z), fma_exact(x.w * scale, w.w, r.w)};
+    }
+}
+
 EARLY_KERNEL(norm_bf16, NormParams, NORM_THREADS, 4) { norm<Bf16>(p); }
 EARLY_KERNEL(norm_f16, NormParams, NORM_THREADS, 4) { norm<F16>(p); }
+EARLY_KERNEL(norm_after_bf16, NormParams, NORM_THREADS, 4) { norm_after<Bf16>(p); }
+EARLY_KERNEL(norm_after_f16, NormParams, NORM_THREADS, 4) { norm_after<F16>(p); }

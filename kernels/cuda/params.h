@@ -4,23 +4,24 @@
 
 #include "device.cuh"
 
-// hidden[rows, width] = table[token]
+// hidden[rows, width] = table[token], or that times a factor
 struct EmbeddingParams {
     const void *table;       // [vocabulary, width]
     const uint32_t *tokens;  // [rows]; with the top bit set: index into `sampled` in the lower bits
     const uint32_t *sampled; // what the step before sampled
     float *hidden;           // [rows, width]
     uint32_t rows, width;
+    float scale;             // factor of the rows; only of the kernels with it
 };
 
-// residual += delta, and out = norm(residual) * weight
+// `norm`: residual += delta, and out = norm(residual) * weight. `norm_after`: residual += norm(delta) * weight
 struct NormParams {
     float *residual;      // [rows, width]
     const void *delta;    // [rows, width], or null
     const float *weight;  // [width]
-    void *out;            // [rows, width], or [picked, width]
-    const uint32_t *pick; // rows to normalise, or null for all; then `residual` is not written
-    uint32_t rows;        // of `out`
+    void *out;            // [rows, width], or [picked, width]; only of `norm`
+    const uint32_t *pick; // rows to normalise, where `residual` is not written; or null for all
+    uint32_t rows;        // of `out`, or of `residual`
     uint32_t width;
     float eps;
 };
@@ -40,7 +41,7 @@ struct QkvParams {
     float eps;
 };
 
-// out[rows, width] = silu(gate) * up
+// out[rows, width] = silu(gate) * up, or gelu(gate) * up
 struct SwigluParams {
     const void *gate_up; // [rows, 2 * width]: first the gates, then the ups
     void *out;           // [rows, width]
@@ -75,7 +76,7 @@ struct AttentionParams {
     uint32_t heads, kv_heads, block_shift; // tokens in a block: 1 << block_shift
     uint32_t window;     // positions up to its own that a token sees; 0: all
     uint32_t stages;     // of the pipeline over keys: 2 or 3
-    float scale;         // 1 / sqrt(head_dim) * log2(e)
+    float scale;         // of the scores, times log2(e); 1 / sqrt(head_dim) in most models
 };
 
 // out[m, n] = x[m, k] * weight[n, k]^T + bias

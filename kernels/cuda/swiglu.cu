@@ -4,8 +4,12 @@
 
 constexpr uint32_t SWIGLU_THREADS = 256;
 
+template <bool GELU> DEVICE float activated(float gate, float up) {
+    return GELU ? gated_gelu(gate, up) : gated(gate, up);
+}
+
 // Eight numbers a thread; blocks in a row's direction first. width is a multiple of 8.
-template <typename T> DEVICE void swiglu(const SwigluParams &p) {
+template <typename T, bool GELU> DEVICE void gate(const SwigluParams &p) {
     uint32_t eights = p.width / 8;
     uint64_t at = (uint64_t)block_index() * SWIGLU_THREADS + thread_index();
     if (at >= (uint64_t)p.rows * eights) {
@@ -17,13 +21,14 @@ template <typename T> DEVICE void swiglu(const SwigluParams &p) {
     Vec16 gate = from[i], up = from[i + eights], out;
     UNROLL
     for (uint32_t j = 0; j < 4; j++) {
-        float low = gated(to_float(T{(uint16_t)gate.word[j]}), to_float(T{(uint16_t)up.word[j]}));
-        float high =
-            gated(to_float(T{(uint16_t)(gate.word[j] >> 16)}), to_float(T{(uint16_t)(up.word[j] >> 16)}));
+        float low = activated<GELU>(to_float(T{(uint16_t)gate.word[j]}), to_float(T{(uint16_t)up.word[j]}));
+        float high = activated<GELU>(to_float(T{(uint16_t)(gate.word[j] >> 16)}), to_float(T{(uint16_t)(up.word[j] >> 16)}));
         out.word[j] = pack<T>(low, high);
     }
     ((Vec16 *)p.out)[at] = out;
 }
 
-KERNEL(swiglu_bf16, SwigluParams, SWIGLU_THREADS, 4) { swiglu<Bf16>(p); }
-KERNEL(swiglu_f16, SwigluParams, SWIGLU_THREADS, 4) { swiglu<F16>(p); }
+KERNEL(swiglu_bf16, SwigluParams, SWIGLU_THREADS, 4) { gate<Bf16, false>(p); }
+KERNEL(swiglu_f16, SwigluParams, SWIGLU_THREADS, 4) { gate<F16, false>(p); }
+KERNEL(geglu_bf16, SwigluParams, SWIGLU_THREADS, 4) { gate<Bf16, true>(p); }
+KERNEL(geglu_f16, SwigluParams, SWIGLU_THREADS, 4) { gate<F16, true>(p); }

@@ -63,7 +63,7 @@ pub(crate) fn load_runtime(
     match options.compute.device {
         Device::Cuda(_) => return cuda(),
         Device::Auto => match cuda::available(&ordinals(options)) {
-            Ok(()) => match cuda::supports(model, options.compute.tensor_parallel) {
+            Ok(()) => match crate::sizing::gpus_support(model, &options.compute) {
                 Ok(()) => return cuda(),
                 Err(reason) => tracing::warn!(%reason, "GPU cannot run this model; computing on the CPU"),
             },
@@ -176,6 +176,7 @@ pub(crate) fn cuda_options(options: &Options) -> Result<CudaOptions, Error> {
             KvCacheDtype::Int8 => return Err(wrong_kv_dtype(options, Options::KV_CACHE_DTYPES_ON_GPUS)),
         },
         deterministic: options.compute.deterministic,
+        experimental: options.compute.gpu_experimental,
         graphs: true,
         copy_streams: true,
         autotune: !options.compute.no_autotune,

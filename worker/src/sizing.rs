@@ -23,12 +23,12 @@ pub fn memory_needs(model: &ModelDir, compute: &ComputeOptions, on_gpus: bool) -
     }
 }
 
-/// Checks that GPUs can run a model with this number of tensor-parallel ranks.
+/// Checks that GPUs can run a model with these options.
 ///
 /// # Errors
 /// [`Error`] with the reason.
-pub fn gpus_support(model: &ModelDir, ranks: usize) -> Result<(), Error> {
-    Ok(cuda::supports(model, ranks)?)
+pub fn gpus_support(model: &ModelDir, compute: &ComputeOptions) -> Result<(), Error> {
+    Ok(cuda::supports(model, compute.tensor_parallel, compute.gpu_experimental)?)
 }
 
 /// Bytes of a visible GPU's memory; `None` without a driver or such a GPU.

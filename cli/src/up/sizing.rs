@@ -145,7 +145,7 @@ fn place_several(models: &[ModelPlan], usable: &[u32]) -> Result<Vec<PlacedModel
         // What its workers will decide, too.
         let on_cpu = compute.device == Device::Auto
             && !usable.is_empty()
-            && inflight_worker::gpus_support(opened, ranks).is_err();
+            && inflight_worker::gpus_support(opened, compute).is_err();
         WorkerRequest { device: if on_cpu { Device::Cpu } else { compute.device }, workers: *workers, ranks }
     });
     let assigned = gpus::assign_all(&requests.collect::<Vec<_>>(), usable);

@@ -183,6 +183,7 @@ pub const KERNELS: &[(&str, &str)] = &[
     ("norm", "norm"),
     ("finish_qkv", "qkv"),
     ("swiglu", "swiglu"),
+    ("geglu", "swiglu"),
     ("attention", "attention"),
     ("gemm", "gemm"),
     ("skinny_gemm", "skinny"),

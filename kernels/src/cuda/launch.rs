@@ -7,8 +7,10 @@ use super::params::{
 };
 
 /// Head dimensions for which attention kernels exist: those of the supported models (Llama 1/2/3.x, Mistral,
-/// Qwen2/2.5, Qwen3).
-pub const HEAD_DIMS: [u32; 2] = [64, 128];
+/// Qwen2/2.5, Qwen3, Gemma 3).
+pub const HEAD_DIMS: [u32; 3] = [64, 128, 256];
+/// Positions of a tile of keys. Keys before the window of a row are read, and have no weight, from the start of their tile on.
+pub const ATTENTION_KEY_TILE: u32 = 64;
 /// Key positions per split (split-KV decoding).
 pub const ATTENTION_SPLIT: u32 = 256;
 /// Query rows (tokens times heads of a group) of a split-KV attention item.
@@ -62,7 +64,7 @@ fn enqueue<D: Device, P: Plain>(
     unsafe { device.launch(&Launch { kernel, grid, threads, shared_bytes, params, overlaps }) }
 }
 
-/// Gathers embedding rows of the batch's tokens; `width` is a multiple of 8.
+/// Gathers embedding rows of the batch's tokens, times `scale` if `scaled`; `width` is a multiple of 8.
 ///
 /// # Errors
 /// Those of [`Device::launch`].
@@ -72,9 +74,13 @@ fn enqueue<D: Device, P: Plain>(
 pub unsafe fn embedding<D: Device>(
     device: &D,
     half: HalfDtype,
+    scaled: bool,
     p: &EmbeddingParams,
 ) -> Result<(), DeviceError> {
-    let kernel = by_half(half, "embedding_bf16", "embedding_f16");
+    let kernel = match scaled {
+        false => by_half(half, "embedding_bf16", "embedding_f16"),
+        true => by_half(half, "embedding_scaled_bf16", "embedding_scaled_f16"),
+    };
     enqueue(device, kernel, (p.rows, 1), 128, 0, p)
 }
 
@@ -87,6 +93,17 @@ pub unsafe fn embedding<D: Device>(
 /// As [`Device::launch`].
 pub unsafe fn norm<D: Device>(device: &D, half: HalfDtype, p: &NormParams) -> Result<(), DeviceError> {
     enqueue(device, by_half(half, "norm_bf16", "norm_f16"), (p.rows, 1), 256, 64, p)
+}
+
+/// Adds the RMS norm of what a part of a layer yielded (`delta`) to the residual, row by row; `width` is a multiple of 8.
+///
+/// # Errors
+/// Those of [`Device::launch`].
+///
+/// # Safety
+/// As [`Device::launch`].
+pub unsafe fn norm_after<D: Device>(device: &D, half: HalfDtype, p: &NormParams) -> Result<(), DeviceError> {
+    enqueue(device, by_half(half, "norm_after_bf16", "norm_after_f16"), (p.rows, 1), 256, 64, p)
 }
 
 /// Applies the q and k norms and RoPE, and writes keys and values to the KV pool. The head dimension is a multiple of 16, at most
@@ -122,9 +139,25 @@ pub unsafe fn finish_qkv<D: Device>(
 /// # Safety
 /// As [`Device::launch`].
 pub unsafe fn swiglu<D: Device>(device: &D, half: HalfDtype, p: &SwigluParams) -> Result<(), DeviceError> {
+    let kernel = by_half(half, "swiglu_bf16", "swiglu_f16");
+    enqueue(device, kernel, (gate_blocks(p), 1), 256, 0, p)
+}
+
+/// Applies GELU, approximated with tanh, to the gates and multiplies with the up projections; `width` is a multiple of 8.
+///
+/// # Errors
+/// Those of [`Device::launch`].
+///
+/// # Safety
+/// As [`Device::launch`].
+pub unsafe fn geglu<D: Device>(device: &D, half: HalfDtype, p: &SwigluParams) -> Result<(), DeviceError> {
+    enqueue(device, by_half(half, "geglu_bf16", "geglu_f16"), (gate_blocks(p), 1), 256, 0, p)
+}
+
+/// Returns the thread blocks of [`swiglu`] and [`geglu`].
+fn gate_blocks(p: &SwigluParams) -> u32 {
     let eights = u64::from(p.rows) * u64::from(p.width / 8);
-    let blocks = u32::try_from(eights.div_ceil(256)).unwrap_or(u32::MAX);
-    enqueue(device, by_half(half, "swiglu_bf16", "swiglu_f16"), (blocks, 1), 256, 0, p)
+    u32::try_from(eights.div_ceil(256)).unwrap_or(u32::MAX)
 }
 
 /// Returns the padded bytes of a tile row in shared memory; matches `Tile` in `device.cuh`.
@@ -161,7 +194,8 @@ fn blocks_by_registers(head_dim: u32, mixed: bool) -> u32 {
     match (mixed, head_dim) {
         (true, _) => 2,
         (false, 64) => 4,
-        (false, _) => 3,
+        (false, 128) => 3,
+        (false, _) => 2,
     }
 }
 
@@ -217,7 +251,8 @@ fn attention_kernel(half: HalfDtype, store: KvStore, head_dim: u32, mixed: bool)
         ($way:literal, $half:literal, $store:literal) => {
             match head_dim {
                 64 => concat!("attention_", $way, "_", $half, "_64", $store),
-                _ => concat!("attention_", $way, "_", $half, "_128", $store),
+                128 => concat!("attention_", $way, "_", $half, "_128", $store),
+                _ => concat!("attention_", $way, "_", $half, "_256", $store),
             }
         };
     }
@@ -248,8 +283,11 @@ pub fn kernel_names() -> Vec<&'static str> {
     for half in [HalfDtype::Bf16, HalfDtype::F16] {
         for (bf16, f16) in [
             ("embedding_bf16", "embedding_f16"),
+            ("embedding_scaled_bf16", "embedding_scaled_f16"),
             ("norm_bf16", "norm_f16"),
+            ("norm_after_bf16", "norm_after_f16"),
             ("swiglu_bf16", "swiglu_f16"),
+            ("geglu_bf16", "geglu_f16"),
             ("finish_qkv_bf16", "finish_qkv_f16"),
             ("finish_qkv_bf16_fp8", "finish_qkv_f16_fp8"),
         ] {

@@ -17,10 +17,10 @@ pub use attention_plan::{AttentionPlan, PlanShape, PlannedSequence};
 pub use device::{Device, DeviceError, HalfDtype, KvStore, Launch, Profile};
 pub use image::{Image, Images, KERNELS, Target, family_of};
 pub use launch::{
-    ATTENTION_ROWS, ATTENTION_SPLIT, ATTENTION_SPLIT_ROWS, HEAD_DIMS, SAMPLING_SPLIT_ROWS, SKINNY_ROWS,
-    accept_drafts, attention, attention_blocks, copy_blocks, count_history, embedding, finish_qkv, gemm,
-    kernel_names, norm, sample, sampling_parts, score, skinny_gemm, skinny_gemm_swiglu, skinny_supports,
-    swiglu,
+    ATTENTION_KEY_TILE, ATTENTION_ROWS, ATTENTION_SPLIT, ATTENTION_SPLIT_ROWS, HEAD_DIMS,
+    SAMPLING_SPLIT_ROWS, SKINNY_ROWS, accept_drafts, attention, attention_blocks, copy_blocks, count_history,
+    embedding, finish_qkv, geglu, gemm, kernel_names, norm, norm_after, sample, sampling_parts, score,
+    skinny_gemm, skinny_gemm_swiglu, skinny_supports, swiglu,
 };
 pub use params::{
     AttentionItem, AttentionParams, CopyParams, DRAFTS_MAX, EmbeddingParams, GemmParams, HistoryParams,

@@ -49,8 +49,8 @@ macro_rules! blocks {
 
 blocks! {
     /// Parameters of `embedding`.
-    EmbeddingParams { table: u64, tokens: u64, sampled: u64, hidden: u64, rows: u32, width: u32 }
-    /// Parameters of `norm`.
+    EmbeddingParams { table: u64, tokens: u64, sampled: u64, hidden: u64, rows: u32, width: u32, scale: f32, unused: u32 }
+    /// Parameters of `norm` and `norm_after`.
     NormParams {
         residual: u64, delta: u64, weight: u64, out: u64, pick: u64, rows: u32, width: u32, eps: f32, unused: u32,
     }
@@ -60,7 +60,7 @@ blocks! {
         block_numbers: u64, layer_offset: u64,
         rows: u32, heads: u32, kv_heads: u32, head_dim: u32, block_tokens: u32, eps: f32,
     }
-    /// Parameters of `swiglu`.
+    /// Parameters of `swiglu` and `geglu`.
     SwigluParams { gate_up: u64, out: u64, rows: u32, width: u32 }
     /// Work item of attention: a tile of query rows over a range of key splits.
     AttentionItem {

@@ -1,5 +1,6 @@
 use inflight_kernels::cuda::{
-    AttentionParams, AttentionPlan, HalfDtype, KvStore, PlanShape, PlannedSequence, as_bytes, attention,
+    ATTENTION_KEY_TILE, AttentionParams, AttentionPlan, HalfDtype, KvStore, PlanShape, PlannedSequence,
+    as_bytes, attention,
 };
 use proptest::prelude::*;
 
@@ -37,7 +38,7 @@ struct Length {
 
 fn shape() -> impl Strategy<Value = Shape> {
     let window = prop_oneof![2 => Just(None), 1 => (1u32..500).prop_map(Some)];
-    let sizes = (prop::sample::select(vec![64usize, 128]), 1usize..3, 1usize..=8, 0u32..7);
+    let sizes = (prop::sample::select(vec![64usize, 128, 256]), 1usize..3, 1usize..=8, 0u32..7);
     let kernels = (any::<bool>(), any::<bool>());
     let plan = (kernels, prop::sample::select(vec![1u32, 3, 1000]), prop::sample::select(vec![0u32, 9, 64]));
     (half(), store(), sizes, window, plan, 1u32..12, any::<u32>()).prop_map(
@@ -171,7 +172,11 @@ impl Pool {
                 decode: shape.decode,
             });
             rows += tokens as u32;
-            tables.extend_from_slice(&self.sequences[*sequence]);
+            // What a window has passed may be gone: nothing before the first tile of keys in sight is read.
+            let low = shape.window.map_or(0, |window| (position + 1).saturating_sub(window));
+            let first = (low / ATTENTION_KEY_TILE * ATTENTION_KEY_TILE) as usize / shape.block_tokens;
+            tables.extend(std::iter::repeat_n(u32::MAX >> 1, first));
+            tables.extend_from_slice(&self.sequences[*sequence][first..]);
             for row in queries.chunks(heads * head_dim) {
                 qkv.extend_from_slice(row);
                 // Keys and values beside the queries must not be read.

@@ -1,6 +1,6 @@
 use inflight_kernels::cuda::{
     CopyParams, EmbeddingParams, HalfDtype, KvStore, NormParams, QkvParams, SwigluParams, copy_blocks,
-    embedding, finish_qkv, norm, swiglu,
+    embedding, finish_qkv, geglu, norm, norm_after, swiglu,
 };
 use proptest::prelude::*;
 
@@ -14,37 +14,47 @@ fn close(got: f64, exact: f64, relative: f64) -> bool {
 
 #[test]
 fn embedding_gathers_rows_for_given_and_sampled_tokens() {
-    on_harness(24, (any::<u32>(), half(), 1usize..20, 1usize..40), |(seed, half, rows, eights)| {
-        let (device, mut rng) = (TestDevice::new(), SeededRng::new(seed));
-        let (width, vocabulary) = (eights * 8, 50);
-        let table = rng.halves(half, vocabulary * width, 2.0);
-        let sampled: Vec<u32> = (0..5).map(|_| rng.below(vocabulary) as u32).collect();
-        let tokens: Vec<u32> = (0..rows)
-            .map(|_| match rng.below(3) {
-                0 => 1 << 31 | rng.below(5) as u32,
-                _ => rng.below(vocabulary) as u32,
-            })
-            .collect();
-        let (table_at, tokens_at) = (device.upload(&table), device.upload(&tokens));
-        let (sampled_at, hidden) = (device.upload(&sampled), device.alloc(rows * width * 4));
-        let p = EmbeddingParams {
-            table: table_at.address(),
-            tokens: tokens_at.address(),
-            sampled: sampled_at.address(),
-            hidden: hidden.address(),
-            rows: rows as u32,
-            width: width as u32,
-        };
-        unsafe { embedding(&device, half, &p) }.unwrap();
-        let got = hidden.read::<f32>(rows * width);
-        for (row, token) in tokens.iter().enumerate() {
-            let token = if token >> 31 == 1 { sampled[(token & 0x7fff_ffff) as usize] } else { *token };
-            for i in 0..width {
-                prop_assert_eq!(got[row * width + i], half.widen(table[token as usize * width + i]));
+    on_harness(
+        24,
+        (any::<u32>(), half(), 1usize..20, 1usize..40, any::<bool>()),
+        |(seed, half, rows, eights, scaled)| {
+            let (device, mut rng) = (TestDevice::new(), SeededRng::new(seed));
+            let (width, vocabulary) = (eights * 8, 50);
+            let table = rng.halves(half, vocabulary * width, 2.0);
+            let sampled: Vec<u32> = (0..5).map(|_| rng.below(vocabulary) as u32).collect();
+            let tokens: Vec<u32> = (0..rows)
+                .map(|_| match rng.below(3) {
+                    0 => 1 << 31 | rng.below(5) as u32,
+                    _ => rng.below(vocabulary) as u32,
+                })
+                .collect();
+            let (table_at, tokens_at) = (device.upload(&table), device.upload(&tokens));
+            let (sampled_at, hidden) = (device.upload(&sampled), device.alloc(rows * width * 4));
+            let p = EmbeddingParams {
+                table: table_at.address(),
+                tokens: tokens_at.address(),
+                sampled: sampled_at.address(),
+                hidden: hidden.address(),
+                rows: rows as u32,
+                width: width as u32,
+                scale: 33.75,
+                unused: 0,
+            };
+            unsafe { embedding(&device, half, scaled, &p) }.unwrap();
+            let got = hidden.read::<f32>(rows * width);
+            for (row, token) in tokens.iter().enumerate() {
+                let token = if token >> 31 == 1 { sampled[(token & 0x7fff_ffff) as usize] } else { *token };
+                for i in 0..width {
+                    let factor = if scaled { 33.75 } else { 1.0 };
+                    prop_assert_eq!(
+                        got[row * width + i],
+                        half.widen(table[token as usize * width + i]) * factor
+                    );
+                }
             }
-        }
-        Ok(())
-    });
+            Ok(())
+        },
+    );
 }
 
 #[test]
@@ -95,8 +105,45 @@ fn norm_adds_the_residual_and_normalises_every_row() {
 }
 
 #[test]
-fn swiglu_equals_silu_of_gate_times_up() {
-    on_harness(24, (any::<u32>(), half(), 1usize..20, 1usize..60), |(seed, half, rows, eights)| {
+fn norm_after_adds_the_norm_of_every_row_to_the_residual() {
+    on_harness(24, (any::<u32>(), half(), 1usize..20, 1usize..700), |(seed, half, rows, eights)| {
+        let (device, mut rng) = (TestDevice::new(), SeededRng::new(seed));
+        let width = eights * 8;
+        let residual = rng.values(rows * width, 3.0);
+        let delta = rng.halves(half, rows * width, 2.0);
+        let weight = rng.values(width, 2.0);
+        let (residual_at, delta_at, weight_at) =
+            (device.upload(&residual), device.upload(&delta), device.upload(&weight));
+        let p = NormParams {
+            residual: residual_at.address(),
+            delta: delta_at.address(),
+            weight: weight_at.address(),
+            rows: rows as u32,
+            width: width as u32,
+            eps: 1e-5,
+            ..NormParams::default()
+        };
+        unsafe { norm_after(&device, half, &p) }.unwrap();
+        let got = residual_at.read::<f32>(rows * width);
+        for row in 0..rows {
+            let x: Vec<f64> = (0..width).map(|i| f64::from(half.widen(delta[row * width + i]))).collect();
+            let mean = x.iter().map(|v| v * v).sum::<f64>() / width as f64;
+            for i in 0..width {
+                let normed = x[i] / (mean + 1e-5).sqrt() * f64::from(weight[i]);
+                let exact = f64::from(residual[row * width + i]) + normed;
+                let value = f64::from(got[row * width + i]);
+                let error = 1e-6 * (1.0 + f64::from(residual[row * width + i]).abs() + normed.abs());
+                prop_assert!((value - exact).abs() <= error, "{value} is not {exact}");
+            }
+        }
+        Ok(())
+    });
+}
+
+#[test]
+fn swiglu_and_geglu_equal_the_activation_of_the_gate_times_up() {
+    let shape = (any::<u32>(), half(), 1usize..20, 1usize..60, any::<bool>());
+    on_harness(32, shape, |(seed, half, rows, eights, gelu)| {
         let (device, mut rng) = (TestDevice::new(), SeededRng::new(seed));
         let width = eights * 8;
         let gate_up = rng.halves(half, rows * width * 2, 12.0);
@@ -107,14 +154,20 @@ fn swiglu_equals_silu_of_gate_times_up() {
             rows: rows as u32,
             width: width as u32,
         };
-        unsafe { swiglu(&device, half, &p) }.unwrap();
+        match gelu {
+            false => unsafe { swiglu(&device, half, &p) }.unwrap(),
+            true => unsafe { geglu(&device, half, &p) }.unwrap(),
+        }
         let got = widen(half, &out, rows * width);
         for row in 0..rows {
             for i in 0..width {
                 let gate = f64::from(half.widen(gate_up[row * 2 * width + i]));
                 let up = f64::from(half.widen(gate_up[(row * 2 + 1) * width + i]));
-                let exact = gate / (1.0 + (-gate).exp()) * up;
-                prop_assert!(close(f64::from(got[row * width + i]), exact, 1.1 * unit(half)));
+                let silu = gate / (1.0 + (-gate).exp());
+                let tanh = ((2.0 / std::f64::consts::PI).sqrt() * (gate + 0.044715 * gate.powi(3))).tanh();
+                let exact = if gelu { 0.5 * gate * (1.0 + tanh) } else { silu } * up;
+                let value = f64::from(got[row * width + i]);
+                prop_assert!(close(value, exact, 1.1 * unit(half)), "{value} is not {exact}");
             }
         }
         Ok(())

@@ -1,5 +1,6 @@
 //! Arithmetic of a decoder, as data: one loop in each runtime interprets it.
 
+use inflight_kernels::Encoding;
 use inflight_kernels::cpu::{Activation, RopeScaling};
 
 /// Arithmetic of a decoder layer: h += attention(norm(h)), h += mlp(norm(h)), with a second norm behind each where
@@ -43,4 +44,24 @@ pub struct Arithmetic {
     pub score_size: f64,
     /// Embeddings are multiplied with the square root of the hidden size, rounded to the embedding's type.
     pub scaled_embedding: bool,
+}
+
+impl Arithmetic {
+    /// Returns what a norm multiplies with, if its weight is stored as `weight`.
+    pub fn norm_factors(&self, mut weight: Vec<f32>) -> Vec<f32> {
+        if self.zero_centred_norms {
+            weight.iter_mut().for_each(|element| *element += 1.0);
+        }
+        weight
+    }
+
+    /// Returns the factor of embeddings of `hidden_size` elements that are stored in `encoding`, if they are scaled.
+    pub fn embedding_scale(&self, hidden_size: usize, encoding: Encoding) -> Option<f32> {
+        let scale = (hidden_size as f64).sqrt() as f32;
+        let rounded = match encoding {
+            Encoding::Plain(dtype) => dtype.round(scale),
+            _ => scale,
+        };
+        self.scaled_embedding.then_some(rounded)
+    }
 }

@@ -77,6 +77,9 @@ pub struct ComputeOptions {
     /// batch-invariant
     #[arg(long, env = "INFLIGHT_WORKER_DETERMINISTIC")]
     pub deterministic: bool,
+    /// On GPUs, also what was tested in emulation only: Gemma 3, and the release of KV blocks that a sliding window has passed
+    #[arg(long, env = "INFLIGHT_WORKER_GPU_EXPERIMENTAL")]
+    pub gpu_experimental: bool,
     /// Disable GEMM autotuning at load on GPUs; use cuBLASLt's first heuristic choice
     #[arg(long, env = "INFLIGHT_WORKER_NO_AUTOTUNE")]
     pub no_autotune: bool,

@@ -73,6 +73,7 @@ fn fast_options() -> CudaOptions {
         context_tokens: Some(256),
         kv_store: KvStore::Half,
         deterministic: false,
+        experimental: false,
         graphs: true,
         copy_streams: true,
         autotune: false,

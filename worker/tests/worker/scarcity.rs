@@ -278,6 +278,7 @@ fn on_gpu(folder: &TempDir, ranks: usize, overlap: bool, blocks: u64, host_block
         context_tokens: Some(256),
         kv_store: KvStore::Half,
         deterministic: true,
+        experimental: false,
         graphs: true,
         copy_streams: true,
         autotune: false,

@@ -550,6 +550,7 @@ fn load_on_gpus(path: PathBuf, ranks: usize, block_tokens: u32) -> CudaRuntime {
         context_tokens: Some(256),
         kv_store: KvStore::Half,
         deterministic: true,
+        experimental: true,
         graphs: true,
         copy_streams: true,
         autotune: false,
@@ -565,17 +566,21 @@ fn the_schedule_never_changes_the_answer_of_a_gpu() {
     if !SimulatedGpu::within("gpus=2,memory=1024,ptx=90,checks=false", test).unwrap() {
         return;
     }
-    let folder = TempDir::new("inflight-mini").unwrap();
-    BenchmarkShape::Mini.write(folder.path()).unwrap();
     // Two GPUs take a quarter of a minute more.
     let groups: &[&'static [usize]] = if is_thorough() { &[&[1], &[2]] } else { &[&[1]] };
-    for ranks in groups.iter().copied() {
-        // Smaller, as a token takes milliseconds.
-        let workload = workload(ranks).prop_map(|mut workload| {
-            workload.requests.truncate(5);
+    let shapes =
+        groups.iter().flat_map(|ranks| [(BenchmarkShape::Mini, *ranks), (BenchmarkShape::MiniGemma, *ranks)]);
+    for (shape, ranks) in shapes {
+        let folder = TempDir::new("inflight-mini").unwrap();
+        shape.write(folder.path()).unwrap();
+        // Smaller, as a token takes milliseconds; beyond the positions that windows keep.
+        let (requests, shortest, output) =
+            if shape == BenchmarkShape::Mini { (5, 1, 14) } else { (3, 70, 20) };
+        let workload = workload(ranks).prop_map(move |mut workload| {
+            workload.requests.truncate(requests);
             for request in &mut workload.requests {
-                request.prompt = 1 + request.prompt % 30;
-                request.output = request.output.min(14);
+                request.prompt = shortest + request.prompt % 30;
+                request.output = request.output.min(output);
             }
             workload
         });
@@ -585,7 +590,7 @@ fn the_schedule_never_changes_the_answer_of_a_gpu() {
                 |block_tokens| load_on_gpus(folder.path().to_path_buf(), workload.ranks, block_tokens);
             compare(&workload, &mut on_gpus(16), &mut on_gpus(workload.block_tokens))
         });
-        outcome.unwrap_or_else(|failure| panic!("{ranks:?} ranks: {failure}"));
+        outcome.unwrap_or_else(|failure| panic!("{shape}, {ranks:?} ranks: {failure}"));
     }
 }
 

@@ -116,6 +116,7 @@ fn run(argument: &str) -> JobResult<Value> {
         context_tokens: job.context_tokens,
         kv_store: if job.fp8_kv_cache { KvStore::Fp8 } else { KvStore::Half },
         deterministic: job.deterministic,
+        experimental: false,
         graphs: job.graphs,
         copy_streams: job.copy_streams,
         autotune: job.autotune,

@@ -6,10 +6,11 @@
 use std::io;
 use std::sync::Arc;
 
+use inflight_kernels::Dtype;
 use inflight_kernels::cpu::{Isa, PackedMatrix, Pool, WeightFormat, WeightRows};
-use inflight_kernels::{Dtype, Encoding};
 use inflight_models::{
-    CheckpointLayer, DecoderLayer, Error, LoadedTensor, Matrix, ModelConfig, ModelDir, StackedLinear, Tensor,
+    Arithmetic, CheckpointLayer, DecoderLayer, Error, LoadedTensor, Matrix, ModelConfig, ModelDir,
+    StackedLinear, Tensor,
 };
 use inflight_runtime::sharding::{Alignment, Partition, Shard};
 
@@ -60,8 +61,7 @@ pub(super) struct CheckpointWeights {
     head: StackedLinear,
     /// The embedding is also the LM head.
     tied: bool,
-    /// Norms multiply with 1 + weight.
-    zero_centred_norms: bool,
+    arithmetic: Arithmetic,
 }
 
 /// Failure to pack weights.
@@ -86,7 +86,7 @@ pub(super) fn find(model: &ModelDir) -> Result<CheckpointWeights, Error> {
         norm: decoder.norm,
         head: StackedLinear { matrix: Matrix::Head, matrices: vec![head], biases: Vec::new() },
         tied,
-        zero_centred_norms: model.config().arithmetic.zero_centred_norms,
+        arithmetic: model.config().arithmetic,
     })
 }
 
@@ -215,12 +215,7 @@ impl CheckpointWeights {
 
     /// Returns the factor of the embeddings, if the model scales them: rounded to the type in which they are stored.
     pub(super) fn embedding_scale(&self, config: &ModelConfig) -> Option<f32> {
-        let scale = (config.hidden_size as f64).sqrt() as f32;
-        let rounded = match self.embedding.encoding {
-            Encoding::Plain(dtype) => dtype.round(scale),
-            _ => scale,
-        };
-        config.arithmetic.scaled_embedding.then_some(rounded)
+        self.arithmetic.embedding_scale(config.hidden_size, self.embedding.encoding)
     }
 
     /// Bytes of the embedding, which all ranks share.
@@ -282,11 +277,7 @@ impl CheckpointWeights {
 
     /// Reads the factors of a norm.
     fn norm_weight(&self, vector: &Tensor) -> Result<Vec<f32>, PackError> {
-        let mut weight = vector.to_f32()?;
-        if self.zero_centred_norms {
-            weight.iter_mut().for_each(|element| *element += 1.0);
-        }
-        Ok(weight)
+        Ok(self.arithmetic.norm_factors(vector.to_f32()?))
     }
 }
 

@@ -106,8 +106,8 @@ const POISON: u8 = 0xff;
 buffers! {
     /// Buffers of the forward pass and of sampling.
     ForwardBuffers, 1, {
-        /// Cosines and sines of all positions, [context, head_dim / 2, 2].
-        angles: ANGLES, State, |shapes, limits| limits.context * shapes.head_dim * 4;
+        /// Cosines and sines of all positions, [rotary embeddings, context, head_dim / 2, 2].
+        angles: ANGLES, State, |shapes, limits| shapes.ropes * limits.context * shapes.head_dim * 4;
         /// Residual, in f32.
         hidden: ACTIVATIONS, Scratch, |shapes, limits| limits.rows * shapes.hidden * 4;
         normed: ACTIVATIONS, Scratch, |shapes, limits| limits.rows * shapes.hidden * 2;

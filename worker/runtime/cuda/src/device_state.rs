@@ -76,11 +76,7 @@ impl DeviceState {
         let taken = plan.free.saturating_sub(left);
         let blocks = job.barrier_min(plan.pool_blocks(job, taken)?)?;
         let capabilities = plan.capabilities(job, blocks);
-        let modes = RunnerModes {
-            store: options.kv_store,
-            deterministic: options.deterministic,
-            graphs: options.graphs,
-        };
+        let modes = RunnerModes { deterministic: options.deterministic, graphs: options.graphs };
         let runner = ModelRunner::new(
             &device,
             config,
@@ -89,6 +85,7 @@ impl DeviceState {
             weights,
             capabilities.clone(),
             &plan.limits,
+            job.kv_layers.clone(),
             modes,
         )
         .map_err(load_error)?;
@@ -117,7 +114,7 @@ impl DeviceState {
             capabilities,
             step_slots: Arc::clone(&state.step_slots),
             context: Arc::clone(&state.device.context),
-            pool: (state.runner.forward.kv().address(), plan.block_bytes as usize),
+            pool: (state.runner.forward.kv().address(), plan.block_bytes() as usize),
             gemm_backend: state.device.gemm_backend(),
             weight_bytes: tensors.bytes(shard),
             graphs: state.graphs.values().map(Vec::len).sum(),

@@ -11,16 +11,17 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 
 use cudarc::driver::{CudaContext, DriverError, result, sys};
+use inflight_kernels::cpu::Activation;
 use inflight_kernels::cuda::{
     Device, DeviceError, GemmParams, HalfDtype, Images, Launch, Profile, SwigluParams, Target, family_of,
-    kernel_names, skinny_gemm_swiglu, swiglu,
+    kernel_names, skinny_gemm_swiglu,
 };
 
 use super::cublaslt::CublasLt;
 use super::device_memory::{DeviceMemory, PinnedMemory};
 use super::driver_error::{error_message, failed};
 use super::gemm::{GemmAlgorithm, GemmKernel};
-use super::gpu::{ColumnCopy, DeviceCollective, Gpu, GpuMemory, Matmul};
+use super::gpu::{ColumnCopy, DeviceCollective, Gpu, GpuMemory, Matmul, gated};
 use super::gpu_info::GpuInfo;
 use super::gpu_paths;
 use super::kernel_function::KernelFunction;
@@ -414,20 +415,26 @@ impl Gpu for CudaDevice {
         }
     }
 
-    unsafe fn matmul_swiglu(&self, half: HalfDtype, matmul: &Matmul, out: u64) -> Result<(), DeviceError> {
+    unsafe fn matmul_gated(
+        &self,
+        half: HalfDtype,
+        activation: Activation,
+        matmul: &Matmul,
+        out: u64,
+    ) -> Result<(), DeviceError> {
         let Matmul { m, n, y, .. } = *matmul;
         // SAFETY: the caller guarantees that the addresses are of this device and of matrices with the given
         // shapes.
         unsafe {
             match self.run_cublaslt(half, matmul)? {
-                Some(GemmKernel::Skinny) => {
+                Some(GemmKernel::Skinny) if activation == Activation::Silu => {
                     let params = GemmParams { out, stride: n / 2, ..GemmKernel::params(matmul) };
                     return skinny_gemm_swiglu(self, half, &params);
                 }
                 Some(kernel) => kernel.launch(self, half, matmul)?,
                 None => {}
             }
-            swiglu(self, half, &SwigluParams { gate_up: y, out, rows: m, width: n / 2 })
+            gated(self, half, activation, &SwigluParams { gate_up: y, out, rows: m, width: n / 2 })
         }
     }
 

@@ -2,6 +2,7 @@
 
 use inflight_kernels::cuda::DeviceError;
 use inflight_models as models;
+use inflight_runtime::KvPlanError;
 use inflight_runtime::sharding::Indivisible;
 
 use super::gpu_info::{GpuInfo, Unavailable};
@@ -19,6 +20,9 @@ pub enum Error {
     /// The model cannot be sharded over this number of GPUs.
     #[error(transparent)]
     Indivisible(#[from] Indivisible),
+    /// The KV memory of the layers cannot be planned.
+    #[error(transparent)]
+    KvPlan(#[from] KvPlanError),
     /// An option is out of range.
     #[error("{name} is {value}; it must be {range}")]
     Option {

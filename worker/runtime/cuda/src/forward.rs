@@ -4,14 +4,15 @@ use std::ops::Range;
 
 use inflight_kernels::cpu::inverse_frequencies;
 use inflight_kernels::cuda::{
-    AttentionParams, CopyParams, DeviceError, EmbeddingParams, HalfDtype, KvStore, NormParams, QkvParams,
+    AttentionParams, CopyParams, DeviceError, EmbeddingParams, HalfDtype, NormParams, QkvParams,
     SamplingParams, SamplingResult, ScoreParams, ScoreRow, accept_drafts, attention, attention_blocks,
-    copy_blocks, embedding, finish_qkv, norm, sample, sampling_parts, score,
+    copy_blocks, embedding, finish_qkv, norm, norm_after, sample, sampling_parts, score,
 };
-use inflight_models::ModelConfig;
+use inflight_models::{ModelConfig, NormPlaces, Rope};
 
 use super::buffers::ForwardBuffers;
 use super::gpu::{ColumnCopy, Gpu, GpuMemory, Matmul, bytes_of};
+use super::kv_layers::KvLayers;
 use super::metadata::StepShape;
 use super::shapes::{BufferLimits, ModelShapes};
 use super::shard_plan::ShardPlan;
@@ -27,40 +28,14 @@ pub(super) struct CudaForward<G: Gpu> {
     shard_plan: ShardPlan,
     shapes: ModelShapes,
     half: HalfDtype,
-    store: KvStore,
-    block_tokens: u32,
-    /// Index of the attention plan, by layer.
-    plan_of_layer: Vec<usize>,
+    kv_layers: KvLayers,
     weights: DeviceWeights<G::Memory>,
     kv: G::Memory,
+    /// Bytes of the angles of a rotary embedding.
+    angle_bytes: u64,
     pub(super) buffers: ForwardBuffers<G::Memory>,
     /// Rows of logits that are held at once.
     logits_rows: u32,
-}
-
-/// Capacity of the KV pool of a [`CudaForward`].
-#[derive(Debug, Clone, Copy)]
-pub(super) struct PoolCapacity {
-    pub(super) block_tokens: u32,
-    pub(super) blocks: u32,
-    pub(super) store: KvStore,
-}
-
-/// Returns the distinct sliding windows of a model's layers, and each layer's index among them.
-pub(super) fn windows(config: &ModelConfig) -> (Vec<Option<u32>>, Vec<usize>) {
-    let mut windows: Vec<Option<u32>> = Vec::new();
-    let plan_of_layer = config
-        .layers
-        .iter()
-        .map(|layer| &layer.window)
-        .map(|window| {
-            windows.iter().position(|known| known == window).unwrap_or_else(|| {
-                windows.push(*window);
-                windows.len() - 1
-            })
-        })
-        .collect();
-    (windows, plan_of_layer)
 }
 
 /// Returns the GEMM of a linear layer: y[m, n] = x[m, k] * weight^T + bias.
@@ -79,7 +54,7 @@ fn linear_matmul<M: GpuMemory>(linear: &DeviceLinear<M>, x: &M, y: &M, m: u32, n
 }
 
 impl<G: Gpu> CudaForward<G> {
-    /// Allocates buffers for a rank's shard. `unsharded` is the configuration of the whole model.
+    /// Allocates buffers and a KV pool of `blocks` blocks for a rank's shard. `unsharded` is the configuration of the whole model.
     pub(super) fn new(
         gpu: &G,
         unsharded: &ModelConfig,
@@ -87,23 +62,22 @@ impl<G: Gpu> CudaForward<G> {
         half: HalfDtype,
         weights: DeviceWeights<G::Memory>,
         limits: &BufferLimits,
-        capacity: PoolCapacity,
+        kv_layers: KvLayers,
+        blocks: u32,
     ) -> Result<Self, DeviceError> {
         let (config, shapes) = (shard_plan.shard().config(unsharded), shard_plan.shapes(unsharded));
-        let PoolCapacity { block_tokens, blocks, store } = capacity;
         let buffers = ForwardBuffers::alloc(gpu, &shapes, limits)?;
-        upload_rope_table(gpu, &buffers.angles, &config, limits.context as u32)?;
-        let kv = gpu.alloc((u64::from(blocks) * shapes.block_bytes(block_tokens, store)) as usize)?;
+        upload_rope_tables(gpu, &buffers.angles, &config, limits.context as u32)?;
+        let kv = gpu.alloc((u64::from(blocks) * kv_layers.plan().block_bytes()) as usize)?;
         // Zeros, so that stale NaNs in unused blocks cannot reach a sum.
         gpu.zero(&kv)?;
         Ok(Self {
             shapes,
             half,
-            store,
-            block_tokens,
-            plan_of_layer: windows(&config).1,
+            kv_layers,
             weights,
             kv,
+            angle_bytes: limits.context * shapes.head_dim * 4,
             buffers,
             logits_rows: limits.samples as u32,
             config,
@@ -111,7 +85,7 @@ impl<G: Gpu> CudaForward<G> {
         })
     }
 
-    /// KV pool, [blocks, layers, ...].
+    /// KV pool, [blocks, bytes of a block].
     pub(super) fn kv(&self) -> &G::Memory {
         &self.kv
     }
@@ -194,6 +168,29 @@ impl<G: Gpu> CudaForward<G> {
         Ok(())
     }
 
+    /// Whether what a part of a layer yields (`delta`) is added to the residual by the norm of the next part; else by the part's own
+    /// second norm.
+    fn delta_is_pending(&self) -> bool {
+        self.config.arithmetic.norms == NormPlaces::Before
+    }
+
+    /// Sums what a part of a layer yielded (`delta`) over the ranks, and adds its norm to the residual if it has one.
+    fn end_part(&self, gpu: &G, post_norm: Option<&G::Memory>, rows: u32) -> Result<(), DeviceError> {
+        self.sum_delta(gpu, rows)?;
+        let Some(weight) = post_norm else { return Ok(()) };
+        let p = NormParams {
+            residual: self.buffers.hidden.address(),
+            delta: self.buffers.delta.address(),
+            weight: weight.address(),
+            rows,
+            width: self.config.hidden_size as u32,
+            eps: self.config.norm_eps,
+            ..NormParams::default()
+        };
+        // SAFETY: buffers have room for the largest batch.
+        unsafe { norm_after(gpu, self.half, &p) }
+    }
+
     fn norm(
         &self,
         gpu: &G,
@@ -258,14 +255,16 @@ impl<G: Gpu> CudaForward<G> {
     fn layers(&self, gpu: &G, step: &StepShape, metadata: u64) -> Result<(), DeviceError> {
         self.embed(gpu, step, metadata)?;
         let head_dim = self.config.head_dim;
-        let blocks = attention_blocks(&gpu.profile(), head_dim as u32, self.store, step.mixed);
+        let blocks = attention_blocks(&gpu.profile(), head_dim as u32, self.kv_layers.store(), step.mixed);
+        let pending = self.delta_is_pending();
         for (index, layer) in self.weights.layers.iter().enumerate() {
-            self.norm(gpu, &layer.attention_norm, step.rows, index > 0, None)?;
+            let post_norms = layer.post_norms.as_ref();
+            self.norm(gpu, &layer.attention_norm, step.rows, pending && index > 0, None)?;
             self.attend(gpu, step, metadata, index, blocks)?;
-            self.sum_delta(gpu, step.rows)?;
-            self.norm(gpu, &layer.mlp_norm, step.rows, true, None)?;
+            self.end_part(gpu, post_norms.map(|(attention, _)| attention), step.rows)?;
+            self.norm(gpu, &layer.mlp_norm, step.rows, pending, None)?;
             self.mlp(gpu, layer, step.rows)?;
-            self.sum_delta(gpu, step.rows)?;
+            self.end_part(gpu, post_norms.map(|(_, mlp)| mlp), step.rows)?;
         }
         Ok(())
     }
@@ -276,13 +275,13 @@ impl<G: Gpu> CudaForward<G> {
             return Ok(());
         }
         let sampled_rows = metadata + step.layout.sampled_rows as u64;
-        self.norm(gpu, &self.weights.norm, step.samples, true, Some(sampled_rows))?;
+        self.norm(gpu, &self.weights.norm, step.samples, self.delta_is_pending(), Some(sampled_rows))?;
         self.head(gpu, step.samples)
     }
 
     /// Copies KV blocks within the pool.
     fn copy_blocks(&self, gpu: &G, step: &StepShape, metadata: u64) -> Result<(), DeviceError> {
-        let block_bytes = self.shapes.block_bytes(self.block_tokens, self.store);
+        let block_bytes = self.kv_layers.plan().block_bytes();
         for (first, end) in &step.copies {
             let p = CopyParams {
                 pool: self.kv.address(),
@@ -304,9 +303,12 @@ impl<G: Gpu> CudaForward<G> {
             hidden: self.buffers.hidden.address(),
             rows: step.rows,
             width: self.shapes.hidden as u32,
+            scale: self.weights.embedding_scale.unwrap_or(1.0),
+            unused: 0,
         };
+        let scaled = self.weights.embedding_scale.is_some();
         // SAFETY: tokens are below the vocabulary size; fed-back samples are of the previous step.
-        unsafe { embedding(gpu, self.half, &p) }
+        unsafe { embedding(gpu, self.half, scaled, &p) }
     }
 
     /// Runs the attention of layer `index` from its normalized input (`normed`) to its output projection
@@ -320,12 +322,12 @@ impl<G: Gpu> CudaForward<G> {
         blocks: u32,
     ) -> Result<(), DeviceError> {
         let (shapes, half, rows) = (&self.shapes, self.half, step.rows);
-        let (layer, layout, store) = (&self.weights.layers[index], &step.layout, self.store);
+        let (layer, layout, kv_layers) = (&self.weights.layers[index], &step.layout, &self.kv_layers);
         let at = |section: usize| metadata + section as u64;
         let ModelConfig { heads, kv_heads, head_dim, norm_eps, .. } = self.config;
-        let layer_bytes = store.layer_bytes(shapes.kv_heads, u64::from(self.block_tokens), shapes.head_dim);
-        let layer_elements = layer_bytes / store.unit();
-        let (layer_offset, block_numbers) = (index as u64 * layer_elements, shapes.layers * layer_elements);
+        let (store, block_tokens) = (kv_layers.store(), kv_layers.plan().shape().block_tokens());
+        let (block_numbers, layer_offset) = kv_layers.numbers(index);
+        let (view, part, window) = kv_layers.of_layer(index);
         self.linear(
             gpu,
             &layer.qkv,
@@ -340,9 +342,9 @@ impl<G: Gpu> CudaForward<G> {
             qkv: self.buffers.qkv.address(),
             q_norm: norms.map_or(0, |(q, _)| q.address()),
             k_norm: norms.map_or(0, |(_, k)| k.address()),
-            angles: self.buffers.angles.address(),
+            angles: self.buffers.angles.address() + self.config.layers[index].rope as u64 * self.angle_bytes,
             positions: at(layout.positions),
-            places: at(layout.kv_indices),
+            places: at(layout.kv_indices(part)),
             kv: self.kv.address(),
             block_numbers,
             layer_offset,
@@ -350,18 +352,17 @@ impl<G: Gpu> CudaForward<G> {
             heads: heads as u32,
             kv_heads: kv_heads as u32,
             head_dim: head_dim as u32,
-            block_tokens: self.block_tokens,
+            block_tokens,
             eps: norm_eps,
         };
         // SAFETY: positions are below the context; KV indices are in the pool and all different.
         unsafe { finish_qkv(gpu, half, store, &p) }?;
-        let plan = self.plan_of_layer[index];
         let p = AttentionParams {
             qkv: self.buffers.qkv.address(),
             out: self.buffers.attended.address(),
             kv: self.kv.address(),
-            items: at(layout.items(plan)),
-            item_count: at(layout.item_count(plan)),
+            items: at(layout.items(view)),
+            item_count: at(layout.item_count(view)),
             tables: at(layout.tables),
             partial_sums: self.buffers.partial_sums.address(),
             partial_tops: self.buffers.partial_tops.address(),
@@ -370,10 +371,10 @@ impl<G: Gpu> CudaForward<G> {
             layer_offset,
             heads: heads as u32,
             kv_heads: kv_heads as u32,
-            block_shift: self.block_tokens.trailing_zeros(),
-            window: self.config.layers[index].window.unwrap_or(0),
+            block_shift: block_tokens.trailing_zeros(),
+            window: window.unwrap_or(0),
             stages: 0,
-            scale: (1.0 / (head_dim as f64).sqrt() * std::f64::consts::LOG2_E) as f32,
+            scale: (1.0 / self.config.arithmetic.score_size.sqrt() * std::f64::consts::LOG2_E) as f32,
         };
         // SAFETY: the plan was built from this batch, whose block tables cover all positions.
         unsafe { attention(gpu, half, store, head_dim as u32, step.mixed, blocks, &p) }?;
@@ -402,7 +403,14 @@ impl<G: Gpu> CudaForward<G> {
             shapes.hidden,
         );
         // SAFETY: buffers have room for the largest batch, and the weight is [n, k].
-        unsafe { gpu.matmul_swiglu(self.half, &matmul, self.buffers.gated.address()) }?;
+        unsafe {
+            gpu.matmul_gated(
+                self.half,
+                self.config.arithmetic.activation,
+                &matmul,
+                self.buffers.gated.address(),
+            )
+        }?;
         self.linear(
             gpu,
             &layer.down,
@@ -425,7 +433,8 @@ impl<G: Gpu> CudaForward<G> {
     ) -> Result<(), DeviceError> {
         let StepAddresses { metadata, scores, .. } = addresses;
         let at = |section: usize, size: usize| metadata + section as u64 + u64::from(first) * size as u64;
-        self.norm(gpu, &self.weights.norm, count, true, Some(at(step.layout.scored_rows, size_of::<u32>())))?;
+        let rows = at(step.layout.scored_rows, size_of::<u32>());
+        self.norm(gpu, &self.weights.norm, count, self.delta_is_pending(), Some(rows))?;
         self.head(gpu, count)?;
         let p = ScoreParams {
             logits: self.buffers.logits.address(),
@@ -471,28 +480,29 @@ impl<G: Gpu> CudaForward<G> {
 /// Positions of the RoPE table that are computed and uploaded at once.
 const ROPE_POSITIONS: u32 = 1 << 14;
 
-/// Uploads the RoPE table of all positions, [context, head_dim / 2, (cos, sin)], in parts, so that the host never holds all of it (512
-/// MiB at a context of a million).
-fn upload_rope_table<G: Gpu>(
+/// Uploads the RoPE tables of all positions, [rotary embeddings, context, head_dim / 2, (cos, sin)], in parts, so that the host never
+/// holds all of one (512 MiB at a context of a million).
+fn upload_rope_tables<G: Gpu>(
     gpu: &G,
-    table: &G::Memory,
+    tables: &G::Memory,
     config: &ModelConfig,
     context: u32,
 ) -> Result<(), DeviceError> {
-    for first in (0..context).step_by(ROPE_POSITIONS as usize) {
-        let part = rope_table(config, first..context.min(first + ROPE_POSITIONS));
-        gpu.upload(table, first as usize * config.head_dim * 4, bytes_of(&part))?;
+    for (index, rope) in config.ropes.iter().enumerate() {
+        for first in (0..context).step_by(ROPE_POSITIONS as usize) {
+            let part = rope_table(rope, config.head_dim, first..context.min(first + ROPE_POSITIONS));
+            let row = index * context as usize + first as usize;
+            gpu.upload(tables, row * config.head_dim * 4, bytes_of(&part))?;
+        }
     }
     Ok(())
 }
 
 /// Returns the RoPE table of some positions, [positions, head_dim / 2, (cos, sin)]. The angle is rounded to f32
 /// as in training; its sine and cosine are computed in f64.
-fn rope_table(config: &ModelConfig, positions: Range<u32>) -> Vec<f32> {
-    // `check_model` refuses several.
-    let rope = &config.ropes[0];
-    let frequencies = inverse_frequencies(config.head_dim, rope.theta, &rope.scaling);
-    let mut angles = Vec::with_capacity(positions.len() * config.head_dim);
+fn rope_table(rope: &Rope, head_dim: usize, positions: Range<u32>) -> Vec<f32> {
+    let frequencies = inverse_frequencies(head_dim, rope.theta, &rope.scaling);
+    let mut angles = Vec::with_capacity(positions.len() * head_dim);
     for position in positions {
         for frequency in &frequencies {
             let angle = f64::from(position as f32 * frequency);

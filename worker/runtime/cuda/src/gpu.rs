@@ -1,6 +1,7 @@
 //! Device interface that the CUDA runtime is generic over: memory, GEMMs and collectives.
 
-use inflight_kernels::cuda::{Device, DeviceError, HalfDtype, SwigluParams, swiglu};
+use inflight_kernels::cpu::Activation;
+use inflight_kernels::cuda::{Device, DeviceError, HalfDtype, SwigluParams, geglu, swiglu};
 
 /// Allocation in device memory, freed when dropped.
 pub(super) trait GpuMemory {
@@ -83,18 +84,24 @@ pub(super) trait Gpu: Device + Sized {
     /// As [`Device::launch`]: addresses are of this device and of matrices with the given shapes.
     unsafe fn matmul(&self, half: HalfDtype, matmul: &Matmul) -> Result<(), DeviceError>;
 
-    /// Runs a GEMM whose output is [m, gates and ups], and writes silu(gate) * up to `out`, [m, n / 2]. The GEMM's own
+    /// Runs a GEMM whose output is [m, gates and ups], and writes activation(gate) * up to `out`, [m, n / 2]. The GEMM's own
     /// output may or may not be written.
     ///
     /// # Safety
     /// As [`Gpu::matmul`], and `out` is of m * n / 2 elements.
-    unsafe fn matmul_swiglu(&self, half: HalfDtype, matmul: &Matmul, out: u64) -> Result<(), DeviceError> {
+    unsafe fn matmul_gated(
+        &self,
+        half: HalfDtype,
+        activation: Activation,
+        matmul: &Matmul,
+        out: u64,
+    ) -> Result<(), DeviceError> {
         let Matmul { m, n, y, .. } = *matmul;
         let p = SwigluParams { gate_up: y, out, rows: m, width: n / 2 };
         // SAFETY: the caller's.
         unsafe {
             self.matmul(half, matmul)?;
-            swiglu(self, half, &p)
+            gated(self, half, activation, &p)
         }
     }
 
@@ -106,6 +113,25 @@ pub(super) trait Gpu: Device + Sized {
 
     /// Collectives of the tensor-parallel group; `None`: the device holds the whole model.
     fn collective(&self) -> Option<&dyn DeviceCollective>;
+}
+
+/// Applies an activation to gates and multiplies with the up projections.
+///
+/// # Safety
+/// As [`Device::launch`].
+pub(super) unsafe fn gated<D: Device>(
+    device: &D,
+    half: HalfDtype,
+    activation: Activation,
+    p: &SwigluParams,
+) -> Result<(), DeviceError> {
+    // SAFETY: the caller's.
+    unsafe {
+        match activation {
+            Activation::Silu => swiglu(device, half, p),
+            Activation::GeluTanh => geglu(device, half, p),
+        }
+    }
 }
 
 /// Returns the bytes of a slice of primitive numbers.

@@ -35,6 +35,7 @@ mod gpu_info;
 mod gpu_paths;
 mod group_swap;
 mod kernel_function;
+mod kv_layers;
 mod load_job;
 mod load_plan;
 mod memory_plan;
@@ -63,8 +64,8 @@ use inflight_kernels::cuda::{Replacement, SamplingResult};
 use inflight_models::{self as models, ModelDir};
 use inflight_runtime::sharding::{self, RANKS_MAX};
 use inflight_runtime::{
-    self as runtime, Batch, Capabilities, MemoryNeeds, NonFiniteRows, PromptLogprobs, Runtime, RuntimeFacts,
-    Sampled, Slot, SlotSetup, TokenMasks, TransferDone,
+    self as runtime, Batch, Capabilities, GroupMemory, MemoryNeeds, NonFiniteRows, PromptLogprobs, Runtime,
+    RuntimeFacts, Sampled, Slot, SlotSetup, TokenMasks, TransferDone,
 };
 use inflight_worker_core::{MemoryShape, Transfer};
 
@@ -75,6 +76,7 @@ pub use error::Error;
 pub use gpu_info::Unavailable;
 pub use gpu_paths::{GpuPath, GpuPaths, PathOff};
 use group_swap::GroupSwap;
+use kv_layers::KvLayers;
 use load_job::LoadJob;
 use load_plan::LoadPlan;
 use model_runner::check_model;
@@ -105,12 +107,13 @@ pub fn available(gpus: &[usize]) -> Result<(), Unavailable> {
     Ok(())
 }
 
-/// Checks that a model can be sharded over `ranks` GPUs and that kernels exist for the shapes of each shard.
+/// Checks that a model can be sharded over `ranks` GPUs and that kernels exist for the shapes of each shard; `experimental`: also those
+/// that were tested in emulation only.
 ///
 /// # Errors
 /// [`Error::Indivisible`], or [`Error::Model`] naming the field at fault.
-pub fn supports(model: &ModelDir, ranks: usize) -> Result<(), Error> {
-    shard_model(model, &weights::find(model)?, ranks).map(drop)
+pub fn supports(model: &ModelDir, ranks: usize, experimental: bool) -> Result<(), Error> {
+    shard_model(model, &weights::find(model)?, ranks, experimental).map(drop)
 }
 
 /// Returns the memory that the rank with the most of it takes on its GPU, without reading weights or asking a driver.
@@ -121,17 +124,20 @@ pub fn memory_needs(model: &ModelDir, options: &CudaOptions) -> Result<MemoryNee
     let config = model.config();
     let context_tokens = validate_options(options, config)?;
     let tensors = weights::find(model)?;
-    let shards = shard_model(model, &tensors, options.gpus.len())?;
+    let shards = shard_model(model, &tensors, options.gpus.len(), options.experimental)?;
     let collective = shards.len() > 1 || options.lone_communicator;
-    let plans = ShardPlan::for_ranks(shards, collective);
-    let needs = plans.map(|plan| {
-        LoadPlan::needs(config, &plan, options, context_tokens, tensors.allocated_bytes(plan.shard()))
-    });
-    let block_tokens = options.block_tokens;
-    let shape = MemoryShape::uniform(block_tokens);
-    let none = MemoryNeeds { weight_bytes: 0, buffer_bytes: 0, block_bytes: 0, shape, context_tokens };
+    let shape = MemoryShape::uniform(options.block_tokens);
+    let mut most = MemoryNeeds { weight_bytes: 0, buffer_bytes: 0, block_bytes: 0, shape, context_tokens };
     let bytes = |needs: &MemoryNeeds| needs.weight_bytes.saturating_add(needs.buffer_bytes);
-    Ok(needs.fold(none, |most, rank| if bytes(&rank) > bytes(&most) { rank } else { most }))
+    for plan in ShardPlan::for_ranks(shards, collective) {
+        let kv_layers = kv_layers(config, &plan, options, context_tokens)?;
+        let weight_bytes = tensors.allocated_bytes(plan.shard());
+        let needs = LoadPlan::needs(config, &plan, options, context_tokens, kv_layers, weight_bytes);
+        if bytes(&needs) > bytes(&most) {
+            most = needs;
+        }
+    }
+    Ok(most)
 }
 
 /// Returns a model's shards by rank, after checking that kernels exist for their shapes.
@@ -139,15 +145,28 @@ fn shard_model(
     model: &ModelDir,
     tensors: &weights::SourceTensors,
     ranks: usize,
+    experimental: bool,
 ) -> Result<Vec<sharding::Shard>, Error> {
     let config = model.config();
     // Checked unsharded first: a shape that is unsupported as a whole is unsupported in shards.
-    check_model(config, 1)?;
+    check_model(config, 1, experimental)?;
     let shards = sharding::shards(config, ranks, &|_| tensors.alignment())?;
     for shard in &shards {
-        check_model(&shard.config(config), ranks)?;
+        check_model(&shard.config(config), ranks, experimental)?;
     }
     Ok(shards)
+}
+
+/// Plans the KV memory of a rank's shard.
+fn kv_layers(
+    config: &models::ModelConfig,
+    shard_plan: &ShardPlan,
+    options: &CudaOptions,
+    context_tokens: u32,
+) -> Result<KvLayers, Error> {
+    let shard = shard_plan.shard().config(config);
+    let (store, release) = (options.kv_store, options.experimental);
+    Ok(KvLayers::new(&shard, options.block_tokens, context_tokens, store, release)?)
 }
 
 /// Model loaded on a GPU or on a tensor-parallel group.
@@ -181,7 +200,7 @@ impl CudaRuntime {
         let context_tokens = validate_options(options, config)?;
         let gpus = gpu_info::probe_all(&options.gpus)?;
         let tensors = Arc::new(weights::find(model)?);
-        let shards = shard_model(model, &tensors, options.gpus.len())?;
+        let shards = shard_model(model, &tensors, options.gpus.len(), options.experimental)?;
         let world = shards.len();
         let collective = world > 1 || options.lone_communicator;
         let group = if collective { Some(nccl::NcclGroup::open(&options.gpus)?) } else { None };
@@ -209,20 +228,28 @@ impl CudaRuntime {
         arithmetic.push_str(&replaced_images);
         let name = gpus[0].name.clone();
         let plans = ShardPlan::for_ranks(shards, collective);
-        let jobs = gpus.into_iter().zip(plans).map(|(gpu_info, shard_plan)| LoadJob {
-            gpu_info,
-            shard_plan,
-            config: config.clone(),
-            tensors: Arc::clone(&tensors),
-            options: options.clone(),
-            context_tokens,
-            replaced_images: replaced_images.clone(),
-            group: group.clone(),
+        let jobs = gpus.into_iter().zip(plans).map(|(gpu_info, shard_plan)| {
+            Ok::<_, Error>(LoadJob {
+                gpu_info,
+                kv_layers: kv_layers(config, &shard_plan, options, context_tokens)?,
+                shard_plan,
+                config: config.clone(),
+                tensors: Arc::clone(&tensors),
+                options: options.clone(),
+                context_tokens,
+                replaced_images: replaced_images.clone(),
+                group: group.clone(),
+            })
         });
-        let (ranks, mut loaded) = Ranks::start(jobs.collect(), progress)?;
+        let jobs = jobs.collect::<Result<Vec<_>, _>>()?;
+        let groups = match jobs[0].kv_layers.plan() {
+            plan if plan.shape().is_uniform() => Vec::new(),
+            plan => plan.groups().to_vec(),
+        };
+        let (ranks, mut loaded) = Ranks::start(jobs, progress)?;
         // After the last tensor was read: it covers what was read.
         let fingerprint = models::fingerprint_of(model, tensors.half().dtype().name(), &arithmetic)?;
-        let facts = facts(&name, &loaded, tensors.half().dtype().name(), options.kv_store);
+        let facts = facts(&name, &loaded, tensors.half().dtype().name(), options.kv_store, groups);
         let capabilities = Capabilities { fingerprint, facts, ..loaded[0].capabilities.clone() };
         let swap = match capabilities.host_blocks {
             0 => None,
@@ -300,7 +327,13 @@ impl CudaRuntime {
 }
 
 /// Returns what operators see of a device and its memory, from its ranks and the dtype of its weights.
-fn facts(device: &str, ranks: &[LoadedRank], half: &str, kv_store: KvStore) -> RuntimeFacts {
+fn facts(
+    device: &str,
+    ranks: &[LoadedRank],
+    half: &str,
+    kv_store: KvStore,
+    groups: Vec<GroupMemory>,
+) -> RuntimeFacts {
     RuntimeFacts {
         device: device.to_owned(),
         memory_bytes: ranks.iter().map(|rank| rank.capabilities.facts.memory_bytes).sum(),
@@ -311,7 +344,7 @@ fn facts(device: &str, ranks: &[LoadedRank], half: &str, kv_store: KvStore) -> R
             KvStore::Fp8 => "fp8".to_owned(),
         },
         ranks: u32::try_from(ranks.len()).unwrap_or(u32::MAX),
-        groups: Vec::new(),
+        groups,
     }
 }
 

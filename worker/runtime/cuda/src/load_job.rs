@@ -6,6 +6,7 @@ use inflight_models::ModelConfig;
 use inflight_runtime as runtime;
 
 use super::gpu_info::GpuInfo;
+use super::kv_layers::KvLayers;
 use super::nccl::NcclGroup;
 use super::shard_plan::ShardPlan;
 use super::{CudaOptions, Error as LoadError, weights};
@@ -19,6 +20,8 @@ pub(super) struct LoadJob {
     pub(super) tensors: Arc<weights::SourceTensors>,
     pub(super) options: CudaOptions,
     pub(super) context_tokens: u32,
+    /// KV memory of the shard.
+    pub(super) kv_layers: KvLayers,
     /// Kernel images that files replace: families and digests; empty: none.
     pub(super) replaced_images: String,
     /// Communicators of the group; `None` without collectives.

@@ -3,10 +3,9 @@
 
 use inflight_models::ModelConfig;
 use inflight_runtime::{Capabilities, MemoryNeeds, RuntimeFacts, SCORES_MAX};
-use inflight_worker_core::MemoryShape;
 
 use super::error::Error as LoadError;
-use super::forward::windows;
+use super::kv_layers::KvLayers;
 use super::load_job::LoadJob;
 use super::memory_plan::{
     MemoryBudget, MemoryComponent, PoolSize, RESERVE_BYTES, WORKSPACE_BYTES, allocated_bytes,
@@ -27,8 +26,7 @@ pub(super) struct LoadPlan {
     pub(super) samples: u32,
     /// Sizes of the buffers.
     pub(super) limits: BufferLimits,
-    /// Bytes of a KV block of this rank's shard.
-    pub(super) block_bytes: u64,
+    pub(super) kv_layers: KvLayers,
     /// Allocations beside weights and KV pool.
     components: Vec<MemoryComponent>,
     /// Bytes of the GPU that are free before loading.
@@ -40,7 +38,8 @@ pub(super) struct LoadPlan {
 impl LoadPlan {
     /// Plans the load of a shard on a GPU with `memory`: free and total bytes.
     pub(super) fn new(job: &LoadJob, memory: (u64, u64)) -> Self {
-        Self::of_shard(&job.config, &job.shard_plan, &job.options, job.context_tokens, memory)
+        let LoadJob { config, shard_plan, options, context_tokens, kv_layers, .. } = job;
+        Self::of_shard(config, shard_plan, options, *context_tokens, kv_layers.clone(), memory)
     }
 
     fn of_shard(
@@ -48,13 +47,13 @@ impl LoadPlan {
         shard_plan: &ShardPlan,
         options: &CudaOptions,
         context_tokens: u32,
+        kv_layers: KvLayers,
         memory: (u64, u64),
     ) -> Self {
         let shapes = shard_plan.shapes(config);
         let graphs = StepGraphs { sample_rows: options.sample_rows(), batch_tokens: options.batch_tokens };
         let (samples, rows) = (graphs.logits_rows_max(), graphs.rows_max());
-        let table_entries =
-            options.slots as usize * (context_tokens as usize).div_ceil(options.block_tokens as usize);
+        let table_entries = kv_layers.table_entries(options.slots, context_tokens, rows);
         let capacity = MetadataCapacity {
             rows: rows as usize,
             sampled_rows: rows as usize,
@@ -62,22 +61,14 @@ impl LoadPlan {
             scores: SCORES_MAX as usize,
             items: (rows + PARTIALS) as usize,
             copies: options.slots as usize,
-            plans: windows(config).0.len(),
+            parts: kv_layers.parts().len(),
+            views: kv_layers.views().len(),
             table_entries: table_entries.min(1 << 24),
         };
         let metadata = MetadataLayout::new(&capacity).bytes;
         let limits = BufferLimits::new(graphs, options.slots, context_tokens, metadata);
         let (free, total) = memory;
-        Self {
-            shapes,
-            rows,
-            samples,
-            limits,
-            block_bytes: shapes.block_bytes(options.block_tokens, options.kv_store),
-            components: shapes.components(&limits),
-            free,
-            total,
-        }
+        Self { shapes, rows, samples, limits, kv_layers, components: shapes.components(&limits), free, total }
     }
 
     /// Returns the memory that a shard takes, if its weights take `weight_bytes`.
@@ -86,26 +77,35 @@ impl LoadPlan {
         shard_plan: &ShardPlan,
         options: &CudaOptions,
         context_tokens: u32,
+        kv_layers: KvLayers,
         weight_bytes: u64,
     ) -> MemoryNeeds {
-        let plan = Self::of_shard(config, shard_plan, options, context_tokens, (0, 0));
+        let plan = Self::of_shard(config, shard_plan, options, context_tokens, kv_layers, (0, 0));
         MemoryNeeds {
             weight_bytes,
             buffer_bytes: total_bytes(&plan.components),
-            block_bytes: plan.block_bytes,
-            shape: MemoryShape::uniform(options.block_tokens),
+            block_bytes: plan.block_bytes(),
+            shape: plan.kv_layers.plan().shape(),
             context_tokens,
         }
+    }
+
+    /// Returns the bytes of a KV block of this rank's shard.
+    pub(super) fn block_bytes(&self) -> u64 {
+        self.kv_layers.plan().block_bytes()
     }
 
     /// Returns the blocks of the KV pool if weights and libraries have taken `taken` bytes.
     ///
     /// # Errors
-    /// [`LoadError::Memory`] if the GPU memory left for the KV cache holds not even one block.
+    /// [`LoadError::Memory`] if the GPU memory left for the KV cache holds not even the blocks of one span.
     pub(super) fn pool_blocks(&self, job: &LoadJob, taken: u64) -> Result<u32, LoadError> {
         let options = &job.options;
         let budget = MemoryBudget { total: self.total, free: self.free, taken };
-        match pool_blocks(budget, options.utilization, &self.components, self.block_bytes, options.kv_bytes) {
+        let (block_bytes, least) = (self.block_bytes(), self.kv_layers.plan().shape().span_blocks());
+        let sized =
+            pool_blocks(budget, options.utilization, &self.components, block_bytes, least, options.kv_bytes);
+        match sized {
             PoolSize::Blocks(blocks) => Ok(blocks),
             PoolSize::Missing(missing) => {
                 let weights = MemoryComponent { name: "weights", option: "", bytes: taken };
@@ -130,11 +130,10 @@ impl LoadPlan {
         Capabilities {
             vocab_size: job.config.vocab_size as u32,
             context_tokens: job.context_tokens,
-            // Windows bound what attention reads; the blocks that they have passed are kept.
-            shape: MemoryShape::uniform(options.block_tokens),
-            block_bytes: self.block_bytes * job.shard_plan.world() as u64,
+            shape: self.kv_layers.plan().shape(),
+            block_bytes: self.block_bytes() * job.shard_plan.world() as u64,
             blocks,
-            host_blocks: u32::try_from(host_bytes / self.block_bytes).unwrap_or(u32::MAX),
+            host_blocks: u32::try_from(host_bytes / self.block_bytes()).unwrap_or(u32::MAX),
             slots: options.slots,
             batch_tokens: options.batch_tokens,
             sample_rows: options.sample_rows(),
@@ -148,7 +147,7 @@ impl LoadPlan {
     /// Logs the memory of a rank that has loaded, and warns if more was allocated than planned. `taken`:
     /// bytes of weights and libraries; `left`: bytes still free.
     pub(super) fn log_allocated(&self, rank: usize, taken: u64, blocks: u32, left: u64) {
-        let pool = allocated_bytes(u64::from(blocks) * self.block_bytes);
+        let pool = allocated_bytes(u64::from(blocks) * self.block_bytes());
         // The workspace was allocated before memory was measured, and the reserve is never allocated.
         let planned = taken + total_bytes(&self.components) + pool - RESERVE_BYTES - WORKSPACE_BYTES;
         let unplanned = self.free.saturating_sub(left).saturating_sub(planned);

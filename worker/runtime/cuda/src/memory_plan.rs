@@ -119,12 +119,13 @@ impl MemoryBudget {
 }
 
 /// Returns the blocks of the KV pool: what `utilization` of the GPU's memory leaves beside allocated memory
-/// and all components, capped at `limit` bytes.
+/// and all components, capped at `limit` bytes; at least `least_blocks`.
 pub(super) fn pool_blocks(
     budget: MemoryBudget,
     utilization: f32,
     components: &[MemoryComponent],
     block_bytes: u64,
+    least_blocks: u32,
     limit: Option<u64>,
 ) -> PoolSize {
     let allowed = budget.allowed(utilization);
@@ -134,8 +135,9 @@ pub(super) fn pool_blocks(
     let left = left - left % MAPPING_BYTES;
     let left = limit.map_or(left, |limit| left.min(limit));
     match u32::try_from(left / block_bytes).unwrap_or(u32::MAX) {
-        0 => {
-            let needed = needed.saturating_add(block_bytes.next_multiple_of(MAPPING_BYTES));
+        blocks if blocks < least_blocks => {
+            let least = block_bytes.saturating_mul(least_blocks.into());
+            let needed = needed.saturating_add(least.next_multiple_of(MAPPING_BYTES));
             PoolSize::Missing(needed.saturating_sub(allowed).max(1))
         }
         blocks => PoolSize::Blocks(blocks),
@@ -153,7 +155,7 @@ mod tests {
     const LLAMA_8B: ModelShapes = ModelShapes {
         hidden: 4096,
         inner: 14336,
-        layers: 32,
+        ropes: 1,
         heads: 32,
         kv_heads: 8,
         head_dim: 128,
@@ -164,19 +166,13 @@ mod tests {
         BufferLimits { rows: 8192, samples: 256, slots: 256, context: 131_072, metadata: 12 << 20 };
 
     #[test]
-    fn a_llama_8b_block_is_two_mebibytes_and_in_fp8_half_plus_scales() {
-        assert_eq!(LLAMA_8B.block_bytes(16, KvStore::Half), 2 << 20);
-        assert_eq!(LLAMA_8B.block_bytes(16, KvStore::Fp8), (1 << 20) + 32 * 2 * 8 * 16 * 4);
-    }
-
-    #[test]
     fn an_h200_holds_most_of_its_memory_in_kv_blocks() {
         let (total, weights) = (141u64 << 30, 16u64 << 30);
         let components = LLAMA_8B.components(&LARGE);
         let buffers = total_bytes(&components);
         assert!(buffers < 4 << 30, "{buffers}");
         let budget = MemoryBudget { total, free: total, taken: weights };
-        let PoolSize::Blocks(blocks) = pool_blocks(budget, 0.9, &components, 2 << 20, None) else {
+        let PoolSize::Blocks(blocks) = pool_blocks(budget, 0.9, &components, 2 << 20, 1, None) else {
             panic!("nothing is left");
         };
         assert!((50_000..56_000).contains(&blocks), "{blocks}");
@@ -197,12 +193,12 @@ mod tests {
 
     fn shapes() -> impl Strategy<Value = ModelShapes> {
         let heads = (1u64..64, 1u64..17, prop::sample::select(vec![64u64, 96, 128, 256]));
-        let widths = (1u64..1024, 1u64..4096, 1u64..100, 1u64..40_000, any::<bool>());
+        let widths = (1u64..1024, 1u64..4096, 1u64..3, 1u64..40_000, any::<bool>());
         (heads, widths).prop_map(
-            |((group, kv_heads, head_dim), (hidden, inner, layers, vocabulary, gathers))| ModelShapes {
+            |((group, kv_heads, head_dim), (hidden, inner, ropes, vocabulary, gathers))| ModelShapes {
                 hidden: hidden * 8,
                 inner: inner * 8,
-                layers,
+                ropes,
                 heads: group * kv_heads,
                 kv_heads,
                 head_dim,
@@ -217,20 +213,22 @@ mod tests {
         fn components_and_pool_fit_the_budget_or_the_reported_missing_bytes_would_do(
             shapes in shapes(), sizes in (1u64..65_536, 1u64..4096, 2u64..1 << 20, 1u64..1 << 26),
             total in 1u64 << 32..200 << 30, others in 0u64..1 << 36, taken in 0u64..1 << 37, utilization in 0.05f32..1.0,
-            block_tokens in 0u32..9, fp8 in any::<bool>(), limit in prop::option::of(1u64 << 30..1 << 37),
+            (layers, block_tokens, fp8) in (1u64..100, 0u32..9, any::<bool>()), least in 1u32..9,
+            limit in prop::option::of(1u64 << 30..1 << 37),
         ) {
             let (rows, slots, context, metadata) = sizes;
             let graphs = StepGraphs { sample_rows: slots as u32, batch_tokens: rows as u32 };
             let limits = BufferLimits::new(graphs, slots as u32, context as u32, metadata as usize);
             let components = shapes.components(&limits);
             let store = if fp8 { KvStore::Fp8 } else { KvStore::Half };
-            let block = shapes.block_bytes(1 << block_tokens, store);
+            let block = layers * store.layer_bytes(shapes.kv_heads, 1 << block_tokens, shapes.head_dim);
             let budget = MemoryBudget { total, free: total.saturating_sub(others), taken };
             let allowed = budget.allowed(utilization);
             prop_assert!(allowed <= budget.free && allowed as f64 <= total as f64 * f64::from(utilization) + 1.0);
-            let of = |budget| pool_blocks(budget, utilization, &components, block, limit);
+            let of = |budget| pool_blocks(budget, utilization, &components, block, least, limit);
             match of(budget) {
                 PoolSize::Blocks(blocks) => {
+                    prop_assert!(blocks >= least);
                     let pool = u64::from(blocks) * block;
                     let used = taken + total_bytes(&components);
                     let limited = limit.is_some_and(|limit| pool <= limit);
@@ -241,7 +239,7 @@ mod tests {
                     let more = allocated_bytes(pool + block) + used;
                     prop_assert!(more > allowed || blocks == u32::MAX || limit.is_some_and(|limit| pool + block > limit));
                 }
-                PoolSize::Missing(bytes) if limit.is_none_or(|limit| limit >= block) => {
+                PoolSize::Missing(bytes) if limit.is_none_or(|limit| limit >= u64::from(least) * block) => {
                     prop_assert!(bytes > 0);
                     // Exactly this many bytes less suffice.
                     if bytes <= taken {

@@ -2,7 +2,7 @@
 
 use inflight_kernels::cpu::Activation;
 use inflight_kernels::cuda::{
-    DeviceError, HEAD_DIMS, HalfDtype, KvStore, PlanShape, SamplingResult, SamplingRow, attention_blocks,
+    DeviceError, HEAD_DIMS, HalfDtype, PlanShape, SamplingResult, SamplingRow, attention_blocks,
 };
 use inflight_models::{self as models, Arithmetic, ModelConfig, NormPlaces};
 use inflight_runtime::{
@@ -10,8 +10,9 @@ use inflight_runtime::{
     TokenMasks,
 };
 
-use super::forward::{CudaForward, PoolCapacity, windows};
+use super::forward::CudaForward;
 use super::gpu::Gpu;
+use super::kv_layers::KvLayers;
 use super::metadata::{MetadataPacker, PackerConfig, StepShape};
 use super::shapes::{BufferLimits, PARTIALS};
 use super::shard_plan::ShardPlan;
@@ -38,18 +39,35 @@ pub(super) struct ModelRunner<G: Gpu> {
 /// Execution modes of a model runner.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct RunnerModes {
-    pub(super) store: KvStore,
     /// Batch-invariant kernels only.
     pub(super) deterministic: bool,
     /// Batches are padded to the rows of CUDA graphs.
     pub(super) graphs: bool,
 }
 
-/// Checks that kernels exist for the shapes of a model, or of one rank's shard where `ranks` is above 1.
+/// Returns whether all kernels of a model have run on a GPU: those of Llama's arithmetic.
+fn is_proven(config: &ModelConfig) -> bool {
+    let Arithmetic { norms, zero_centred_norms, activation, score_size, scaled_embedding } =
+        config.arithmetic;
+    norms == NormPlaces::Before
+        && !zero_centred_norms
+        && activation == Activation::Silu
+        && score_size == config.head_dim as f64
+        && !scaled_embedding
+        && config.ropes.len() == 1
+        && config.head_dim <= 128
+}
+
+/// Checks that kernels exist for the shapes of a model, or of one rank's shard where `ranks` is above 1; `experimental`: also those
+/// that were tested in emulation only.
 ///
 /// # Errors
 /// [`models::Error::Unsupported`], naming the field and the supported values.
-pub(super) fn check_model(config: &ModelConfig, ranks: usize) -> Result<(), models::Error> {
+pub(super) fn check_model(
+    config: &ModelConfig,
+    ranks: usize,
+    experimental: bool,
+) -> Result<(), models::Error> {
     let unsupported = |field: &str, found: String, supported: String| {
         Err(models::Error::Unsupported {
             file: "config.json".to_owned(),
@@ -58,16 +76,9 @@ pub(super) fn check_model(config: &ModelConfig, ranks: usize) -> Result<(), mode
             supported,
         })
     };
-    let Arithmetic { norms, zero_centred_norms, activation, score_size, scaled_embedding } =
-        config.arithmetic;
-    let plain = norms == NormPlaces::Before
-        && !zero_centred_norms
-        && activation == Activation::Silu
-        && score_size == config.head_dim as f64
-        && !scaled_embedding
-        && config.ropes.len() == 1;
-    if !plain {
-        let supported = "models with the arithmetic of Llama on CUDA; --device cpu computes this one";
+    if !experimental && !is_proven(config) {
+        let supported = "models whose kernels have run on a GPU; --device cpu computes this one, and --gpu-experimental computes it \
+            on GPUs with kernels that were tested in emulation only";
         return unsupported("architectures", config.architecture.name().to_owned(), supported.to_owned());
     }
     if !HEAD_DIMS.contains(&(config.head_dim as u32)) {
@@ -107,24 +118,21 @@ impl<G: Gpu> ModelRunner<G> {
         weights: DeviceWeights<G::Memory>,
         capabilities: Capabilities,
         limits: &BufferLimits,
+        kv_layers: KvLayers,
         modes: RunnerModes,
     ) -> Result<Self, DeviceError> {
-        let RunnerModes { store, deterministic, graphs } = modes;
+        let RunnerModes { deterministic, graphs } = modes;
         let (sample_rows, batch_tokens) = (capabilities.sample_rows, capabilities.batch_tokens);
         let step_graphs = StepGraphs { sample_rows, batch_tokens };
-        let capacity = PoolCapacity {
-            block_tokens: capabilities.shape.block_tokens(),
-            blocks: capabilities.blocks,
-            store,
-        };
+        let (blocks, store) = (capabilities.blocks, kv_layers.store());
         let config = shard_plan.shard().config(unsharded);
         let slots = GpuSlots::new(gpu, &shard_plan.shapes(unsharded), limits, capabilities.vocab_size)?;
-        let forward = CudaForward::new(gpu, unsharded, shard_plan, half, weights, limits, capacity)?;
+        let forward =
+            CudaForward::new(gpu, unsharded, shard_plan, half, weights, limits, kv_layers.clone(), blocks)?;
         let packer_config = PackerConfig {
             vocabulary: capabilities.vocab_size,
-            block_tokens: capabilities.shape.block_tokens(),
-            blocks: capabilities.blocks,
-            windows: windows(&config).0,
+            blocks,
+            kv_layers,
             plan: PlanShape {
                 group: (config.heads / config.kv_heads) as u32,
                 kv_heads: config.kv_heads as u32,

@@ -30,6 +30,8 @@ pub struct CudaOptions {
     pub kv_store: KvStore,
     /// Batch-invariant kernels: output bits do not depend on the batch, at some cost in speed.
     pub deterministic: bool,
+    /// Also takes models, and releases KV blocks that a window has passed, with kernels that were tested in emulation only.
+    pub experimental: bool,
     /// Decode steps, and the layers of other small ones, run as captured CUDA graphs.
     pub graphs: bool,
     /// Metadata and results are copied on streams of their own, beside the steps before and after; changes no bit.

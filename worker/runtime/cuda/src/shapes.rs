@@ -1,6 +1,5 @@
 //! What the sizes of device buffers depend on: shapes of the model's shard, and limits of batches.
 
-use inflight_kernels::cuda::KvStore;
 use inflight_models::ModelConfig;
 use inflight_runtime::sharding::Shard;
 
@@ -19,7 +18,8 @@ const SPLIT_ROWS: u64 = 16;
 pub(super) struct ModelShapes {
     pub(super) hidden: u64,
     pub(super) inner: u64,
-    pub(super) layers: u64,
+    /// Rotary embeddings.
+    pub(super) ropes: u64,
     pub(super) heads: u64,
     pub(super) kv_heads: u64,
     pub(super) head_dim: u64,
@@ -52,7 +52,7 @@ impl ModelShapes {
             gathered: shards.map_or(0, |shards| gathered_stride(shards) as u64),
             hidden: config.hidden_size as u64,
             inner: config.intermediate_size as u64,
-            layers: config.layers.len() as u64,
+            ropes: config.ropes.len() as u64,
             heads: config.heads as u64,
             kv_heads: config.kv_heads as u64,
             head_dim: config.head_dim as u64,
@@ -63,11 +63,6 @@ impl ModelShapes {
     /// Returns the output columns of the QKV GEMM.
     pub(super) fn qkv(&self) -> u64 {
         (self.heads + 2 * self.kv_heads) * self.head_dim
-    }
-
-    /// Returns the bytes of a KV block.
-    pub(super) fn block_bytes(&self, block_tokens: u32, store: KvStore) -> u64 {
-        self.layers * store.layer_bytes(self.kv_heads, u64::from(block_tokens), self.head_dim)
     }
 
     /// Returns the bytes of attention's partial results: of elements, and of maxima and sums.

@@ -6,7 +6,8 @@ use std::ops::Range;
 use inflight_kernels::Encoding;
 use inflight_kernels::cuda::{DeviceError, HalfDtype};
 use inflight_models::{
-    self as models, CheckpointDecoder, CheckpointLayer, DecoderLayer, ModelDir, StackedLinear, Tensor,
+    self as models, Arithmetic, CheckpointDecoder, CheckpointLayer, DecoderLayer, ModelDir, StackedLinear,
+    Tensor,
 };
 use inflight_runtime::sharding::{Alignment, Partition, Shard};
 
@@ -14,7 +15,10 @@ use super::gpu::{BiasAddresses, Gpu, GpuMemory, bytes_of};
 use super::memory_plan;
 
 /// Tensors of a model in the checkpoint, all present and of the expected shape.
-pub(super) struct SourceTensors(CheckpointDecoder);
+pub(super) struct SourceTensors {
+    decoder: CheckpointDecoder,
+    arithmetic: Arithmetic,
+}
 
 /// Row and column range of a tensor.
 struct TensorSlice<'a> {
@@ -45,6 +49,8 @@ impl<'a> TensorSlice<'a> {
 /// Weights of a rank's shard in device memory.
 pub(super) struct DeviceWeights<M> {
     pub(super) embedding: M,
+    /// Factor of embeddings, if the model scales them.
+    pub(super) embedding_scale: Option<f32>,
     pub(super) layers: Vec<WeightLayer<M>>,
     pub(super) norm: M,
     /// LM head; `None`: rows of the embedding, from byte `head_offset` on.
@@ -99,13 +105,13 @@ const MATRIX_ALIGN: u64 = 256;
 
 /// Looks up every tensor that the configuration requires.
 pub(super) fn find(model: &ModelDir) -> Result<SourceTensors, models::Error> {
-    model.decoder().map(SourceTensors)
+    Ok(SourceTensors { decoder: model.decoder()?, arithmetic: model.config().arithmetic })
 }
 
 impl SourceTensors {
     /// Returns the model's 16-bit type: that of its first projection. Norms may have another type.
     pub(super) fn half(&self) -> HalfDtype {
-        match self.0.layers[0].qkv.matrices[0].encoding {
+        match self.decoder.layers[0].qkv.matrices[0].encoding {
             Encoding::Plain(dtype) => HalfDtype::of(dtype),
             _ => HalfDtype::Bf16, // integers with scales are widened
         }
@@ -114,7 +120,7 @@ impl SourceTensors {
     /// Returns the alignment of input ranges of row-parallel matrices: quantization blocks stay whole.
     pub(super) fn alignment(&self) -> Alignment {
         let mut alignment = Alignment { output: 1, down: 1 };
-        for layer in &self.0.layers {
+        for layer in &self.decoder.layers {
             for (linear, inputs) in
                 [(&layer.output, &mut alignment.output), (&layer.down, &mut alignment.down)]
             {
@@ -130,12 +136,12 @@ impl SourceTensors {
     /// byte offset in it.
     fn head(&self, shard: &Shard) -> (TensorSlice<'_>, Option<u64>) {
         let rows = shard.vocabulary.clone();
-        match &self.0.head {
+        match &self.decoder.head {
             Some(head) => (TensorSlice::rows(head, rows), None),
             None => {
-                let offset = (rows.start * self.0.embedding.shape[1] * 2) as u64;
+                let offset = (rows.start * self.decoder.embedding.shape[1] * 2) as u64;
                 let usable = offset.is_multiple_of(MATRIX_ALIGN).then_some(offset);
-                (TensorSlice::rows(&self.0.embedding, rows), usable)
+                (TensorSlice::rows(&self.decoder.embedding, rows), usable)
             }
         }
     }
@@ -143,24 +149,24 @@ impl SourceTensors {
     /// Returns the bytes of a shard's matrices on the device, without norms and biases, which are small. The
     /// embedding is replicated.
     pub(super) fn bytes(&self, shard: &Shard) -> u64 {
-        let linears = self.0.layers.iter().flat_map(CheckpointLayer::linears);
+        let linears = self.decoder.layers.iter().flat_map(CheckpointLayer::linears);
         let linears: usize = linears.map(|linear| elements(&slices(linear, shard))).sum();
         let head = match self.head(shard) {
             (_, Some(_)) => 0,
             (head, None) => head.elements(),
         };
-        (linears + TensorSlice::whole(&self.0.embedding).elements() + head) as u64 * 2
+        (linears + TensorSlice::whole(&self.decoder.embedding).elements() + head) as u64 * 2
     }
 
     /// Returns the bytes that the driver uses for a shard's matrices, each allocated separately.
     pub(super) fn allocated_bytes(&self, shard: &Shard) -> u64 {
-        let linears = self.0.layers.iter().flat_map(CheckpointLayer::linears);
+        let linears = self.decoder.layers.iter().flat_map(CheckpointLayer::linears);
         let linears = linears.map(|linear| elements(&slices(linear, shard)));
         let head = match self.head(shard) {
             (_, Some(_)) => 0,
             (head, None) => head.elements(),
         };
-        let all = linears.chain([TensorSlice::whole(&self.0.embedding).elements(), head]);
+        let all = linears.chain([TensorSlice::whole(&self.decoder.embedding).elements(), head]);
         all.map(|elements| memory_plan::allocated_bytes(elements as u64 * 2)).sum()
     }
 
@@ -177,6 +183,7 @@ impl SourceTensors {
         let mut upload = WeightUpload {
             gpu,
             shard,
+            arithmetic: self.arithmetic,
             half: self.half(),
             done: 0,
             total: self.bytes(shard),
@@ -187,9 +194,12 @@ impl SourceTensors {
         (upload.progress)(0, upload.total);
         let (head, offset) = self.head(shard);
         Ok(DeviceWeights {
-            embedding: upload.matrix(&[TensorSlice::whole(&self.0.embedding)])?,
-            layers: self.0.layers.iter().map(|layer| upload.layer(layer)).collect::<Result<_, _>>()?,
-            norm: upload_f32(gpu, &self.0.norm.to_f32()?)?,
+            embedding: upload.matrix(&[TensorSlice::whole(&self.decoder.embedding)])?,
+            embedding_scale: self
+                .arithmetic
+                .embedding_scale(self.decoder.embedding.shape[1], self.decoder.embedding.encoding),
+            layers: self.decoder.layers.iter().map(|layer| upload.layer(layer)).collect::<Result<_, _>>()?,
+            norm: upload_f32(gpu, &self.arithmetic.norm_factors(self.decoder.norm.to_f32()?))?,
             head: match offset {
                 Some(_) => None,
                 None => Some(upload.matrix(&[head])?),
@@ -203,6 +213,7 @@ impl SourceTensors {
 struct WeightUpload<'a, G> {
     gpu: &'a G,
     shard: &'a Shard,
+    arithmetic: Arithmetic,
     half: HalfDtype,
     done: u64,
     total: u64,
@@ -238,8 +249,9 @@ fn upload_f32<G: Gpu>(gpu: &G, values: &[f32]) -> Result<G::Memory, DeviceError>
 
 impl<G: Gpu> WeightUpload<'_, G> {
     fn layer(&mut self, layer: &CheckpointLayer) -> Result<WeightLayer<G::Memory>, UploadError> {
-        let gpu = self.gpu;
-        let vector = |vector: &Tensor| Ok(upload_f32(gpu, &vector.to_f32()?)?);
+        let (gpu, arithmetic) = (self.gpu, self.arithmetic);
+        // The vectors of layers are those of norms.
+        let vector = |vector: &Tensor| Ok(upload_f32(gpu, &arithmetic.norm_factors(vector.to_f32()?))?);
         layer.try_map(vector, |linear| self.linear(linear))
     }
 
@@ -384,7 +396,7 @@ mod tests {
                 let expected = &all_of_head[rows.start * hidden..rows.end * hidden];
                 assert!(head(&part, rows.len() * hidden) == expected, "{arch}: head of rank {}", shard.rank);
                 assert!(part.head().is_multiple_of(16));
-                for (index, layer) in tensors.0.layers.iter().enumerate() {
+                for (index, layer) in tensors.decoder.layers.iter().enumerate() {
                     let (of_whole, of_part) = (&whole.layers[index], &part.layers[index]);
                     for (linear, (one, own)) in
                         layer.linears().iter().zip(of_whole.linears().into_iter().zip(of_part.linears()))

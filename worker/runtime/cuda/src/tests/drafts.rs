@@ -287,9 +287,9 @@ fn drafts_change_no_bit_of_tokens_log_probabilities_and_logits() {
         let requests = requests(vocabulary, seed);
         let mut gpu = HarnessRunner::with_store(store, &model, 16, true, graphs);
         let expected: Vec<_> = requests.iter().map(|request| alone(&mut gpu, request)).collect();
-        let modes = RunnerModes { store, deterministic: true, graphs };
+        let modes = RunnerModes { deterministic: true, graphs };
         let device = RecordingDevice::new(Harness::new());
-        let mut gpu = HarnessRunner::load(device, unsharded(&model), &model, 16, modes);
+        let mut gpu = HarnessRunner::load(device, unsharded(&model), &model, 16, store, modes);
         gpu.harness.allocated.take();
         let (steps, coverage) = together(&mut gpu, &requests, &expected, seed);
         assert_eq!(*gpu.harness.allocated.borrow(), [0u64; 0], "memory was allocated in service");
@@ -306,11 +306,13 @@ fn ranks_of_a_group_accept_the_same_drafts() {
     }
     let model = model(Arch::Llama31, Dtype::Bf16, 93);
     let requests = requests(model.config().vocab_size as u32, 5);
-    let modes = RunnerModes { store: KvStore::Half, deterministic: true, graphs: true };
-    let expected = on_ranks(&model, 2, 16, modes, |mut rank| {
+    let modes = RunnerModes { deterministic: true, graphs: true };
+    let expected = on_ranks(&model, 2, 16, KvStore::Half, modes, |mut rank| {
         requests.iter().map(|request| alone(&mut rank, request)).collect::<Vec<_>>()
     });
-    let ranks = on_ranks(&model, 2, 16, modes, |mut rank| together(&mut rank, &requests, &expected[0], 6));
+    let ranks = on_ranks(&model, 2, 16, KvStore::Half, modes, |mut rank| {
+        together(&mut rank, &requests, &expected[0], 6)
+    });
     assert!(ranks[0] == ranks[1], "ranks have different results");
     check(&ranks[0].0, &expected[0], "a group of two");
     assert!(ranks[0].1.accepted > 20 && ranks[0].1.rejected > 10, "{:?}", ranks[0].1);

@@ -11,10 +11,10 @@ fn steps_with_skinny_gemms_yield_the_logits_of_the_cpu_runtime() {
     // With and without biases, in both types.
     for (arch, dtype) in [(Arch::Qwen2, Dtype::Bf16), (Arch::Llama31, Dtype::F16)] {
         let model = model(arch, dtype, 81);
-        let modes = RunnerModes { store: KvStore::Half, deterministic: false, graphs: true };
+        let modes = RunnerModes { deterministic: false, graphs: true };
         let device = RecordingDevice::new(Harness::new()).preferring(GemmKernel::Skinny);
-        let gpu = HarnessRunner::load(device, unsharded(&model), &model, 16, modes);
-        let gpu = yields_the_logits_of_the_cpu_runtime(gpu, &model, 16, modes.store);
+        let gpu = HarnessRunner::load(device, unsharded(&model), &model, 16, KvStore::Half, modes);
+        let gpu = yields_the_logits_of_the_cpu_runtime(gpu, &model, 16, KvStore::Half);
         let (run, layers) = (gpu.harness.gemms.take(), model.config().layers.len());
         // Two steps with prompts, three without, and the head in all of them.
         let count =
@@ -34,10 +34,10 @@ fn overlapping_kernels_of_a_step_have_no_data_races() {
     let model = model(Arch::Qwen3, Dtype::Bf16, 4);
     let cases = [(KvStore::Half, GemmKernel::Tiled), (KvStore::Fp8, GemmKernel::Skinny)];
     for (store, preferred) in cases {
-        let modes = RunnerModes { store, deterministic: false, graphs: true };
+        let modes = RunnerModes { deterministic: false, graphs: true };
         let load = |device, on_weights_loaded: fn(&RecordingDevice)| {
             let device = RecordingDevice::new(device).preferring(preferred);
-            HarnessRunner::load_with(device, unsharded(&model), &model, 16, modes, on_weights_loaded)
+            HarnessRunner::load_with(device, unsharded(&model), &model, 16, store, modes, on_weights_loaded)
         };
         let mut plain = load(Harness::new(), |_| {});
         let mut overlapping = load(Harness::overlapping(), |recording| recording.device.freeze());

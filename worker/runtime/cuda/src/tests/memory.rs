@@ -21,10 +21,13 @@ fn every_device_allocation_is_in_the_memory_plan() {
         let matrix_bytes = tensors.allocated_bytes(shard_plan.shard());
         // Norms and biases are small compared with matrices.
         prop_assert!(weight_bytes >= matrix_bytes && weight_bytes - matrix_bytes < 1 << 20);
+        let store = if fp8 { KvStore::Fp8 } else { KvStore::Half };
+        let kv = kv_layers(&model, &shard_plan, 4 << block_bits, store, context);
+        let block_bytes = kv.plan().block_bytes();
         let capabilities = Capabilities {
             vocab_size: config.vocab_size as u32,
             context_tokens: context,
-            shape: MemoryShape::uniform(4 << block_bits),
+            shape: kv.plan().shape(),
             block_bytes: 0,
             blocks,
             host_blocks: 0,
@@ -35,22 +38,21 @@ fn every_device_allocation_is_in_the_memory_plan() {
             fingerprint: String::new(),
             facts: RuntimeFacts::default(),
         };
-        let store = if fp8 { KvStore::Fp8 } else { KvStore::Half };
-        let modes = RunnerModes { store, deterministic: false, graphs: true };
+        let modes = RunnerModes { deterministic: false, graphs: true };
         let half = tensors.half();
         let shapes = shard_plan.shapes(config);
         let graphs = StepGraphs { sample_rows: slots + draft_rows, batch_tokens };
         let limits = BufferLimits::new(graphs, slots, context, 5000);
         let plan = shard_plan.clone();
         let runner =
-            ModelRunner::new(&gpu, config, plan, half, weights, capabilities, &limits, modes).unwrap();
+            ModelRunner::new(&gpu, config, plan, half, weights, capabilities, &limits, kv, modes).unwrap();
         let buffers: Vec<_> =
             (0..DEPTH).map(|_| StepBuffers::alloc(&gpu, &shapes, &limits).unwrap()).collect();
         let excluded = ["workspace", "driver"];
         let components = shapes.components(&limits).into_iter();
         let components = components.filter(|component| !excluded.contains(&component.name));
         let planned: u64 = components.map(|component| component.bytes).sum();
-        let pool = allocated_bytes(u64::from(blocks) * shapes.block_bytes(4 << block_bits, store));
+        let pool = allocated_bytes(u64::from(blocks) * block_bytes);
         let allocated: u64 = gpu.allocated.borrow().iter().map(|bytes| allocated_bytes(*bytes)).sum();
         prop_assert_eq!(allocated, planned + pool);
         drop((runner, buffers));
@@ -74,10 +76,16 @@ fn nothing_is_allocated_after_load_and_slot_histories_are_separate() {
         ..SamplingSpec::default()
     };
     let (penalties, plain) = (spec.validate().unwrap(), SamplingParams::greedy());
-    let modes = RunnerModes { store: KvStore::Half, deterministic: true, graphs: true };
+    let modes = RunnerModes { deterministic: true, graphs: true };
     let run = |alone: Option<usize>| {
-        let mut gpu =
-            HarnessRunner::load(RecordingDevice::new(Harness::new()), unsharded(&model), &model, 16, modes);
+        let mut gpu = HarnessRunner::load(
+            RecordingDevice::new(Harness::new()),
+            unsharded(&model),
+            &model,
+            16,
+            KvStore::Half,
+            modes,
+        );
         gpu.harness.allocated.take();
         let vocabulary = model.config().vocab_size as u32;
         let mut sequences = TestSequences::new(&[9, 30, 5, 14], vocabulary, 16, 7);
@@ -119,13 +127,13 @@ fn the_model_gemms_are_exactly_those_of_the_forward_pass() {
     for (arch, tied) in [(Arch::Qwen2, true), (Arch::Llama31, false)] {
         let model = model_of(arch, Dtype::Bf16, 85, 6, tied);
         let (shard_plan, config) = (unsharded(&model), model.config());
-        let modes = RunnerModes { store: KvStore::Half, deterministic: false, graphs: true };
+        let modes = RunnerModes { deterministic: false, graphs: true };
         let gpu = RecordingDevice::new(Harness::new());
         let weights = find(&model).unwrap().upload(&gpu, shard_plan.shard(), &|_, _| {}).unwrap();
         let listed = model_gemms(&weights, &shard_plan.shapes(config), &shard_plan, config.vocab_size);
         let shape = |gemm: &ModelGemm| (gemm.n, gemm.k, gemm.stride, gemm.f32_out);
         // Other addresses of the weights, but the same shapes.
-        let mut runner = HarnessRunner::load(gpu, shard_plan, &model, 16, modes);
+        let mut runner = HarnessRunner::load(gpu, shard_plan, &model, 16, KvStore::Half, modes);
         let mut sequences = TestSequences::new(&[21, 6], config.vocab_size as u32, 16, 1);
         (0..2).for_each(|slot| {
             runner.attach(slot, &SamplingParams::greedy(), &sequences.tokens[slot as usize])

@@ -47,10 +47,11 @@ pub(super) fn on_ranks<T: Send>(
     model: &ModelDir,
     world: usize,
     block_tokens: u32,
+    store: KvStore,
     modes: RunnerModes,
     work: impl Fn(HarnessRunner<RecordingDevice>) -> T + Sync,
 ) -> Vec<T> {
-    let shards = shard_model(model, &find(model).unwrap(), world).unwrap();
+    let shards = shard_model(model, &find(model).unwrap(), world, true).unwrap();
     let work = &work;
     thread::scope(|scope| {
         let ranks = ShardPlan::for_ranks(shards, true).zip(host_group(world));
@@ -59,7 +60,7 @@ pub(super) fn on_ranks<T: Send>(
                 scope.spawn(move || {
                     let collective = HarnessCollective(collective);
                     let device = RecordingDevice::new(Harness::new()).with_collective(collective);
-                    work(HarnessRunner::load(device, shard_plan, model, block_tokens, modes))
+                    work(HarnessRunner::load(device, shard_plan, model, block_tokens, store, modes))
                 })
             })
             .collect();
@@ -78,8 +79,7 @@ fn steps<G: Gpu<Memory = HostMemory>>(
     known: Option<&StepOutputs>,
 ) -> StepOutputs {
     let vocabulary = gpu.runner.capabilities.vocab_size;
-    let mut sequences =
-        TestSequences::new(&[70, 1, 33], vocabulary, gpu.runner.capabilities.shape.block_tokens(), 5);
+    let mut sequences = TestSequences::of_shape(&[70, 1, 33], vocabulary, gpu.runner.capabilities.shape, 5);
     for (slot, tokens) in sequences.tokens.iter().enumerate() {
         gpu.attach(slot as u32, sampling, tokens);
     }
@@ -115,18 +115,19 @@ fn a_group_yields_the_tokens_and_logits_of_one_device_on_every_rank() {
         (Arch::Qwen2, Dtype::F16, 8, true, 4, KvStore::Half, true),
         (Arch::Qwen3, Dtype::Bf16, 6, true, 2, KvStore::Fp8, false),
         (Arch::Mistral, Dtype::Bf16, 6, false, 1, KvStore::Half, false),
+        (Arch::Gemma3, Dtype::Bf16, 4, true, 2, KvStore::Half, true),
     ];
     for (i, (arch, dtype, heads, tied, world, store, deterministic)) in cases.into_iter().enumerate() {
         let model = model_of(arch, dtype, 40 + i as u32, heads, tied);
-        let block_tokens = [16, 4, 16, 32][i];
-        let modes = RunnerModes { store, deterministic, graphs: true };
+        let block_tokens = [16, 4, 16, 32, 16][i];
+        let modes = RunnerModes { deterministic, graphs: true };
         let mut alone = HarnessRunner::with_store(store, &model, block_tokens, deterministic, true);
         let reference = steps(&mut alone, &SamplingParams::greedy(), None);
         let bits = |yielded: &StepOutputs| {
             let of = |logits: &[f32]| logits.iter().map(|x| x.to_bits()).collect::<Vec<_>>();
             yielded.iter().map(|(tokens, logits)| (tokens.clone(), of(logits))).collect::<Vec<_>>()
         };
-        let ranks = on_ranks(&model, world, block_tokens, modes, |mut rank| {
+        let ranks = on_ranks(&model, world, block_tokens, store, modes, |mut rank| {
             steps(&mut rank, &SamplingParams::greedy(), Some(&reference))
         });
         assert_eq!(ranks.len(), world);
@@ -174,11 +175,11 @@ fn ranks_sample_the_same_tokens_and_feed_them_back_on_the_device() {
         ..SamplingSpec::default()
     };
     let sampling = spec.validate().unwrap();
-    let modes = RunnerModes { store: KvStore::Half, deterministic: true, graphs: true };
-    let sampled = on_ranks(&model, 2, 16, modes, |mut rank| steps(&mut rank, &sampling, None));
+    let modes = RunnerModes { deterministic: true, graphs: true };
+    let sampled = on_ranks(&model, 2, 16, KvStore::Half, modes, |mut rank| steps(&mut rank, &sampling, None));
     assert!(sampled[0] == sampled[1], "ranks sampled different tokens");
     // The third step's tokens reached the fourth on the device; now they come from the host.
-    let from_host = on_ranks(&model, 2, 16, modes, |mut rank| {
+    let from_host = on_ranks(&model, 2, 16, KvStore::Half, modes, |mut rank| {
         let mut sequences = TestSequences::new(&[70, 1, 33], model.config().vocab_size as u32, 16, 5);
         for (slot, tokens) in sequences.tokens.iter().enumerate() {
             rank.attach(slot as u32, &sampling, tokens);
@@ -205,14 +206,14 @@ fn the_model_gemms_of_a_rank_are_those_of_its_shard() {
     let model = model_of(Arch::Qwen2, Dtype::Bf16, 57, 8, true);
     let (config, tensors) = (model.config(), find(&model).unwrap());
     for world in [1, 2, 4] {
-        let listed: Vec<_> = ShardPlan::for_ranks(shard_model(&model, &tensors, world).unwrap(), true)
+        let listed: Vec<_> = ShardPlan::for_ranks(shard_model(&model, &tensors, world, false).unwrap(), true)
             .map(|shard_plan| {
                 let weights = tensors.upload(&Harness::new(), shard_plan.shard(), &|_, _| {}).unwrap();
                 model_gemms(&weights, &shard_plan.shapes(config), &shard_plan, config.vocab_size)
             })
             .collect();
-        let modes = RunnerModes { store: KvStore::Half, deterministic: false, graphs: true };
-        let run = on_ranks(&model, world, 16, modes, |mut rank| {
+        let modes = RunnerModes { deterministic: false, graphs: true };
+        let run = on_ranks(&model, world, 16, KvStore::Half, modes, |mut rank| {
             let mut sequences = TestSequences::new(&[9, 4], config.vocab_size as u32, 16, 1);
             (0..2).for_each(|slot| rank.attach(slot, &SamplingParams::greedy(), &[]));
             rank.step(&sequences.batch(&[9, 4]));
@@ -236,9 +237,9 @@ fn a_rank_that_fails_within_a_step_fails_the_step_on_every_rank() {
         return;
     }
     let model = model(Arch::Qwen3, Dtype::Bf16, 61);
-    let modes = RunnerModes { store: KvStore::Half, deterministic: false, graphs: false };
+    let modes = RunnerModes { deterministic: false, graphs: false };
     for culprit in 0..2 {
-        let outcomes = on_ranks(&model, 2, 16, modes, |mut rank| {
+        let outcomes = on_ranks(&model, 2, 16, KvStore::Half, modes, |mut rank| {
             let mut sequences = TestSequences::new(&[9], model.config().vocab_size as u32, 16, 1);
             rank.attach(0, &SamplingParams::greedy(), &sequences.tokens[0].clone());
             rank.step(&sequences.batch(&[5]));
@@ -260,19 +261,21 @@ fn a_rank_that_fails_within_a_step_fails_the_step_on_every_rank() {
 #[test]
 fn an_indivisible_model_is_refused_with_the_rank_counts_that_work() {
     let model = model(Arch::Qwen3, Dtype::Bf16, 71);
-    let refused = |world| super::super::supports(&model, world).unwrap_err().to_string();
-    assert!(super::super::supports(&model, 2).is_ok());
+    let refused = |world| super::super::supports(&model, world, false).unwrap_err().to_string();
+    assert!(super::super::supports(&model, 2, false).is_ok());
     // Four ranks share two key heads in pairs, but six query heads do not divide by four.
     for clue in ["--tensor-parallel 4", "6 attention heads", "1, 2 would do"] {
         assert!(refused(4).contains(clue), "{}", refused(4));
     }
     let folder = inflight_fixtures::Checkpoint::new(Arch::Qwen2, Dtype::Bf16).write_temp().unwrap();
     let narrow = ModelDir::open(&ModelSource::Directory(folder.path().to_path_buf())).unwrap();
-    let refused = super::super::supports(&narrow, 2).unwrap_err().to_string();
+    let refused = super::super::supports(&narrow, 2, false).unwrap_err().to_string();
     assert!(refused.contains("head_dim"), "{refused}");
     // What runs without a model of one's own runs on GPUs, too.
     let demo = ModelDir::open(&ModelSource::Embedded).unwrap();
-    assert!(super::super::supports(&demo, 1).is_ok() && super::super::supports(&demo, 2).is_ok());
+    assert!(
+        super::super::supports(&demo, 1, false).is_ok() && super::super::supports(&demo, 2, false).is_ok()
+    );
 }
 
 #[test]
@@ -293,6 +296,7 @@ fn duplicate_gpus_no_gpu_and_batch_dependent_sums_are_refused() {
             context_tokens: None,
             kv_store: KvStore::Half,
             deterministic,
+            experimental: false,
             graphs: true,
             copy_streams: true,
             autotune: true,

@@ -1,0 +1,194 @@
+//! Where the keys and values of each layer are in a rank's KV pool, and which attention plan the layer takes.
+
+use inflight_kernels::cuda::{ATTENTION_KEY_TILE, KvStore};
+use inflight_models::ModelConfig;
+use inflight_runtime::{KvPlan, KvPlanError, LayerRows};
+
+/// Block of a span in a group of layers. The layers in it write a token at the same KV index.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct KvPart {
+    /// Index of the group.
+    pub(super) group: usize,
+    /// Index of the block among those of a span.
+    pub(super) part: usize,
+}
+
+/// Layers that share block tables and attention plan.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct KvView {
+    /// Index of the part.
+    pub(super) part: usize,
+    /// Index of the attention plan.
+    pub(super) plan: usize,
+}
+
+/// Attention plan: the layers of a group with one window.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct KvWindow {
+    /// Index of the group.
+    pub(super) group: usize,
+    /// Positions that a token sees, its own included; `None`: all up to its own.
+    pub(super) window: Option<u32>,
+}
+
+/// Place of a layer.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct KvLayer {
+    view: usize,
+    /// Bytes from the start of a block.
+    offset: u64,
+}
+
+/// KV memory of a rank's shard.
+#[derive(Debug, Clone)]
+pub(super) struct KvLayers {
+    plan: KvPlan,
+    store: KvStore,
+    parts: Vec<KvPart>,
+    windows: Vec<KvWindow>,
+    views: Vec<KvView>,
+    layers: Vec<KvLayer>,
+}
+
+/// Returns the index of `item` in `items`, to which it is appended if it is not there.
+fn index_of<T: PartialEq>(items: &mut Vec<T>, item: T) -> usize {
+    items.iter().position(|known| *known == item).unwrap_or_else(|| {
+        items.push(item);
+        items.len() - 1
+    })
+}
+
+impl KvLayers {
+    /// Plans the KV memory of a shard's `config` for sequences of up to `context_tokens` tokens. `release`: sequences give up the
+    /// blocks that the window of a group of layers has passed.
+    ///
+    /// # Errors
+    /// [`KvPlanError`] if the windows cannot be grouped.
+    pub(super) fn new(
+        config: &ModelConfig,
+        block_tokens: u32,
+        context_tokens: u32,
+        store: KvStore,
+        release: bool,
+    ) -> Result<Self, KvPlanError> {
+        let bytes = store.layer_bytes(config.kv_heads as u64, block_tokens.into(), config.head_dim as u64);
+        // Attention reads whole tiles of keys, so what a window holds of its first tile stays.
+        let held = |window: u32| window.saturating_add(ATTENTION_KEY_TILE - 1);
+        let rows = |window: Option<u32>| LayerRows { window: window.filter(|_| release).map(held), bytes };
+        let all: Vec<LayerRows> = config.layers.iter().map(|layer| rows(layer.window)).collect();
+        let plan = KvPlan::new(block_tokens, context_tokens, &all)?;
+        let (mut windows, mut views) = (Vec::new(), Vec::new());
+        let groups = plan.shape();
+        let groups = groups.groups().iter().enumerate();
+        let mut parts: Vec<KvPart> = groups
+            .flat_map(|(group, blocks)| (0..blocks.blocks as usize).map(move |part| KvPart { group, part }))
+            .collect();
+        let layers = config.layers.iter().zip(plan.places()).map(|(layer, place)| {
+            let part = index_of(&mut parts, KvPart { group: place.group, part: place.part });
+            let plan = index_of(&mut windows, KvWindow { group: place.group, window: layer.window });
+            KvLayer { view: index_of(&mut views, KvView { part, plan }), offset: place.offset }
+        });
+        let layers = layers.collect();
+        Ok(Self { plan, store, parts, windows, views, layers })
+    }
+
+    /// Plan of the blocks.
+    pub(super) fn plan(&self) -> &KvPlan {
+        &self.plan
+    }
+
+    /// Storage format of keys and values.
+    pub(super) fn store(&self) -> KvStore {
+        self.store
+    }
+
+    /// Parts of a span, those of full attention first: each has KV indices and block tables of its own.
+    pub(super) fn parts(&self) -> &[KvPart] {
+        &self.parts
+    }
+
+    /// Attention plans.
+    pub(super) fn windows(&self) -> &[KvWindow] {
+        &self.windows
+    }
+
+    /// Pairs of a part and an attention plan: each has attention items of its own.
+    pub(super) fn views(&self) -> &[KvView] {
+        &self.views
+    }
+
+    /// Returns the view of a layer, its part, and the window of its attention.
+    pub(super) fn of_layer(&self, layer: usize) -> (usize, usize, Option<u32>) {
+        let view = self.layers[layer].view;
+        let KvView { part, plan } = self.views[view];
+        (view, part, self.windows[plan].window)
+    }
+
+    /// Returns the stored numbers from one block to the next, and from a block's start to the keys of a layer.
+    pub(super) fn numbers(&self, layer: usize) -> (u64, u64) {
+        (self.plan.block_bytes() / self.store.unit(), self.layers[layer].offset / self.store.unit())
+    }
+
+    /// Returns the maximum entries of the block tables of a batch: `slots` sequences of up to `context_tokens` tokens hold blocks for
+    /// up to `rows` tokens of this batch, and as many of the one before.
+    pub(super) fn table_entries(&self, slots: u32, context_tokens: u32, rows: u32) -> usize {
+        let block_tokens = self.plan.shape().block_tokens();
+        let [slots, rows] = [slots as usize, rows as usize];
+        let entries = |part: &KvPart| {
+            let group = self.plan.shape().groups()[part.group];
+            let each = |ahead| group.spans(context_tokens, ahead, block_tokens) as usize;
+            let ahead = (2 * rows).div_ceil(block_tokens as usize);
+            slots.saturating_mul(each(1) + 1).saturating_add(ahead).min(slots.saturating_mul(each(u32::MAX)))
+        };
+        let all: usize = self.parts.iter().map(entries).fold(0, usize::saturating_add);
+        // Before tables of which none begins at the first span.
+        all.saturating_add(context_tokens.div_ceil(block_tokens) as usize)
+    }
+}
+
+#[cfg(test)]
+pub(super) mod tests {
+    use inflight_fixtures::{Arch, Checkpoint, Dtype};
+    use inflight_models::{LayerSpec, ModelDir, ModelSource};
+
+    use super::*;
+
+    /// Returns the configuration of a tiny model with a layer for each of these windows.
+    pub(in super::super) fn config(windows: &[Option<u32>]) -> ModelConfig {
+        let folder = Checkpoint::new(Arch::Qwen3, Dtype::Bf16).write_temp().unwrap();
+        let model = ModelDir::open(&ModelSource::Directory(folder.path().to_path_buf())).unwrap();
+        let mut config = model.config().clone();
+        let layer = config.layers[0];
+        config.layers = windows.iter().map(|window| LayerSpec { window: *window, ..layer }).collect();
+        config
+    }
+
+    #[test]
+    fn blocks_are_contiguous_over_all_layers_unless_windows_release_them() {
+        let windows = [Some(30), None, Some(30), None];
+        let config = config(&windows);
+        let layer_bytes = KvStore::Half.layer_bytes(config.kv_heads as u64, 16, config.head_dim as u64);
+        let kept = KvLayers::new(&config, 16, 1000, KvStore::Half, false).unwrap();
+        assert_eq!(kept.plan().block_bytes(), 4 * layer_bytes);
+        assert_eq!((kept.parts().len(), kept.windows().len(), kept.views().len()), (1, 2, 2));
+        for (layer, window) in windows.into_iter().enumerate() {
+            assert_eq!(kept.numbers(layer), (2 * layer_bytes, layer as u64 * layer_bytes / 2));
+            assert_eq!(kept.of_layer(layer), (layer % 2, 0, window));
+        }
+        let released = KvLayers::new(&config, 16, 1000, KvStore::Half, true).unwrap();
+        assert_eq!(released.plan().block_bytes(), 2 * layer_bytes);
+        assert_eq!((released.parts().len(), released.windows().len(), released.views().len()), (2, 2, 2));
+        // The window, and the rest of the tile of keys in which it begins.
+        assert_eq!(released.plan().shape().groups()[1].window, Some(30 + 63));
+        assert_eq!(released.of_layer(2), (0, 1, Some(30)));
+        assert_eq!(released.numbers(3), (layer_bytes, layer_bytes / 2));
+    }
+
+    #[test]
+    fn a_window_that_passes_no_block_is_of_the_attention_alone() {
+        let kv = KvLayers::new(&config(&[Some(950), None]), 16, 1000, KvStore::Half, true).unwrap();
+        assert!(kv.plan().shape().is_uniform());
+        assert_eq!((kv.parts().len(), kv.windows().len(), kv.views().len()), (1, 2, 2));
+        assert_eq!(kv.of_layer(0).2, Some(950));
+    }
+}
