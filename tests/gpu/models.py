@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from shapes import SHAPES, parameters, write_configuration
+from shapes import EXPERIMENTAL, SHAPES, parameters, write_configuration
 
 SHARD_BYTES = 4 << 30
 
@@ -31,7 +31,9 @@ def make(name: str, folder: Path, dtype=torch.bfloat16, seed: int = 0) -> Path:
         if parameter.endswith("bias"):
             values.normal_(0.0, 0.5, generator=generator)
         elif len(shape) == 1:
-            values.uniform_(0.7, 1.3, generator=generator)
+            # Those of Gemma are stored less 1.
+            low = -0.3 if name in EXPERIMENTAL else 0.7
+            values.uniform_(low, low + 0.6, generator=generator)
         elif "embed" in parameter:
             values.normal_(0.0, hidden**-0.5 if tied else 1.0, generator=generator)
         else:

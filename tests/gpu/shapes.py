@@ -36,7 +36,13 @@ SHAPES = {
     "tiny-qwen3": ("qwen3", dict(hidden_size=640, intermediate_size=1792, num_hidden_layers=4,
         num_attention_heads=10, num_key_value_heads=2, head_dim=128, vocab_size=5000, tie_word_embeddings=True,
         max_position_embeddings=40960, rope_theta=1e6)),
+    "tiny-gemma3": ("gemma3_text", dict(hidden_size=640, intermediate_size=1792, num_hidden_layers=6,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=256, vocab_size=5000, tie_word_embeddings=True,
+        max_position_embeddings=40960, rope_theta=1e6, rope_local_base_freq=1e4, query_pre_attn_scalar=256, sliding_window=200,
+        layer_types=["sliding_attention"] * 5 + ["full_attention"], hidden_activation="gelu_pytorch_tanh")),
 }
+# Models and modes whose kernels have not all run on a GPU: they need the option `experimental`.
+EXPERIMENTAL = {"tiny-gemma3"}
 
 
 def weights_bytes(name: str) -> int:
@@ -87,7 +93,9 @@ def parameters(name: str) -> dict:
         if kind == "qwen2":
             shapes |= {layer + f"self_attn.{part}_proj.bias": (count * head_dim,)
                        for part, count in [("q", heads), ("k", kv_heads), ("v", kv_heads)]}
-        if kind == "qwen3":
+        if kind == "gemma3_text":
+            shapes |= {layer + f"{place}_feedforward_layernorm.weight": (hidden,) for place in ["pre", "post"]}
+        if kind in ("qwen3", "gemma3_text"):
             shapes |= {layer + "self_attn.q_norm.weight": (head_dim,), layer + "self_attn.k_norm.weight": (head_dim,)}
     shapes["model.norm.weight"] = (hidden,)
     if not s["tie_word_embeddings"]:
@@ -100,7 +108,7 @@ def config(name: str, dtype: str) -> dict:
     kind, s = SHAPES[name]
     heads = s["num_attention_heads"]
     architecture = {"qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM", "llama": "LlamaForCausalLM",
-                    "mistral": "MistralForCausalLM"}[kind]
+                    "mistral": "MistralForCausalLM", "gemma3_text": "Gemma3ForCausalLM"}[kind]
     return {"architectures": [architecture], "model_type": kind, "rope_scaling": None, **s,
             "head_dim": s.get("head_dim") or s["hidden_size"] // heads, "torch_dtype": dtype, "bos_token_id": 0, "eos_token_id": 1,
             "hidden_act": "silu", "rms_norm_eps": 1e-6, "attention_bias": False, "attention_dropout": 0.0, "mlp_bias": False,

@@ -24,7 +24,7 @@ from recorder import Recorder, Skipped, end_on_signals, rehearsal_failures
 
 
 # Options of a job that name another way of computing.
-MODES = ["deterministic", "fp8_kv_cache", "graphs", "copy_streams", "autotune", "overlap", "gpus", "lone_communicator"]
+MODES = ["deterministic", "experimental", "fp8_kv_cache", "graphs", "copy_streams", "autotune", "overlap", "gpus", "lone_communicator"]
 
 
 class Suite:

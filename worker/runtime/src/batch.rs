@@ -1,5 +1,6 @@
 //! Ragged batch: the input of one step.
 
+use inflight_contract::LayerGroup;
 use inflight_worker_core::{MemoryShape, Tables};
 
 use super::{Block, Capabilities, Error, Sampled, Slot};
@@ -164,13 +165,32 @@ impl Batch {
     /// Appends a sequence of a model with any groups of layers, of which it holds all spans: tokens from `position` on, and its
     /// blocks, those of a group behind those of the group before.
     pub fn push_whole(&mut self, tokens: &[u32], position: u32, shape: &MemoryShape, blocks: &[Block]) {
+        self.push_spans(tokens, position, shape, blocks, |_| 0);
+    }
+
+    /// Appends a sequence as [`Batch::push_whole`], with only those of its blocks in the tables that the tokens see.
+    pub fn push_seen(&mut self, tokens: &[u32], position: u32, shape: &MemoryShape, blocks: &[Block]) {
+        self.push_spans(tokens, position, shape, blocks, |group| {
+            group.first_span(position, shape.block_tokens())
+        });
+    }
+
+    fn push_spans(
+        &mut self,
+        tokens: &[u32],
+        position: u32,
+        shape: &MemoryShape,
+        blocks: &[Block],
+        first_span: impl Fn(&LayerGroup) -> u32,
+    ) {
         self.push_rows(tokens, &[], position);
         let spans = blocks.len() as u32 / shape.span_blocks();
         let mut rest = blocks;
         for (index, group) in shape.groups().iter().enumerate() {
-            let own;
+            let (own, first);
             (own, rest) = rest.split_at((spans * group.blocks) as usize);
-            self.table(index).push(0, own);
+            first = first_span(group);
+            self.table(index).push(first, &own[(first * group.blocks) as usize..]);
         }
     }
 

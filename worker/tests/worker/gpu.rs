@@ -27,7 +27,8 @@ fn teacher_forced(runtime: &mut dyn Runtime) -> Vec<PositionLogprobs> {
     let text = |slot: u32| -> Vec<u32> {
         (0..(PROMPT + STEPS) as u32).map(|i| (i * i * 7 + i * 13 + slot * 101) % 512).collect()
     };
-    let blocks = ((PROMPT + STEPS) as u32).div_ceil(BLOCK_TOKENS);
+    let shape = runtime.capabilities().shape;
+    let blocks = shape.spans((PROMPT + STEPS) as u32) * shape.span_blocks();
     for slot in 0..SLOTS {
         let sampling = Arc::clone(&sampling);
         let setup = SlotSetup { sampling, choice: 0, prompt: &[], generated: &[], eos_token_ids: &[] };
@@ -40,7 +41,7 @@ fn teacher_forced(runtime: &mut dyn Runtime) -> Vec<PositionLogprobs> {
         batch.clear();
         for slot in 0..SLOTS {
             let table: Vec<u32> = (slot * blocks..(slot + 1) * blocks).rev().collect();
-            batch.push_sequence(&text(slot)[at..at + count], at as u32, &table);
+            batch.push_seen(&text(slot)[at..at + count], at as u32, &shape, &table);
             if at + count >= PROMPT {
                 batch.sample_last_row(slot);
             }
@@ -53,8 +54,8 @@ fn teacher_forced(runtime: &mut dyn Runtime) -> Vec<PositionLogprobs> {
     logprobs
 }
 
-fn mini_model(folder: &TempDir) -> ModelDir {
-    BenchmarkShape::Mini.write(folder.path()).unwrap();
+fn mini_model(folder: &TempDir, shape: BenchmarkShape) -> ModelDir {
+    shape.write(folder.path()).unwrap();
     ModelDir::open(&ModelSource::Directory(folder.path().to_owned())).unwrap()
 }
 
@@ -92,8 +93,14 @@ fn a_gpu_agrees_with_the_cpu_for_all_gemms_and_tensor_parallel() {
     if !SimulatedGpu::within("gpus=2,memory=1024,ptx=90,cuda=12.2", test).unwrap() {
         return;
     }
-    let folder = TempDir::new("inflight-mini").unwrap();
-    let model = mini_model(&folder);
+    for shape in [BenchmarkShape::Mini, BenchmarkShape::MiniGemma] {
+        let folder = TempDir::new("inflight-mini").unwrap();
+        let options = CudaOptions { experimental: shape == BenchmarkShape::MiniGemma, ..fast_options() };
+        agrees_with_the_cpu(&mini_model(&folder, shape), options);
+    }
+}
+
+fn agrees_with_the_cpu(model: &ModelDir, fast: CudaOptions) {
     let cpu = CpuOptions {
         threads: Some(1),
         kv_bytes: 8 << 20,
@@ -107,8 +114,7 @@ fn a_gpu_agrees_with_the_cpu_for_all_gemms_and_tensor_parallel() {
         kv_dtype: None,
         tensor_parallel: 1,
     };
-    let expected = teacher_forced(&mut CpuRuntime::load(&model, &cpu, &|_, _| {}).unwrap());
-    let fast = fast_options();
+    let expected = teacher_forced(&mut CpuRuntime::load(model, &cpu, &|_, _| {}).unwrap());
     // Both round activations to 16 bits.
     for (what, options, bound) in [
         ("cuBLASLt's first algorithms", fast.clone(), 0.1),
@@ -123,7 +129,7 @@ fn a_gpu_agrees_with_the_cpu_for_all_gemms_and_tensor_parallel() {
         ("a communicator of one", CudaOptions { lone_communicator: true, ..fast.clone() }, 0.1),
         ("two GPUs", CudaOptions { gpus: vec![0, 1], ..fast.clone() }, 0.1),
     ] {
-        let mut gpu = CudaRuntime::load(&model, &options, &|_, _| {}).unwrap();
+        let mut gpu = CudaRuntime::load(model, &options, &|_, _| {}).unwrap();
         assert_eq!(gpu.tuned().is_empty(), !options.autotune, "{what}");
         for (position, (expected, got)) in expected.iter().zip(teacher_forced(&mut gpu)).enumerate() {
             let mut compared = 0;
@@ -154,7 +160,7 @@ fn kept_gemm_choices_are_used_by_the_next_start() {
         return;
     }
     let folder = TempDir::new("inflight-gemm").unwrap();
-    let model = mini_model(&folder);
+    let model = mini_model(&folder, BenchmarkShape::Mini);
     let cache = CacheDirectory::new(folder.path().join("cache"), "--gemm-cache");
     let options = CudaOptions { autotune: true, gemm_cache: Some(cache.clone()), ..fast_options() };
     let start = || {

@@ -278,7 +278,7 @@ fn on_gpu(folder: &TempDir, ranks: usize, overlap: bool, blocks: u64, host_block
         context_tokens: Some(256),
         kv_store: KvStore::Half,
         deterministic: true,
-        experimental: false,
+        experimental: true,
         graphs: true,
         copy_streams: true,
         autotune: false,
@@ -678,10 +678,14 @@ fn scarcity_never_changes_the_answer_of_a_gpu() {
     if !SimulatedGpu::within("gpus=2,memory=1024,ptx=90,checks=false", test).unwrap() {
         return;
     }
-    let folder = TempDir::new("inflight-mini").unwrap();
-    BenchmarkShape::Mini.write(folder.path()).unwrap();
+    let folders = [BenchmarkShape::Mini, BenchmarkShape::MiniGemma].map(|shape| {
+        let folder = TempDir::new("inflight-mini").unwrap();
+        shape.write(folder.path()).unwrap();
+        folder
+    });
     let coverage = RefCell::new(Coverage::default());
-    for (seed, ranks) in seeds().flat_map(|seed| [(seed, 1), (seed, 2)]) {
+    let cases = |seed| [(seed, 1, &folders[0]), (seed, 2, &folders[0]), (seed, 1, &folders[1])];
+    for (seed, ranks, folder) in seeds().flat_map(cases) {
         let config = Config {
             cases: 2,
             // A case takes seconds.
@@ -691,10 +695,11 @@ fn scarcity_never_changes_the_answer_of_a_gpu() {
             ..Config::default()
         };
         let outcome = TestRunner::new(config).run(&on_gpus(ranks as usize), |workload| {
-            check(&workload, &folder, TestDevice::Gpu, &mut coverage.borrow_mut())
+            check(&workload, folder, TestDevice::Gpu, &mut coverage.borrow_mut())
         });
         if let Err(error) = outcome {
-            panic!("seed {seed} (INFLIGHT_SEEDS={seed}..{}), {ranks} ranks: {error}", seed + 1);
+            let path = folder.path().display();
+            panic!("seed {seed} (INFLIGHT_SEEDS={seed}..{}), {ranks} ranks, {path}: {error}", seed + 1);
         }
     }
     let coverage = coverage.into_inner();

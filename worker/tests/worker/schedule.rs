@@ -575,7 +575,7 @@ fn the_schedule_never_changes_the_answer_of_a_gpu() {
         shape.write(folder.path()).unwrap();
         // Smaller, as a token takes milliseconds; beyond the positions that windows keep.
         let (requests, shortest, output) =
-            if shape == BenchmarkShape::Mini { (5, 1, 14) } else { (3, 70, 20) };
+            if shape == BenchmarkShape::Mini { (5, 1, 14) } else { (2, 70, 7) };
         let workload = workload(ranks).prop_map(move |mut workload| {
             workload.requests.truncate(requests);
             for request in &mut workload.requests {

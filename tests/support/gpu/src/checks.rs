@@ -92,7 +92,8 @@ impl<'a> TeacherForced<'a> {
         let capabilities = runtime.capabilities();
         let mut left = capabilities.blocks;
         let mut table = |tokens: &Vec<u32>| -> JobResult<Vec<u32>> {
-            let blocks = tokens.len().div_ceil(capabilities.shape.block_tokens() as usize) as u32;
+            let shape = capabilities.shape;
+            let blocks = shape.spans(tokens.len() as u32) * shape.span_blocks();
             let rest = left.checked_sub(blocks).ok_or("the KV pool is too small for the sequences")?;
             let table = (rest..left).rev().collect();
             left = rest;
@@ -115,6 +116,7 @@ impl<'a> TeacherForced<'a> {
     pub fn run(mut self, runtime: &mut CudaRuntime, chunk: usize) -> JobResult<Vec<Vec<f32>>> {
         let vocabulary = runtime.capabilities().vocab_size as usize;
         let room = chunk.min(runtime.capabilities().batch_tokens as usize);
+        let shape = runtime.capabilities().shape;
         let (mut batch, mut sampled) = (Batch::default(), Vec::new());
         loop {
             batch.clear();
@@ -134,7 +136,8 @@ impl<'a> TeacherForced<'a> {
             for (at, count) in parts {
                 let from = self.done[at];
                 self.done[at] += count;
-                batch.push_sequence(&self.sequences[at][from..self.done[at]], from as u32, &self.tables[at]);
+                let tokens = &self.sequences[at][from..self.done[at]];
+                batch.push_seen(tokens, from as u32, &shape, &self.tables[at]);
                 if self.done[at] >= self.prompts[at] {
                     batch.sample_last_row(at as u32);
                     rows.push(at);
@@ -265,7 +268,8 @@ pub fn determinism(runtime: &mut CudaRuntime, task: &Determinism) -> JobResult<V
     let word = |i: u32, text: u32| philox4x32([i, text, 0, 0], [5, 0])[0] % vocabulary;
     let texts: Vec<Vec<u32>> =
         (0..companions).map(|text| (0..task.length as u32).map(|i| word(i, text)).collect()).collect();
-    let each = task.length.div_ceil(runtime.capabilities().shape.block_tokens() as usize) as u32;
+    let shape = runtime.capabilities().shape;
+    let each = shape.spans(task.length as u32) * shape.span_blocks();
     let table = |s: u32| (s * each..(s + 1) * each).collect::<Vec<u32>>();
     let (mut batch, mut sampled) = (Batch::default(), Vec::new());
     let mut reference: Vec<Option<Vec<u32>>> = vec![None; companions as usize];
@@ -293,12 +297,12 @@ pub fn determinism(runtime: &mut CudaRuntime, task: &Determinism) -> JobResult<V
     for chunk in &task.chunks {
         for (i, part) in others.chunks(prefill).enumerate() {
             batch.clear();
-            batch.push_sequence(part, (i * prefill) as u32, &table(0));
+            batch.push_seen(part, (i * prefill) as u32, &shape, &table(0));
             runtime.execute(&mut batch, &mut sampled)?;
         }
         for (i, part) in texts[0].chunks(*chunk).enumerate() {
             batch.clear();
-            batch.push_sequence(part, (i * chunk) as u32, &table(0));
+            batch.push_seen(part, (i * chunk) as u32, &shape, &table(0));
             if (i * chunk + part.len()) == task.length {
                 batch.sample_last_row(0);
                 let logits = checked_step(runtime, &mut batch, &mut sampled)?;
@@ -313,7 +317,7 @@ pub fn determinism(runtime: &mut CudaRuntime, task: &Determinism) -> JobResult<V
     for (s, text) in texts.iter().enumerate().skip(1) {
         for (i, part) in text.chunks(prefill).enumerate() {
             batch.clear();
-            batch.push_sequence(part, (i * prefill) as u32, &table(s as u32));
+            batch.push_seen(part, (i * prefill) as u32, &shape, &table(s as u32));
             let ends = i * prefill + part.len() == task.length;
             if !ends {
                 runtime.execute(&mut batch, &mut sampled)?;
@@ -331,7 +335,7 @@ pub fn determinism(runtime: &mut CudaRuntime, task: &Determinism) -> JobResult<V
             for s in 0..(*rows).min(companions) {
                 let right = texts[s as usize][last];
                 let token = if wrong { (right + 1) % vocabulary } else { right };
-                batch.push_sequence(&[token], last as u32, &table(s));
+                batch.push_seen(&[token], last as u32, &shape, &table(s));
                 batch.sample_last_row(s);
             }
             let logits = checked_step(runtime, &mut batch, &mut sampled)?;

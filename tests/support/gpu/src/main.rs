@@ -51,6 +51,8 @@ struct Job {
     #[serde(default)]
     deterministic: bool,
     #[serde(default)]
+    experimental: bool,
+    #[serde(default)]
     fp8_kv_cache: bool,
     #[serde(default = "yes")]
     graphs: bool,
@@ -116,7 +118,7 @@ fn run(argument: &str) -> JobResult<Value> {
         context_tokens: job.context_tokens,
         kv_store: if job.fp8_kv_cache { KvStore::Fp8 } else { KvStore::Half },
         deterministic: job.deterministic,
-        experimental: false,
+        experimental: job.experimental,
         graphs: job.graphs,
         copy_streams: job.copy_streams,
         autotune: job.autotune,

@@ -416,18 +416,7 @@ impl TestSequences {
             let chunk = (*chunk).min(self.tokens[s].len() - self.done[s]);
             if chunk > 0 {
                 let (first, end) = (self.done[s], self.done[s] + chunk);
-                // Groups with a window have given up what none of the tokens sees.
-                let (block_tokens, position) = (self.shape.block_tokens(), first as u32);
-                let spans = self.tables[s].len() as u32 / self.shape.span_blocks();
-                let mut rest = self.tables[s].as_slice();
-                let tables = self.shape.groups().iter().map(|group| {
-                    let (own, others) = rest.split_at((spans * group.blocks) as usize);
-                    rest = others;
-                    let first = group.first_span(position, block_tokens);
-                    (first, &own[(first * group.blocks) as usize..])
-                });
-                let tables: Vec<(u32, &[u32])> = tables.collect();
-                batch.push_tables(&self.tokens[s][first..end], &[], position, tables);
+                batch.push_seen(&self.tokens[s][first..end], first as u32, &self.shape, &self.tables[s]);
                 self.done[s] = end;
                 if end == self.tokens[s].len() {
                     batch.sample_last_row(s as u32);
@@ -661,4 +650,9 @@ fn a_model_without_kernels_is_refused_with_the_supported_shapes() {
     let model = ModelDir::open(&ModelSource::Directory(folder.path().to_path_buf())).unwrap();
     let refused = check_model(model.config(), 1, false).unwrap_err().to_string();
     assert!(refused.contains("head_dim") && refused.contains("64, 128"), "{refused}");
+    // Kernels that were tested in emulation only are an option.
+    let model = self::model(Arch::Gemma3, Dtype::Bf16, 1);
+    let refused = check_model(model.config(), 1, false).unwrap_err().to_string();
+    assert!(refused.contains("Gemma3ForCausalLM") && refused.contains("--gpu-experimental"), "{refused}");
+    assert!(check_model(model.config(), 1, true).is_ok());
 }
