@@ -63,10 +63,13 @@ pub(crate) fn load_runtime(
     match options.compute.device {
         Device::Cuda(_) => return cuda(),
         Device::Auto => match cuda::available(&ordinals(options)) {
-            Ok(()) => match crate::sizing::gpus_support(model, &options.compute) {
-                Ok(()) => return cuda(),
-                Err(reason) => tracing::warn!(%reason, "GPU cannot run this model; computing on the CPU"),
-            },
+            Ok(()) => {
+                match cuda::supports(model, options.compute.tensor_parallel, options.compute.gpu_experimental)
+                {
+                    Ok(()) => return cuda(),
+                    Err(reason) => tracing::warn!(%reason, "GPU cannot run this model; computing on the CPU"),
+                }
+            }
             Err(reason) if options.gpus.is_empty() => tracing::info!(%reason, "computing on the CPU"),
             // Explicitly listed GPUs are required: no fallback to the CPU.
             Err(reason) => return Err(cuda::Error::from(reason).into()),

@@ -2,7 +2,7 @@
 
 use inflight_kernels::cuda::{ATTENTION_KEY_TILE, KvStore};
 use inflight_models::ModelConfig;
-use inflight_runtime::{KvPlan, KvPlanError, LayerRows};
+use inflight_runtime::{GroupMemory, KvPlan, KvPlanError, LayerRows};
 
 /// Block of a span in a group of layers. The layers in it write a token at the same KV index.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -97,6 +97,11 @@ impl KvLayers {
         &self.plan
     }
 
+    /// Memory of the groups of layers, for operators; empty if there is one.
+    pub(super) fn groups(&self) -> Vec<GroupMemory> {
+        if self.plan.shape().is_uniform() { Vec::new() } else { self.plan.groups().to_vec() }
+    }
+
     /// Storage format of keys and values.
     pub(super) fn store(&self) -> KvStore {
         self.store
@@ -147,21 +152,9 @@ impl KvLayers {
 }
 
 #[cfg(test)]
-pub(super) mod tests {
-    use inflight_fixtures::{Arch, Checkpoint, Dtype};
-    use inflight_models::{LayerSpec, ModelDir, ModelSource};
-
+mod tests {
+    use super::super::tests::models::with_windows as config;
     use super::*;
-
-    /// Returns the configuration of a tiny model with a layer for each of these windows.
-    pub(in super::super) fn config(windows: &[Option<u32>]) -> ModelConfig {
-        let folder = Checkpoint::new(Arch::Qwen3, Dtype::Bf16).write_temp().unwrap();
-        let model = ModelDir::open(&ModelSource::Directory(folder.path().to_path_buf())).unwrap();
-        let mut config = model.config().clone();
-        let layer = config.layers[0];
-        config.layers = windows.iter().map(|window| LayerSpec { window: *window, ..layer }).collect();
-        config
-    }
 
     #[test]
     fn blocks_are_contiguous_over_all_layers_unless_windows_release_them() {
@@ -182,6 +175,28 @@ pub(super) mod tests {
         assert_eq!(released.plan().shape().groups()[1].window, Some(30 + 63));
         assert_eq!(released.of_layer(2), (0, 1, Some(30)));
         assert_eq!(released.numbers(3), (layer_bytes, layer_bytes / 2));
+    }
+
+    #[test]
+    fn block_tables_of_real_models_are_small_beside_a_step() {
+        // Layers, of which every sixth has full attention in Gemma 3; KiB of the tables of 64 sequences of so many tokens.
+        let models = [
+            ("Llama 3 8B", 32, None, [16, 128, 512]),
+            ("Mistral 7B v0.1", 32, Some((99, 4096)), [16, 65, 65]),
+            ("Gemma 3 1B", 26, Some((6, 512)), [71, 183, 567]),
+            ("Gemma 3 27B", 62, Some((6, 1024)), [208, 445, 1213]),
+        ];
+        for (name, layers, windows, expected) in models {
+            let window =
+                |layer: usize| windows.filter(|(full, _)| !layer.is_multiple_of(*full)).map(|(_, size)| size);
+            let windows: Vec<Option<u32>> = (1..=layers).map(window).collect();
+            let kv = KvLayers::new(&config(&windows), 16, 40_960, KvStore::Half, true).unwrap();
+            let kib = |tokens: u32| {
+                let group = |part: &KvPart| kv.plan().shape().groups()[part.group].spans(tokens, 1, 16);
+                64 * 4 * kv.parts().iter().map(group).sum::<u32>() / 1024
+            };
+            assert_eq!([1024, 8192, 32_768].map(kib), expected, "{name}");
+        }
     }
 
     #[test]

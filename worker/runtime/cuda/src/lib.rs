@@ -242,10 +242,7 @@ impl CudaRuntime {
             })
         });
         let jobs = jobs.collect::<Result<Vec<_>, _>>()?;
-        let groups = match jobs[0].kv_layers.plan() {
-            plan if plan.shape().is_uniform() => Vec::new(),
-            plan => plan.groups().to_vec(),
-        };
+        let groups = jobs[0].kv_layers.groups();
         let (ranks, mut loaded) = Ranks::start(jobs, progress)?;
         // After the last tensor was read: it covers what was read.
         let fingerprint = models::fingerprint_of(model, tensors.half().dtype().name(), &arithmetic)?;

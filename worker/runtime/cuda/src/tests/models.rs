@@ -1,0 +1,133 @@
+//! Tiny models for tests, with head dimensions that the kernels support.
+
+use inflight_fixtures::{Arch, Checkpoint, Dtype, TempDir};
+use inflight_kernels::cuda::HalfDtype;
+use inflight_kernels::philox4x32;
+use inflight_models::{LayerSpec, ModelConfig, ModelDir, ModelSource};
+use serde_json::json;
+
+use super::bytes_of;
+
+/// Model whose files stay while it is loaded.
+pub(super) struct TestModel {
+    model: ModelDir,
+    _folder: TempDir,
+}
+
+impl std::ops::Deref for TestModel {
+    type Target = ModelDir;
+
+    fn deref(&self) -> &ModelDir {
+        &self.model
+    }
+}
+
+/// Returns a tiny model with a head dimension that the kernels support.
+pub(super) fn model(arch: Arch, dtype: Dtype, seed: u32) -> TestModel {
+    model_of(arch, dtype, seed, 6, false)
+}
+
+/// Returns a tiny model with the given query heads; `tied`: the LM head is the embedding.
+pub(super) fn model_of(arch: Arch, dtype: Dtype, seed: u32, heads: usize, tied: bool) -> TestModel {
+    // Of Gemma 3, a layer with a window and one with full attention.
+    let (layers, head_dim, types) = match arch {
+        Arch::Gemma3 => (3, 256, Some(["sliding_attention", "full_attention", "sliding_attention"])),
+        _ => (2, 64, None),
+    };
+    let folder: TempDir = Checkpoint::new(arch, dtype).write_temp().unwrap();
+    let path = folder.path().join("config.json");
+    let mut config: serde_json::Value = serde_json::from_slice(&std::fs::read(&path).unwrap()).unwrap();
+    let (hidden, inner, kv_heads) = (48usize, 64usize, 2usize);
+    for (field, value) in [
+        ("hidden_size", hidden),
+        ("intermediate_size", inner),
+        ("num_attention_heads", heads),
+        ("num_key_value_heads", kv_heads),
+        ("head_dim", head_dim),
+        ("num_hidden_layers", layers),
+        ("max_position_embeddings", 1024),
+    ] {
+        config[field] = json!(value);
+    }
+    config.as_object_mut().unwrap().remove("layer_types");
+    if let Some(types) = types {
+        config["layer_types"] = json!(types);
+        config["sliding_window"] = json!(20);
+    }
+    config["tie_word_embeddings"] = json!(tied);
+    std::fs::write(&path, config.to_string()).unwrap();
+    let vocabulary = config["vocab_size"].as_u64().unwrap() as usize;
+    let mut tensors: Vec<(String, Vec<usize>)> = vec![
+        ("model.embed_tokens.weight".to_owned(), vec![vocabulary, hidden]),
+        ("model.norm.weight".to_owned(), vec![hidden]),
+        ("lm_head.weight".to_owned(), vec![vocabulary, hidden]),
+    ];
+    for layer in 0..layers {
+        let at = |name: &str| format!("model.layers.{layer}.{name}");
+        let (queries, keys) = (heads * head_dim, kv_heads * head_dim);
+        tensors.extend([
+            (at("input_layernorm.weight"), vec![hidden]),
+            (at("post_attention_layernorm.weight"), vec![hidden]),
+            (at("self_attn.q_proj.weight"), vec![queries, hidden]),
+            (at("self_attn.k_proj.weight"), vec![keys, hidden]),
+            (at("self_attn.v_proj.weight"), vec![keys, hidden]),
+            (at("self_attn.q_proj.bias"), vec![queries]),
+            (at("self_attn.k_proj.bias"), vec![keys]),
+            (at("self_attn.v_proj.bias"), vec![keys]),
+            (at("self_attn.q_norm.weight"), vec![head_dim]),
+            (at("self_attn.k_norm.weight"), vec![head_dim]),
+            (at("self_attn.o_proj.weight"), vec![hidden, queries]),
+            (at("mlp.gate_proj.weight"), vec![inner, hidden]),
+            (at("mlp.up_proj.weight"), vec![inner, hidden]),
+            (at("mlp.down_proj.weight"), vec![hidden, inner]),
+        ]);
+        if arch.dims().post_norms {
+            let norms = ["pre_feedforward_layernorm.weight", "post_feedforward_layernorm.weight"];
+            tensors.extend(norms.map(|name| (at(name), vec![hidden])));
+        }
+    }
+    let half = if dtype == Dtype::F16 { HalfDtype::F16 } else { HalfDtype::Bf16 };
+    let kind = if dtype == Dtype::F16 { safetensors::Dtype::F16 } else { safetensors::Dtype::BF16 };
+    let mut count = 0;
+    let encoded: Vec<(String, Vec<usize>, Vec<u8>)> = tensors
+        .into_iter()
+        .map(|(name, shape)| {
+            let elements: usize = shape.iter().product();
+            // Norms are about 1; matrices keep the magnitude of their input.
+            let (middle, scale) = match shape.as_slice() {
+                [_, k] => (0.0, 1.7 / (*k as f32).sqrt()),
+                _ if arch == Arch::Gemma3 => (0.0, 0.2),
+                _ if name.ends_with("bias") => (0.0, 0.3),
+                _ => (1.0, 0.2),
+            };
+            let values: Vec<u16> = (0..elements)
+                .map(|_| {
+                    count += 1;
+                    let word = philox4x32([count, 0, 0, 0], [seed, 9])[0];
+                    half.narrow(middle + scale * (word as f32 / 2f32.powi(31) - 1.0))
+                })
+                .collect();
+            (name, shape, bytes_of(&values).to_vec())
+        })
+        // Those that the architecture has.
+        .filter(|(name, ..)| !name.ends_with(".bias") || arch.dims().qkv_bias)
+        .filter(|(name, ..)| !name.contains("_norm.weight") || arch.dims().qk_norm)
+        .collect();
+    let views = encoded.iter().map(|(name, shape, bytes)| {
+        (name, safetensors::tensor::TensorView::new(kind, shape.clone(), bytes).unwrap())
+    });
+    let bytes = safetensors::serialize(views, None).unwrap();
+    std::fs::write(folder.path().join("model.safetensors"), bytes).unwrap();
+    let model = ModelDir::open(&ModelSource::Directory(folder.path().to_path_buf())).unwrap();
+    TestModel { model, _folder: folder }
+}
+
+/// Returns the configuration of a tiny model with a layer for each of these windows.
+pub(crate) fn with_windows(windows: &[Option<u32>]) -> ModelConfig {
+    let folder = Checkpoint::new(Arch::Qwen3, Dtype::Bf16).write_temp().unwrap();
+    let model = ModelDir::open(&ModelSource::Directory(folder.path().to_path_buf())).unwrap();
+    let mut config = model.config().clone();
+    let layer = config.layers[0];
+    config.layers = windows.iter().map(|window| LayerSpec { window: *window, ..layer }).collect();
+    config
+}
