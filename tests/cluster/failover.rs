@@ -6,6 +6,7 @@ use std::sync::Arc;
 
 use anyhow::{Context, Result, bail, ensure};
 use futures::future::try_join_all;
+use inflight_fixtures::{BenchmarkShape, TempDir};
 use inflight_harness::{RoleProcess, exclusive, scrape};
 use inflight_proto::v1::constraint::Grammar;
 use inflight_proto::v1::generate_response::Event;
@@ -224,16 +225,27 @@ async fn kill_at_random(
 async fn streams_of_any_parameters_that_are_cut_and_moved_equal_undisturbed_ones() -> Result<()> {
     let seed =
         std::env::var("INFLIGHT_TEST_SEED").ok().and_then(|s| s.parse().ok()).unwrap_or_else(rand::random);
-    failover(seed).await.with_context(|| format!("INFLIGHT_TEST_SEED={seed} repeats the requests"))
+    failover(seed, &[]).await.with_context(|| format!("INFLIGHT_TEST_SEED={seed} repeats the requests"))
 }
 
-async fn failover(seed: u64) -> Result<()> {
+/// Of a model whose layers with a window give up blocks while streams run.
+#[tokio::test(flavor = "multi_thread")]
+async fn streams_of_a_model_with_windows_that_are_cut_and_moved_equal_undisturbed_ones() -> Result<()> {
+    let folder = TempDir::new("inflight-windows")?;
+    BenchmarkShape::MiniGemma.write(folder.path())?;
+    let model = format!("--model={}", folder.path().display());
+    let seed = rand::random();
+    let windows = ["--block-tokens=4", "--max-context-tokens=2048"];
+    failover(seed, &[&[model.as_str()], &windows[..]].concat()).await.with_context(|| format!("seed {seed}"))
+}
+
+async fn failover(seed: u64, model: &[&str]) -> Result<()> {
     let _exclusive = exclusive().await;
     let mut workers = Vec::new();
     for nth in 0..WORKERS {
         // Streams move between workers with and without drafts.
         let drafts = if nth == 0 { "off" } else { "prompt-lookup" };
-        let worker = [worker_flags(), flags(&[&format!("--drafts={drafts}")])].concat();
+        let worker = [worker_flags(), flags(&[&format!("--drafts={drafts}")]), flags(model)].concat();
         workers.push(RoleProcess::start(program().to_owned(), "worker", &worker).await?);
     }
     let addresses: Vec<String> = workers.iter().map(|worker| worker.address.to_string()).collect();

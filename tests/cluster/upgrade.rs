@@ -9,10 +9,11 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use anyhow::{Context, Result, bail, ensure};
-use inflight_harness::{RoleProcess, exclusive};
-use inflight_proto::v1::GenerateRequest;
+use inflight_fixtures::{BenchmarkShape, TempDir};
+use inflight_harness::{RoleProcess, eventually, exclusive, scrape};
 use inflight_proto::v1::generate_response::Event;
 use inflight_proto::v1::inference_client::InferenceClient;
+use inflight_proto::v1::{GenerateRequest, ListModelsRequest};
 use tonic::Code;
 use tonic::transport::Channel;
 
@@ -238,12 +239,67 @@ async fn replace_all(
     Ok(sum)
 }
 
+/// The program of the earlier release; `None`, and a line for the summary, without one.
+fn earlier_program() -> Option<PathBuf> {
+    let earlier = std::env::var_os(EARLIER).map(PathBuf::from);
+    if earlier.is_none() {
+        inflight_fixtures::skipped("upgrades from an earlier release", "tests/upgrade/run was not used");
+    }
+    earlier
+}
+
+/// An earlier router cannot count the blocks of several groups of layers: a worker whose model has them refuses it by a sentence, the
+/// router serves its other workers, and a router of this build serves both.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_worker_with_groups_of_layers_refuses_earlier_routers_by_a_sentence_and_nothing_is_lost()
+-> Result<()> {
+    let Some(earlier) = earlier_program() else { return Ok(()) };
+    let _exclusive = exclusive().await;
+    let folder = TempDir::new("inflight-windows")?;
+    BenchmarkShape::MiniGemma.write(folder.path())?;
+    let windows = flags(&[&format!("--model={}", folder.path().display()), "--model-name=windows"]);
+    let windows = [worker_flags(), windows].concat();
+    let workers = [
+        RoleProcess::start(program().to_owned(), "worker", &worker_flags()).await?,
+        RoleProcess::start(program().to_owned(), "worker", &windows).await?,
+    ];
+    let addresses: Vec<String> = workers.iter().map(|worker| worker.address.to_string()).collect();
+    let router_flags =
+        flags(&[&format!("--workers={}", addresses.join(",")), "--reconnect-backoff-max=300ms"]);
+    let router = RoleProcess::start(earlier, "router", &router_flags).await?;
+    eventually("the earlier router is refused and serves the other worker", || async {
+        ensure!(router.log().contains("update the router"), "it wrote:\n{}", router.log());
+        let connected = scrape(router.metrics).await?.total("inflight_router_workers_connected")?;
+        ensure!(connected == 1.0, "{connected} workers are connected");
+        Ok(())
+    })
+    .await?;
+    let mut client = router.client()?;
+    let requests: Vec<_> = (0..REQUESTS).map(|i| sampled("Once upon a time", 40, i.into())).collect();
+    let mut before = Vec::new();
+    for request in &requests {
+        before.push(outcome(&mut client, request).await?);
+    }
+    let now = RoleProcess::start(program().to_owned(), "router", &router_flags).await?;
+    all_connected(&now).await?;
+    let mut client = now.client()?;
+    let default_model = client.list_models(ListModelsRequest {}).await?.into_inner().models;
+    let other = default_model.iter().map(|model| model.name.clone()).find(|name| name != "windows");
+    let other = other.context("the other worker's model is not listed")?;
+    for (request, before) in requests.iter().zip(&before) {
+        let of = |model: &str| GenerateRequest { model: model.to_owned(), ..request.clone() };
+        ensure!(
+            outcome(&mut client, &of(&other)).await? == *before,
+            "another answer than by the earlier router"
+        );
+        outcome(&mut client, &of("windows")).await?;
+    }
+    Ok(())
+}
+
 #[tokio::test(flavor = "multi_thread")]
 async fn upgrades_and_rollbacks_lose_no_stream_and_announce_other_numerics() -> Result<()> {
-    let Some(earlier) = std::env::var_os(EARLIER) else {
-        inflight_fixtures::skipped("upgrades from an earlier release", "tests/upgrade/run was not used");
-        return Ok(());
-    };
+    let Some(earlier) = earlier_program() else { return Ok(()) };
     let _exclusive = exclusive().await;
     // So short that streams are moved to other workers.
     const DRAIN: &str = "--drain-timeout=50ms";
@@ -255,7 +311,7 @@ async fn upgrades_and_rollbacks_lose_no_stream_and_announce_other_numerics() -> 
             .chain(flags(&[&[DRAIN], extra].concat()))
             .collect(),
     };
-    let earlier = build(Path::new(&earlier), &[]);
+    let earlier = build(&earlier, &[]);
     let head = build(program(), &[]);
     // Stands for kernels of another version: another fingerprint in any case.
     let other = build(program(), &["--kv-cache-dtype=int8"]);

@@ -140,7 +140,8 @@ proptest! {
 fn cache_blocks_of_rows_and_of_k_do_not_change_bits() {
     for dtype in DTYPES {
         check(70, 1500, 530, dtype, StartKind::Bias, 2, 517, 9).unwrap();
-        for start_kind in [StartKind::Zero, StartKind::Bias, StartKind::Output] {
+        let start_kinds = [StartKind::Output, StartKind::Zero, StartKind::Bias];
+        for start_kind in start_kinds.into_iter().take(if inflight_fixtures::is_thorough() { 3 } else { 1 }) {
             check(40, 14_000, 75, dtype, start_kind, 2, 61, 10).unwrap();
         }
     }
