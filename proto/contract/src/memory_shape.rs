@@ -23,12 +23,14 @@ pub struct LayerGroup {
 
 impl LayerGroup {
     /// Returns the first span with a position that the token at `position` sees.
+    #[inline]
     pub fn first_span(self, position: u32, block_tokens: u32) -> u32 {
         let first = |window: u32| (position + 1).saturating_sub(window) / block_tokens.max(1);
         self.window.map_or(0, first)
     }
 
     /// Returns the number of spans before a span boundary that a sequence needs to go on from there; `None`: all.
+    #[inline]
     pub fn reach(self, block_tokens: u32) -> Option<u32> {
         self.window.map(|window| (window - 1).div_ceil(block_tokens.max(1)))
     }
@@ -111,31 +113,37 @@ impl MemoryShape {
     }
 
     /// Returns the tokens of a span.
+    #[inline]
     pub fn block_tokens(&self) -> u32 {
         self.block_tokens
     }
 
     /// Returns the groups, from full attention to the smallest window.
+    #[inline]
     pub fn groups(&self) -> &[LayerGroup] {
         &self.groups[..self.count]
     }
 
     /// Returns true if all layers keep all positions, and a block holds a span.
+    #[inline]
     pub fn is_uniform(&self) -> bool {
         self.count == 1 && self.groups[0] == LayerGroup { blocks: 1, window: None }
     }
 
     /// Returns true if a group gives up positions.
+    #[inline]
     pub fn has_windows(&self) -> bool {
         self.groups().last().is_some_and(|group| group.window.is_some()) // the smallest is the last
     }
 
     /// Returns the blocks that a span of tokens takes in all groups.
+    #[inline]
     pub fn span_blocks(&self) -> u32 {
         self.groups().iter().map(|group| group.blocks).sum()
     }
 
     /// Returns the number of spans that hold `tokens` tokens.
+    #[inline]
     pub fn spans(&self, tokens: u32) -> u32 {
         tokens.div_ceil(self.block_tokens.max(1))
     }

@@ -12,6 +12,16 @@ pub(crate) struct HashIndex {
     capacity: u32,
 }
 
+/// Index of a hash, as [`HashIndex::get_or_insert`] found it.
+pub(crate) enum Indexed {
+    /// It was there.
+    Known(u32),
+    /// It was added.
+    Inserted(u32),
+    /// It is not there, and was not added.
+    Absent,
+}
+
 impl HashIndex {
     /// Creates a table for at most `capacity` entries. It reserves twice as many: only a table that is more
     /// than half full grows to get rid of deleted entries; otherwise it rehashes in place.
@@ -29,13 +39,21 @@ impl HashIndex {
 
     /// Inserts an entry unless the hash is present. Returns true if it was inserted.
     pub fn insert(&mut self, hash: BlockHash, block: u32) -> bool {
+        matches!(self.get_or_insert(hash, || Some(block)), Indexed::Inserted(_))
+    }
+
+    /// Returns the index of a hash; of one that is not present, `index` yields it, if anything.
+    pub fn get_or_insert(&mut self, hash: BlockHash, index: impl FnOnce() -> Option<u32>) -> Indexed {
         debug_assert!(self.len() <= self.capacity, "the table holds more entries than its capacity");
         match self.entries.entry(hash.short(), |(found, _)| *found == hash, |(found, _)| found.short()) {
-            Entry::Occupied(_) => false,
-            Entry::Vacant(vacant) => {
-                vacant.insert((hash, block));
-                true
-            }
+            Entry::Occupied(entry) => Indexed::Known(entry.get().1),
+            Entry::Vacant(vacant) => match index() {
+                Some(block) => {
+                    vacant.insert((hash, block));
+                    Indexed::Inserted(block)
+                }
+                None => Indexed::Absent,
+            },
         }
     }
 

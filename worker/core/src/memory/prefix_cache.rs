@@ -5,7 +5,7 @@ use inflight_contract::{BlockHash, MemoryShape};
 use super::block_pool::{Block, NONE};
 use super::chain::Chain;
 use crate::evicted_hashes::EvictedHashes;
-use crate::hash_index::HashIndex;
+use crate::hash_index::{HashIndex, Indexed};
 
 /// Pool that holds a span of the prefix cache.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
@@ -134,19 +134,20 @@ impl PrefixCache {
         blocks: impl Fn(usize) -> &'p [Block],
         mut keep: impl FnMut(Block),
     ) {
-        let known = self.index.get(span.hash);
-        let leader = match known {
-            Some(leader) => leader,
-            None => {
-                // A span that the window of the first group has passed resumes nothing.
-                let Some(&leader) = blocks(0).first().filter(|block| !self.holds(**block)) else { return };
-                self.index.insert(span.hash, leader);
+        // A span that the window of the first group has passed resumes nothing.
+        let leaders = &self.leaders;
+        let own = blocks(0);
+        let first = || own.first().copied().filter(|block| leaders[*block as usize] == NONE);
+        let (leader, known) = match self.index.get_or_insert(span.hash, first) {
+            Indexed::Known(leader) => (leader, true),
+            Indexed::Inserted(leader) => {
                 self.hashes[leader as usize] = Some(span.hash);
                 self.leaders[leader as usize] = leader;
                 keep(leader);
-                self.add_companions(leader, 0, &blocks(0)[1..], &mut keep);
-                leader
+                self.add_companions(leader, 0, &own[1..], &mut keep);
+                (leader, false)
             }
+            Indexed::Absent => return,
         };
         for group in 1..self.shape.groups().len() {
             if !self.has(leader, group) {
@@ -154,7 +155,7 @@ impl PrefixCache {
             }
         }
         let Some(mut chain) = self.chain.take() else {
-            self.events.extend(known.is_none().then_some(CacheEvent::Stored(span.hash)));
+            self.events.extend((!known).then_some(CacheEvent::Stored(span.hash)));
             return;
         };
         let parent = span.parent.and_then(|parent| self.index.get(parent));

@@ -33,8 +33,8 @@ impl Scheduler {
         let (mut sampled, mut forced) = (false, false);
         for chunk in launched.chunks.drain(..) {
             sampled |= chunk.samples;
-            let kind = self.sequences.find(chunk.id.index).map(|sequence| sequence.draft_kind);
-            forced |= chunk.drafts > 0 && kind == Some(DraftKind::Forced);
+            let kind = || self.sequences.find(chunk.id.index).map(|sequence| sequence.draft_kind);
+            forced |= chunk.drafts > 0 && kind() == Some(DraftKind::Forced);
             let count = match (chunk.samples, chunk.drafts) {
                 (false, _) => 0,
                 (true, 0) => 1,

@@ -16,6 +16,8 @@ const OFFLOAD_EXAMINED_MAX: usize = 256;
 #[derive(Debug)]
 pub(super) struct KvMemory {
     limits: SchedulerLimits,
+    /// Whether groups of layers give up blocks; asked for each sequence.
+    has_windows: bool,
     device: BlockStore,
     host: BlockStore,
 }
@@ -25,6 +27,7 @@ impl KvMemory {
     pub fn new(limits: &SchedulerLimits) -> Self {
         Self {
             limits: *limits,
+            has_windows: limits.shape.has_windows(),
             device: BlockStore::new(limits.shape, limits.blocks).with_evicted_hashes(),
             host: BlockStore::new(limits.shape, limits.host_blocks),
         }
@@ -90,7 +93,7 @@ impl KvMemory {
     /// Returns the number of tokens of a prefill for which it holds blocks or for which there are free ones beyond the watermark.
     /// Without windows all blocks are reserved at admission.
     pub fn room(&self, sequence: &Sequence) -> u32 {
-        if !self.limits.shape.has_windows() {
+        if !self.has_windows {
             return u32::MAX;
         }
         let spare = self.device.free().saturating_sub(self.limits.watermark_blocks);
@@ -102,7 +105,7 @@ impl KvMemory {
 
     /// Takes the blocks of the next `len` tokens of a prefill, for which there is room.
     pub fn hold(&mut self, sequence: &mut Sequence, len: u32) {
-        if self.limits.shape.has_windows() && len > 0 {
+        if self.has_windows && len > 0 {
             let taken = self.extend(sequence, sequence.computed_tokens + len);
             assert!(taken, "there is room for {len} tokens");
         }
@@ -146,9 +149,9 @@ impl KvMemory {
         if sequence.preempted_at.is_some() {
             return 0;
         }
-        let max = sequence.reusable_tokens() / self.limits.block_tokens();
-        let hashes = sequence.hashes.iter().take(max as usize).skip(found as usize);
-        let evicted = hashes.take_while(|hash| self.device.cache().was_evicted(**hash));
+        let max = (sequence.reusable_tokens() / self.limits.block_tokens()) as usize;
+        let hashes = sequence.hashes.get(found as usize..sequence.hashes.len().min(max)).unwrap_or_default();
+        let evicted = hashes.iter().take_while(|hash| self.device.cache().was_evicted(**hash));
         evicted.count() as u32 * self.limits.block_tokens()
     }
 
@@ -329,17 +332,20 @@ impl KvMemory {
     /// Adds the full spans of a sequence's committed tokens to the prefix cache, as far as their hashes are known.
     pub fn seal(&mut self, sequence: &mut Sequence) {
         let full = (sequence.committed_tokens / self.limits.block_tokens()).min(sequence.hashes.len() as u32);
+        if full <= sequence.sealed_spans {
+            return;
+        }
         for position in sequence.sealed_spans..full {
             let parent = position.checked_sub(1).map(|before| sequence.hashes[before as usize]);
             let span = SealedSpan { hash: sequence.hashes[position as usize], position, parent };
             self.device.seal(&span, &sequence.tables);
         }
-        sequence.sealed_spans = sequence.sealed_spans.max(full);
+        sequence.sealed_spans = full;
     }
 
     /// Releases the blocks of a sequence that its windows have passed, unless a copy in flight uses them.
     pub fn pass_windows(&mut self, sequence: &mut Sequence) {
-        if self.limits.shape.has_windows() && sequence.copies == 0 {
+        if self.has_windows && sequence.copies == 0 {
             self.device.pass(&mut sequence.tables, sequence.committed_tokens, sequence.junction);
         }
     }

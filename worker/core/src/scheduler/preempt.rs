@@ -35,7 +35,9 @@ impl Scheduler {
         self.memory.holds(&self.sequences[index], tokens) || self.take_blocks(index, tokens, now, draft)
     }
 
-    /// Takes the blocks that a sequence lacks, see [`Scheduler::grow`].
+    /// Takes the blocks that a sequence lacks, see [`Scheduler::grow`]. Not inlined, so that `grow` is: most sequences hold the block of
+    /// their next token.
+    #[inline(never)]
     fn take_blocks(&mut self, index: u32, tokens: u32, now: Time, draft: &mut PlanDraft) -> bool {
         loop {
             let sequence = &mut self.sequences[index];

@@ -185,3 +185,31 @@ fn the_cost_of_a_plan_grows_no_worse_than_linearly() {
     println!("in the median: {median:?} at 256, {most:?} at 1024");
     assert!(large < small * 16 * 3 / 2, "{small:?} at 64, {large:?} at 1024");
 }
+
+/// Iterations whose instructions `tests/instructions/run` counts under callgrind: as many as INFLIGHT_ITERATIONS says, of one load.
+fn count_iterations(mut scheduler: Scheduler) {
+    let iterations =
+        std::env::var("INFLIGHT_ITERATIONS").ok().and_then(|text| text.parse().ok()).unwrap_or(1);
+    let mut verdicts = Vec::with_capacity(256);
+    for _ in 0..iterations {
+        step(&mut scheduler, &mut verdicts);
+    }
+}
+
+#[test]
+#[ignore = "counted under callgrind by tests/instructions/run"]
+fn instructions_with_64_decodes() {
+    count_iterations(busy(64, 0));
+}
+
+#[test]
+#[ignore = "counted under callgrind by tests/instructions/run"]
+fn instructions_with_64_decodes_and_256_waiting() {
+    count_iterations(busy(64, 256));
+}
+
+#[test]
+#[ignore = "counted under callgrind by tests/instructions/run"]
+fn instructions_short_of_everything() {
+    count_iterations(crowded());
+}
