@@ -303,12 +303,16 @@ async fn upgrades_and_rollbacks_lose_no_stream_and_announce_other_numerics() -> 
     let _exclusive = exclusive().await;
     // So short that streams are moved to other workers.
     const DRAIN: &str = "--drain-timeout=50ms";
+    // Files that both builds serve: the embedded model of another release is another model, to which no stream moves.
+    let folder = TempDir::new("inflight-upgrade")?;
+    BenchmarkShape::Mini.write(folder.path())?;
+    let model = format!("--model={}", folder.path().display());
     let build = |program: &Path, extra: &[&str]| Build {
         program: program.to_owned(),
         worker_flags: worker_flags()
             .into_iter()
             .filter(|flag| !flag.starts_with("--drain-timeout"))
-            .chain(flags(&[&[DRAIN], extra].concat()))
+            .chain(flags(&[&[DRAIN, &model], extra].concat()))
             .collect(),
     };
     let earlier = build(&earlier, &[]);
