@@ -283,8 +283,8 @@ async fn a_worker_with_groups_of_layers_refuses_earlier_routers_by_a_sentence_an
     let now = RoleProcess::start(program().to_owned(), "router", &router_flags).await?;
     all_connected(&now).await?;
     let mut client = now.client()?;
-    let default_model = client.list_models(ListModelsRequest {}).await?.into_inner().models;
-    let other = default_model.iter().map(|model| model.name.clone()).find(|name| name != "windows");
+    let models = client.list_models(ListModelsRequest {}).await?.into_inner().models;
+    let other = models.into_iter().map(|model| model.name).find(|name| name != "windows");
     let other = other.context("the other worker's model is not listed")?;
     for (request, before) in requests.iter().zip(&before) {
         let of = |model: &str| GenerateRequest { model: model.to_owned(), ..request.clone() };

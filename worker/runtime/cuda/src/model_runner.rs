@@ -45,7 +45,10 @@ pub(super) struct RunnerModes {
     pub(super) graphs: bool,
 }
 
-/// Returns whether all kernels of a model have run on a GPU: those of Llama's arithmetic.
+/// Head dimensions whose attention kernels have run on a GPU.
+const PROVEN_HEAD_DIMS: [u32; 2] = [64, 128];
+
+/// Returns whether the kernels of a model's arithmetic have run on a GPU: those of Llama's.
 fn is_proven(config: &ModelConfig) -> bool {
     let Arithmetic { norms, zero_centred_norms, activation, score_size, scaled_embedding } =
         config.arithmetic;
@@ -55,7 +58,6 @@ fn is_proven(config: &ModelConfig) -> bool {
         && score_size == config.head_dim as f64
         && !scaled_embedding
         && config.ropes.len() == 1
-        && config.head_dim <= 128
 }
 
 /// Checks that kernels exist for the shapes of a model, or of one rank's shard where `ranks` is above 1; `experimental`: also those
@@ -81,8 +83,9 @@ pub(super) fn check_model(
             on GPUs with kernels that were tested in emulation only";
         return unsupported("architectures", config.architecture.name().to_owned(), supported.to_owned());
     }
-    if !HEAD_DIMS.contains(&(config.head_dim as u32)) {
-        let supported = format!("{HEAD_DIMS:?} on CUDA; the CPU runtime (--device cpu) takes any even one");
+    let head_dims = if experimental { &HEAD_DIMS[..] } else { &PROVEN_HEAD_DIMS[..] };
+    if !head_dims.contains(&(config.head_dim as u32)) {
+        let supported = format!("{head_dims:?} on CUDA; the CPU runtime (--device cpu) takes any even one");
         return unsupported("head_dim", config.head_dim.to_string(), supported);
     }
     if config.heads / config.kv_heads > QUERIES_PER_KEY_MAX {
