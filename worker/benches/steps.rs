@@ -1,5 +1,5 @@
-//! Steps of the CPU runtime alone, to compare two builds in turn: prints the seconds of four prefills of 512 tokens, and of 40 decode steps
-//! of eight sequences behind 512 tokens.
+//! Step times of the CPU runtime without scheduler and router, for comparing two builds by running them alternately. Prints two numbers in
+//! seconds: the prefill of four prompts of 512 tokens, and 40 decode steps of a batch of eight sequences with 512 cached tokens each.
 //!
 //! ```text
 //! cargo run --release -p inflight-fixtures --example shape -- 135m /tmp/135m

@@ -9,7 +9,8 @@ use super::params::{
 /// Head dimensions for which attention kernels exist: those of the supported models (Llama 1/2/3.x, Mistral,
 /// Qwen2/2.5, Qwen3, Gemma 3).
 pub const HEAD_DIMS: [u32; 3] = [64, 128, 256];
-/// Positions of a tile of keys. Keys before the window of a row are read, and have no weight, from the start of their tile on.
+/// Maximum key positions of an attention tile. Kernels read the tile in which a sliding window begins from its start, with the keys
+/// before the window masked.
 pub const ATTENTION_KEY_TILE: u32 = 64;
 /// Key positions per split (split-KV decoding).
 pub const ATTENTION_SPLIT: u32 = 256;
@@ -95,7 +96,7 @@ pub unsafe fn norm<D: Device>(device: &D, half: HalfDtype, p: &NormParams) -> Re
     enqueue(device, by_half(half, "norm_bf16", "norm_f16"), (p.rows, 1), 256, 64, p)
 }
 
-/// Adds the RMS norm of what a part of a layer yielded (`delta`) to the residual, row by row; `width` is a multiple of 8.
+/// Post-norm: adds the RMS norm of the output of attention or MLP (`delta`) to the residual; `width` is a multiple of 8.
 ///
 /// # Errors
 /// Those of [`Device::launch`].

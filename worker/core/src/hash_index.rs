@@ -12,7 +12,7 @@ pub(crate) struct HashIndex {
     capacity: u32,
 }
 
-/// Index of a hash, as [`HashIndex::get_or_insert`] found it.
+/// Result of [`HashIndex::get_or_insert`].
 pub(crate) enum Indexed {
     /// It was there.
     Known(u32),

@@ -35,8 +35,8 @@ impl Scheduler {
         self.memory.holds(&self.sequences[index], tokens) || self.take_blocks(index, tokens, now, draft)
     }
 
-    /// Takes the blocks that a sequence lacks, see [`Scheduler::grow`]. Not inlined, so that `grow` is: most sequences hold the block of
-    /// their next token.
+    /// Slow path of [`Scheduler::grow`]: allocates the missing KV blocks of a sequence, with preemptions. Not inlined, so that the
+    /// compiler inlines `grow`, which most decodes leave at its first check.
     #[inline(never)]
     fn take_blocks(&mut self, index: u32, tokens: u32, now: Time, draft: &mut PlanDraft) -> bool {
         loop {

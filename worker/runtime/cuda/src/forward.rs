@@ -168,13 +168,13 @@ impl<G: Gpu> CudaForward<G> {
         Ok(())
     }
 
-    /// Whether what a part of a layer yields (`delta`) is added to the residual by the norm of the next part; else by the part's own
-    /// second norm.
+    /// Whether the output of attention or MLP (`delta`) is added to the residual by the next norm kernel; otherwise its post-norm adds
+    /// it.
     fn delta_is_pending(&self) -> bool {
         self.config.arithmetic.norms == NormPlaces::Before
     }
 
-    /// Sums what a part of a layer yielded (`delta`) over the ranks, and adds its norm to the residual if it has one.
+    /// All-reduces the output of attention or MLP (`delta`) over the ranks; with a post-norm, adds its norm to the residual.
     fn end_part(&self, gpu: &G, post_norm: Option<&G::Memory>, rows: u32) -> Result<(), DeviceError> {
         self.sum_delta(gpu, rows)?;
         let Some(weight) = post_norm else { return Ok(()) };

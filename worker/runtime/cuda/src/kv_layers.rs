@@ -1,10 +1,10 @@
-//! Where the keys and values of each layer are in a rank's KV pool, and which attention plan the layer takes.
+//! KV cache layout of a rank: the place of each layer's keys and values in a block, and the layer's attention plan.
 
 use inflight_kernels::cuda::{ATTENTION_KEY_TILE, KvStore};
 use inflight_models::ModelConfig;
 use inflight_runtime::{GroupMemory, KvPlan, KvPlanError, LayerRows};
 
-/// Block of a span in a group of layers. The layers in it write a token at the same KV index.
+/// One of the blocks that a group of layers needs for a span of tokens. Its layers share KV indices and block tables.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct KvPart {
     /// Index of the group.
@@ -35,7 +35,7 @@ pub(super) struct KvWindow {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct KvLayer {
     view: usize,
-    /// Bytes from the start of a block.
+    /// Byte offset of the layer's keys within its block.
     offset: u64,
 }
 
@@ -63,7 +63,7 @@ impl KvLayers {
     /// blocks that the window of a group of layers has passed.
     ///
     /// # Errors
-    /// [`KvPlanError`] if the windows cannot be grouped.
+    /// [`KvPlanError`] if the model has more different windows than there may be groups of layers.
     pub(super) fn new(
         config: &ModelConfig,
         block_tokens: u32,
@@ -72,7 +72,7 @@ impl KvLayers {
         release: bool,
     ) -> Result<Self, KvPlanError> {
         let bytes = store.layer_bytes(config.kv_heads as u64, block_tokens.into(), config.head_dim as u64);
-        // Attention reads whole tiles of keys, so what a window holds of its first tile stays.
+        // Attention kernels read whole tiles of keys, so the blocks of the window's first tile are kept, too.
         let held = |window: u32| window.saturating_add(ATTENTION_KEY_TILE - 1);
         let rows = |window: Option<u32>| LayerRows { window: window.filter(|_| release).map(held), bytes };
         let all: Vec<LayerRows> = config.layers.iter().map(|layer| rows(layer.window)).collect();
@@ -97,7 +97,7 @@ impl KvLayers {
         &self.plan
     }
 
-    /// Memory of the groups of layers, for operators; empty if there is one.
+    /// KV memory by group of layers, for logs and metrics; empty for a model with a single group.
     pub(super) fn groups(&self) -> Vec<GroupMemory> {
         if self.plan.shape().is_uniform() { Vec::new() } else { self.plan.groups().to_vec() }
     }
@@ -129,7 +129,7 @@ impl KvLayers {
         (view, part, self.windows[plan].window)
     }
 
-    /// Returns the stored numbers from one block to the next, and from a block's start to the keys of a layer.
+    /// Returns the stride between blocks and the offset of a layer's keys within a block, in elements as the kernels count them.
     pub(super) fn numbers(&self, layer: usize) -> (u64, u64) {
         (self.plan.block_bytes() / self.store.unit(), self.layers[layer].offset / self.store.unit())
     }
@@ -146,7 +146,7 @@ impl KvLayers {
             slots.saturating_mul(each(1) + 1).saturating_add(ahead).min(slots.saturating_mul(each(u32::MAX)))
         };
         let all: usize = self.parts.iter().map(entries).fold(0, usize::saturating_add);
-        // Before tables of which none begins at the first span.
+        // Unused entries in front, if all groups have windows.
         all.saturating_add(context_tokens.div_ceil(block_tokens) as usize)
     }
 }

@@ -6,6 +6,7 @@ use inflight_kernels::cuda::{
 };
 use inflight_runtime::{Batch, Error};
 
+use super::gpu::bytes_of;
 use super::kv_layers::{KvLayers, KvPart, KvWindow};
 use super::step_graph::StepGraph;
 
@@ -229,8 +230,9 @@ impl MetadataPacker {
         Ok(())
     }
 
-    /// Concatenates the block tables of all parts. A kernel finds the block of a position by its span, counted from the sequence's
-    /// first one; of a table that begins with a later span, that is an entry before its own ones, so each must have as many before it.
+    /// Concatenates the block tables of all parts. Kernels index a sequence's table by absolute span, so an attention item points at the
+    /// entry of span 0. Where a sliding window has freed the first spans, that entry lies before the table: unused entries in front of
+    /// all tables keep it from being negative.
     fn concatenate_tables(&mut self, batch: &Batch, kv_layers: &KvLayers) {
         let shape = kv_layers.plan().shape();
         let (mut start, mut missing) = (0, 0);
@@ -248,12 +250,14 @@ impl MetadataPacker {
         self.tables.resize(missing as usize, 0);
         for KvPart { group, part } in kv_layers.parts() {
             let (stride, tables) = (shape.groups()[*group].blocks, &batch.tables[*group]);
-            self.tables.extend(tables.blocks.iter().skip(*part).step_by(stride as usize));
+            match stride {
+                1 => self.tables.extend_from_slice(&tables.blocks),
+                _ => self.tables.extend(tables.blocks.iter().skip(*part).step_by(stride as usize)),
+            }
         }
     }
 
-    /// Plans the attention of a batch, for each distinct window. The tables of the plans are those of a part whose tables begin at
-    /// entry 0.
+    /// Plans the attention of a batch for each distinct window. The items' table offsets are relative to the first table of a part.
     fn plan_attention(&mut self, batch: &Batch, config: &PackerConfig) {
         let windows = config.kv_layers.windows();
         self.plans.resize_with(windows.len(), AttentionPlan::default);
@@ -362,9 +366,7 @@ impl MetadataPacker {
                 put(layout.items(i) + j * size_of::<AttentionItem>(), as_bytes(&item));
             }
         }
-        for (i, block) in self.tables.iter().enumerate() {
-            put(layout.tables + i * 4, &block.to_ne_bytes());
-        }
+        put(layout.tables, bytes_of(&self.tables));
         Ok(StepShape {
             layout,
             rows: padded_rows as u32,

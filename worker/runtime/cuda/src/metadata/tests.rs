@@ -45,7 +45,7 @@ fn windows() -> impl Strategy<Value = Vec<Option<u32>>> {
         Just(vec![Some(24), None]),
         Just(vec![Some(24), Some(24), None, Some(24), Some(24), Some(24)]),
         Just(vec![Some(9), Some(40), Some(9)]),
-        // As many positions as a sequence may have.
+        // A window that covers the maximum sequence length frees no block.
         Just(vec![None, Some(990)]),
     ]
 }
@@ -183,7 +183,7 @@ fn decode_batches_run_a_graph_with_logits_and_others_one_of_their_layers() {
     }
     batch.feedback.push(Feedback { row: 1, sample: 2 });
     let (mut packer, mut out) = (MetadataPacker::default(), Vec::new());
-    // The window keeps all blocks, as no sequence is longer than it and a tile of keys.
+    // The window and its key tile cover the maximum sequence length, so no block is freed.
     let config = config(&[None, Some(950)]);
     let rows = vec![SamplingRow { rows: 1, ..SamplingRow::default() }; 3];
     let graph_for = |rows, decodes| StepGraphs { sample_rows: 8, batch_tokens: 64 }.for_batch(rows, decodes);
@@ -222,7 +222,7 @@ fn decodes_with_drafts_take_the_decode_kernel_and_graph() {
     assert!(step.drafted && !step.mixed);
     assert_eq!(word(&out, step.layout.item_count(0)), 3);
 
-    // A prompt of as many rows, sampled from at its end.
+    // A prompt with the same number of rows, of which only the last is sampled.
     batch.clear();
     batch.push_sequence(&[7, 8, 9, 10, 11, 12, 13], 20, &[0, 1]);
     batch.sample_last_row(0);

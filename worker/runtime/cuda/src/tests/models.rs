@@ -29,7 +29,7 @@ pub(super) fn model(arch: Arch, dtype: Dtype, seed: u32) -> TestModel {
 
 /// Returns a tiny model with the given query heads; `tied`: the LM head is the embedding.
 pub(super) fn model_of(arch: Arch, dtype: Dtype, seed: u32, heads: usize, tied: bool) -> TestModel {
-    // Of Gemma 3, a layer with a window and one with full attention.
+    // Gemma 3 has layers with a sliding window beside layers with full attention.
     let (layers, head_dim, types) = match arch {
         Arch::Gemma3 => (3, 256, Some(["sliding_attention", "full_attention", "sliding_attention"])),
         _ => (2, 64, None),
@@ -109,7 +109,7 @@ pub(super) fn model_of(arch: Arch, dtype: Dtype, seed: u32, heads: usize, tied: 
                 .collect();
             (name, shape, bytes_of(&values).to_vec())
         })
-        // Those that the architecture has.
+        // Only the tensors of this architecture.
         .filter(|(name, ..)| !name.ends_with(".bias") || arch.dims().qkv_bias)
         .filter(|(name, ..)| !name.contains("_norm.weight") || arch.dims().qk_norm)
         .collect();
