@@ -196,6 +196,30 @@ fn request(random: &mut StdRng, known: &[u32]) -> GenerateRequest {
     GenerateRequest { sampling: Some(sampling), stop: Some(stop), ..sampled(&prompt, max_tokens, 0) }
 }
 
+/// Adds a stop to every eighth request that its first choice reaches: in turn a string and a token from the middle of
+/// what it generates without. Text of random weights seldom has any of the drawn ones.
+async fn add_reached_stops(
+    client: &mut InferenceClient<Channel>,
+    requests: &mut [GenerateRequest],
+) -> Result<()> {
+    let (ignored, _) = mpsc::unbounded_channel();
+    for (nth, request) in requests.iter_mut().step_by(8).enumerate() {
+        request.stop.get_or_insert_default().min_tokens = 0;
+        let output = read(client, request.clone(), &ignored).await?;
+        let choice = output.choices.get(&0).context("no choice 0")?;
+        let stop = request.stop.get_or_insert_default();
+        if nth.is_multiple_of(2) {
+            let characters: Vec<char> = choice.text.chars().collect();
+            let mut pairs = characters[characters.len() / 2..].windows(2);
+            let pair = pairs.find(|pair| pair.iter().all(char::is_ascii_graphic));
+            stop.stop.extend(pair.map(String::from_iter));
+        } else if request.sampling.as_ref().is_some_and(|sampling| sampling.constraint.is_none()) {
+            stop.stop_token_ids.extend(choice.tokens.get(choice.tokens.len() / 2));
+        }
+    }
+    Ok(())
+}
+
 /// Kills a random worker whenever the streams have received a random number of further tokens, until all have
 /// ended; returns the number of kills.
 async fn kill_at_random(
@@ -261,7 +285,8 @@ async fn failover(seed: u64, model: &[&str]) -> Result<()> {
 
     let mut random = StdRng::seed_from_u64(seed);
     let known = generate(&mut clients[0].clone(), sampled("Once upon a time", 300, seed)).await?.tokens;
-    let requests: Vec<_> = (0..STREAMS).map(|_| request(&mut random, &known)).collect();
+    let mut requests: Vec<_> = (0..STREAMS).map(|_| request(&mut random, &known)).collect();
+    add_reached_stops(&mut clients[0].clone(), &mut requests).await?;
     let (ignored, _) = mpsc::unbounded_channel();
     let undisturbed = try_join_all(requests.iter().enumerate().map(|(nth, request)| {
         let (mut client, ignored) = (clients[nth % CONNECTIONS].clone(), &ignored);
