@@ -46,8 +46,8 @@ pub struct StepSample {
     pub slots: u32,
     /// Sequences waiting.
     pub waiting: u32,
-    /// Token capacity of the blocks owned by sequences; blocks in transfers are not counted in this and the
-    /// next fields.
+    /// Token capacity of the blocks owned by sequences, as of a model without windows; blocks in transfers are not counted
+    /// in this and the next fields.
     pub allocated_tokens: u64,
     /// Subset of `allocated_tokens` filled at the end of the step.
     pub stored_tokens: u64,

@@ -431,7 +431,8 @@ impl<D: Device> Simulation<D> {
             running: load.running,
             slots: limits.running_max,
             waiting: load.waiting,
-            allocated_tokens: blocks * u64::from(limits.block_tokens()),
+            allocated_tokens: blocks * u64::from(limits.block_tokens())
+                / u64::from(limits.shape.span_blocks()),
             stored_tokens: self.stored_tokens,
             pending_tokens: self.known_tokens - self.stored_tokens,
             blocked,

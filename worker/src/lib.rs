@@ -26,7 +26,8 @@ pub use inflight_runtime_cpu::Quantization;
 pub use inflight_worker_core::policy::{Aging, PolicyKind, UnknownPolicy};
 pub use inflight_worker_core::{
     BlockedBy, Drafts, FirstTokenParts, FirstTokens, Iteration, LatencyObjectives, Preemption, ReplayError,
-    ReplayEvent, SchedulingOptions, SequenceId, StepTarget, StepTargetOption, UnknownDrafts, replay,
+    ReplayEvent, SchedulerLimits, SchedulingOptions, SequenceId, StepTarget, StepTargetOption, UnknownDrafts,
+    replay,
 };
 
 pub use bundle::Bundle;

@@ -126,7 +126,7 @@ impl BatchTracker {
                 self.ended.push((number, reason.label()));
                 None
             }
-            ReplayEvent::Committed { .. } => None,
+            ReplayEvent::Created { .. } | ReplayEvent::Committed { .. } => None,
             ReplayEvent::Planned { plan, at } => Some(self.plan(plan, Duration::from_nanos(at.as_nanos()))),
         }
     }

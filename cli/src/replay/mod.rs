@@ -10,7 +10,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use inflight_router::{Command, Event};
-use inflight_worker::{FirstTokenParts, FirstTokens, Iteration, ReplayError, ReplayEvent};
+use inflight_worker::{FirstTokenParts, FirstTokens, Iteration, ReplayError, ReplayEvent, SchedulerLimits};
 
 use self::batch::BatchTracker;
 use self::slot_chart::SlotChart;
@@ -130,6 +130,9 @@ fn replay_worker(
         if !args.plans && chart.is_none() {
             return;
         }
+        if let (true, ReplayEvent::Created { limits }) = (args.plans, &event) {
+            print(&pool_line(limits));
+        }
         let Some(changes) = tracker.observe(&event) else { return };
         if let Some(chart) = &mut chart {
             chart.add(&changes);
@@ -151,6 +154,18 @@ fn replay_worker(
         print(&first_token_table(first_tokens.parts()));
     }
     replayed
+}
+
+/// Describes the KV pool of a worker whose layers are in several groups; nothing where a block holds a span of all layers.
+fn pool_line(limits: &SchedulerLimits) -> String {
+    if limits.shape.is_uniform() {
+        return String::new();
+    }
+    let (blocks, tokens) = (limits.blocks, limits.block_tokens());
+    format!(
+        "{blocks} KV blocks; each {tokens} tokens of a sequence take, by group of layers: {}\n",
+        limits.shape
+    )
 }
 
 /// Writes the time of a plan or event.

@@ -1,5 +1,6 @@
 //! Internal fragmentation of paged KV memory, and savings against reservation of the maximum sequence length.
 
+use inflight_contract::{LayerGroup, MemoryShape};
 use inflight_simulator::workload::Workload;
 use inflight_simulator::{KvUsage, Records, Request, Simulation};
 use inflight_traces::{read_lengths, read_vtc};
@@ -51,6 +52,18 @@ fn paged(pool_tokens: u32) -> SchedulerLimits {
     }
 }
 
+/// A model of six layers per group of full attention, five of them with this window, in blocks of one layer's rows.
+fn with_windows(window: Option<u32>, limits: SchedulerLimits) -> SchedulerLimits {
+    let groups = [LayerGroup { blocks: 1, window: None }, LayerGroup { blocks: 5, window }];
+    let all = [LayerGroup { blocks: 6, window: None }];
+    let groups = if window.is_some() { &groups[..] } else { &all };
+    SchedulerLimits {
+        shape: MemoryShape::new(BLOCK_TOKENS, groups).unwrap(),
+        blocks: limits.blocks * 6,
+        ..limits
+    }
+}
+
 fn kv_usage(name: &str, limits: SchedulerLimits, lengths: &[(u32, u32)]) -> KvUsage {
     let requests = backlog(lengths);
     let cost = CostModel::new(CostPrior::default());
@@ -59,13 +72,18 @@ fn kv_usage(name: &str, limits: SchedulerLimits, lengths: &[(u32, u32)]) -> KvUs
     simulation.run(&requests, &mut records).unwrap();
     assert!(records.iter().all(|record| record.output_tokens == record.request.output_tokens));
     let kv = *records.kv();
+    if !limits.shape.has_windows() {
+        println!(
+            "{name:24} waste {:6.3} %  (formula {:6.3} %)  with running prefills {:6.3} %",
+            100.0 * kv.waste(),
+            100.0 * kv.waste_expected(BLOCK_TOKENS),
+            100.0 * kv.empty(),
+        );
+    }
     println!(
-        "{name:24} pool {:7}  waste {:6.3} %  (formula {:6.3} %)  with running prefills {:6.3} %  {:5.1} running  \
-         {} preemptions of {} requests",
+        "{name:24} {} blocks for one sequence of {:7} tokens  {:5.1} running  {} preemptions of {} requests",
+        limits.blocks,
         limits.pool_tokens(),
-        100.0 * kv.waste(),
-        100.0 * kv.waste_expected(BLOCK_TOKENS),
-        100.0 * kv.empty(),
         kv.concurrency(),
         records.preemptions(),
         requests.len(),
@@ -100,5 +118,18 @@ fn paging_runs_at_least_twice_the_sequences_of_maximum_reservation() {
         let ratio = paged.concurrency() / reserved.concurrency();
         println!("{name}: {ratio:.2} times the concurrency");
         assert!(ratio >= 2.0);
+    }
+}
+
+#[test]
+fn windows_run_more_sequences_in_the_same_memory() {
+    for (name, lengths) in [("ShareGPT", share_gpt()), ("VTC", vtc())] {
+        let [full, windows] = [None, Some(128)].map(|window| {
+            let limits = with_windows(window, paged(65_536));
+            kv_usage(&format!("{name}, window {window:?}"), limits, &lengths)
+        });
+        let ratio = windows.concurrency() / full.concurrency();
+        println!("{name}: {ratio:.2} times the concurrency");
+        assert!(ratio >= 1.2, "{name}: {ratio}");
     }
 }

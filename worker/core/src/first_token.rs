@@ -54,6 +54,7 @@ impl FirstTokens {
     /// Observes an event.
     pub fn observe(&mut self, event: &ReplayEvent<'_>) {
         match event {
+            ReplayEvent::Created { .. } => {}
             ReplayEvent::Submitted { id, at, .. } => {
                 self.pending.insert(*id, Pending { submitted: *at, planned: None, computed: None });
             }

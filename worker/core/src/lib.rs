@@ -23,6 +23,7 @@ pub mod policy;
 mod prefill_load;
 mod profile;
 mod record;
+mod replay;
 mod scheduler;
 mod scheduler_limits;
 mod scheduling_options;
@@ -46,7 +47,7 @@ pub use iteration::{
 pub use memory::{Block, CacheEvent, CacheTier, GroupTable, Tables};
 pub use prefill_load::PrefillLoad;
 pub use profile::{DeviceProfile, ProfileError};
-pub use record::{ReplayError, ReplayEvent, replay};
+pub use replay::{ReplayError, ReplayEvent, replay};
 pub use scheduler::{
     CommitError, Ended, Load, PrefillEstimate, Scheduler, SequencePhase, SequenceStatus, SubmitError,
 };

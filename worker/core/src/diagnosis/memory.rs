@@ -109,9 +109,12 @@ impl<'a, I: Steps<'a>> DiagnosisWindow<'_, I> {
             percent(hits),
             percent(share)
         );
+        // Prefixes of a model with several groups of layers are not copied to the host.
+        let host =
+            if self.limits.shape.is_uniform() { ", or --host-cache-bytes for a second tier" } else { "" };
         let action = format!(
-            "raise --kv-cache-bytes, or --host-cache-bytes for a second tier: with twice the pool of {} they would be hits; or \
-             place requests with a common prefix on one worker (--placement)",
+            "raise --kv-cache-bytes{host}: with twice the pool of {} they would be hits; or place requests with a common \
+             prefix on one worker (--placement)",
             self.size(f64::from(self.limits.blocks))
         );
         Finding::new(Bottleneck::PrefixEvictions, share, figure, action)

@@ -207,6 +207,8 @@ fn idle_share<'a>(steps: impl Iterator<Item = &'a IterationSummary> + Clone) -> 
 
 #[cfg(test)]
 mod tests {
+    use inflight_contract::{LayerGroup, MemoryShape};
+
     use super::*;
     use crate::{BlockedBy, StepTarget, Time};
 
@@ -336,6 +338,13 @@ mod tests {
             step.load.evicted_hit_tokens = step.number * 30;
         };
         assert_eq!(found(evicted), [Bottleneck::PrefixEvictions]);
+        // The host holds evicted prefixes of models with one group of layers only.
+        let groups = [LayerGroup { blocks: 1, window: None }, LayerGroup { blocks: 5, window: Some(64) }];
+        let windows = SchedulerLimits { shape: MemoryShape::new(16, &groups).unwrap(), ..LIMITS() };
+        for (limits, advised) in [(LIMITS(), true), (windows, false)] {
+            let text = findings(&limits, evicted)[0].to_string();
+            assert_eq!(text.contains("--host-cache-bytes"), advised, "{text}");
+        }
     }
 
     #[test]
