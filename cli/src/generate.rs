@@ -255,7 +255,7 @@ pub async fn connect_with(url: &str, connection: &ClientArgs) -> Result<Channel,
             cause = deeper;
         }
         let message = format!(
-            "cannot connect to {url} ({cause}); start a cluster with `inflight up`, or set another address with --endpoint"
+            "cannot connect to {url} ({cause}); start a cluster with `inflight up`, or give the address of another one"
         );
         CommandError::new(Exit::Unavailable, message)
     })

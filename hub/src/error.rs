@@ -118,7 +118,7 @@ pub enum HubError {
         repo: String,
     },
     /// A file operation failed.
-    #[error("cannot {action} {path}: {source}")]
+    #[error("cannot {action} {path}: {source}{}", remedy(source))]
     File {
         /// What failed.
         action: &'static str,
@@ -127,6 +127,16 @@ pub enum HubError {
         /// Why.
         source: io::Error,
     },
+}
+
+/// Says what helps against a failed file operation, where that is known.
+fn remedy(error: &io::Error) -> &'static str {
+    match error.kind() {
+        io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded => {
+            "; free some space and repeat the command: what has arrived is kept"
+        }
+        _ => "",
+    }
 }
 
 impl HubError {

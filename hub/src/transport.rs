@@ -284,6 +284,12 @@ fn reason(error: &ureq::Error) -> String {
         ureq::Error::Timeout(_) => format!("no answer for {} s", PATIENCE.as_secs()),
         error => error.to_string(),
     };
+    // Both TLS errors and I/O errors around them say so.
+    if text.contains("certificate") {
+        return format!(
+            "{text}; if a proxy or mirror has certificates of its own, set SSL_CERT_FILE to a file with theirs"
+        );
+    }
     format!(
         "{text}; check the network, set HTTPS_PROXY behind a proxy or HF_ENDPOINT for a mirror; a directory or GGUF file needs none"
     )

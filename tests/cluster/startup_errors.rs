@@ -80,15 +80,15 @@ async fn an_invalid_configuration_is_rejected_by_file_line_and_key() -> Result<(
     let device = run(program(), &["worker", "--device=abacus"], "").await?;
     check(&device, 2, &["unknown device `abacus`", "cpu"])?;
     let block = run(program(), &["worker", "--block-tokens=3"], "").await?;
-    check(&block, 2, &["block_tokens is 3"])?;
+    check(&block, 2, &["--block-tokens is 3"])?;
     let simulated = run(program(), &["worker", "--device=sim:flat", "--tensor-parallel=2"], "").await?;
-    check(&simulated, 2, &["tensor_parallel is 2", "1 on a simulated device"])?;
+    check(&simulated, 2, &["--tensor-parallel is 2", "1 on a simulated device"])?;
     let gpus = ["worker", "--device=cuda", "--tensor-parallel=2", "--gpu=0,0"];
     check(&run(program(), &gpus, "").await?, 2, &["gpu is 0,0", "different GPUs"])?;
     let gpus = ["worker", "--device=cuda", "--tensor-parallel=2", "--gpu=1"];
     check(&run(program(), &gpus, "").await?, 2, &["gpu is 1", "as many GPUs as there are ranks"])?;
     let threads = ["worker", "--device=cpu", "--threads=1", "--tensor-parallel=2"];
-    check(&run(program(), &threads, "").await?, 2, &["threads is 1", "at least tensor_parallel"])?;
+    check(&run(program(), &threads, "").await?, 2, &["--threads is 1", "at least --tensor-parallel"])?;
     let listen = ["--listen=127.0.0.1:0", "--metrics-listen=off"];
     let odd = ["worker", "--device=cpu", "--tensor-parallel=3", listen[0], listen[1]];
     let odd = run(program(), &odd, "").await?;
@@ -107,9 +107,9 @@ async fn flags_override_environment_variables_which_override_the_file() -> Resul
         async move { run(Path::new("env"), &[first, &program, "worker", &config, last], "").await }
     };
     // 3, 5 and 7 are not powers of two, so the error message shows which value was in force.
-    check(&worker("NONE=1", "--log=info").await?, 2, &["block_tokens is 3"])?;
-    check(&worker("INFLIGHT_WORKER_BLOCK_TOKENS=5", "--log=info").await?, 2, &["block_tokens is 5"])?;
-    check(&worker("INFLIGHT_WORKER_BLOCK_TOKENS=5", "--block-tokens=7").await?, 2, &["block_tokens is 7"])
+    check(&worker("NONE=1", "--log=info").await?, 2, &["--block-tokens is 3"])?;
+    check(&worker("INFLIGHT_WORKER_BLOCK_TOKENS=5", "--log=info").await?, 2, &["--block-tokens is 5"])?;
+    check(&worker("INFLIGHT_WORKER_BLOCK_TOKENS=5", "--block-tokens=7").await?, 2, &["--block-tokens is 7"])
 }
 
 #[tokio::test]

@@ -46,7 +46,7 @@ impl SelfTestInterval {
                 Self::Every(interval) => format!("{interval:?}"),
                 Self::Auto | Self::Off => format!("{self:?}"),
             };
-            Err(OptionsError::OutOfRange { name: "self_test_interval", value, range })
+            Err(OptionsError::OutOfRange { name: "--self-test-interval", value, range })
         };
         match (self, device) {
             (Self::Off, _) | (_, SelfTestDevice::Simulated) => Ok(None),
@@ -81,6 +81,6 @@ mod tests {
         assert_eq!((cpu, deterministic, simulated), (Ok(Some(7)), Ok(Some(7)), Ok(None)));
         assert!(fast.unwrap_err().to_string().contains("--deterministic"));
         let short = SelfTestInterval::Every(Duration::from_millis(999)).on(SelfTestDevice::Cpu).unwrap_err();
-        assert_eq!(short.to_string(), "self_test_interval is 999ms; it must be at least 1s, or off");
+        assert_eq!(short.to_string(), "--self-test-interval is 999ms; it must be at least 1s, or off");
     }
 }

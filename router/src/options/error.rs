@@ -33,7 +33,7 @@ pub enum OptionsError {
     },
     /// Receive budget smaller than one message.
     #[error(
-        "receive_bytes_max is {receive}, less than message_bytes_max = {message}; raise the first or lower the second"
+        "--receive-bytes-max is {receive}, less than --message-bytes-max {message}; raise the first or lower the second"
     )]
     ReceiveBytes {
         /// Receive budget in bytes.
@@ -44,7 +44,7 @@ pub enum OptionsError {
     /// Zero limit.
     #[error("{name} is 0; it must be at least 1")]
     Zero {
-        /// Name of the option.
+        /// The option, as it is given on the command line.
         name: &'static str,
     },
 }

@@ -215,6 +215,9 @@ fn advice(files: &Files) -> Result<&'static str, Error> {
          Hugging Face"
     } else if !files.list(".", ".gguf")?.is_empty() {
         "the directory has GGUF files; give one of them instead of the directory"
+    } else if files.read("refs/main")?.is_some() {
+        "the directory is that of a model in the Hub's cache; give the model's name, as in org/name, or a directory in its \
+         `snapshots`"
     } else {
         "a model directory needs it; is this the right directory?"
     })

@@ -10,7 +10,7 @@ pub enum OptionsError {
     /// A value is out of its range.
     #[error("{name} is {value}; it must be {range}")]
     OutOfRange {
-        /// Name of the option.
+        /// The option, as it is given on the command line.
         name: &'static str,
         /// Given value.
         value: String,

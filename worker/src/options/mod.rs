@@ -117,97 +117,97 @@ impl Options {
         };
         let power =
             self.compute.block_tokens.is_power_of_two() && (1..=256).contains(&self.compute.block_tokens);
-        check(power, "block_tokens", &self.compute.block_tokens, "a power of two from 1 to 256")?;
+        check(power, "--block-tokens", &self.compute.block_tokens, "a power of two from 1 to 256")?;
         let sequences = (1..=4096).contains(&self.compute.max_sequences);
-        check(sequences, "max_sequences", &self.compute.max_sequences, "from 1 to 4096")?;
+        check(sequences, "--max-sequences", &self.compute.max_sequences, "from 1 to 4096")?;
         let batch = self.compute.max_batch_tokens >= self.compute.max_sequences
             && self.compute.max_batch_tokens <= 65_536;
-        check(batch, "max_batch_tokens", &self.compute.max_batch_tokens, "from max_sequences to 65536")?;
+        check(batch, "--max-batch-tokens", &self.compute.max_batch_tokens, "from --max-sequences to 65536")?;
         let watermark = (0.0..=Self::KV_WATERMARK_MAX).contains(&self.compute.scheduling.kv_watermark);
         check(
             watermark,
-            "kv_watermark",
+            "--kv-watermark",
             &self.compute.scheduling.kv_watermark,
             "a share of the KV blocks from 0 to 0.5",
         )?;
         let threshold = self.compute.scheduling.preemption_threshold >= 1;
         let range = "at least 1: a sequence is not preempted for one of its own priority";
-        check(threshold, "preemption_threshold", &self.compute.scheduling.preemption_threshold, range)?;
+        check(threshold, "--preemption-threshold", &self.compute.scheduling.preemption_threshold, range)?;
         check(
             self.compute.scheduling.bypass_max <= Self::BYPASS_MAX,
-            "bypass_max",
+            "--bypass-max",
             &self.compute.scheduling.bypass_max,
             "from 0 to 10000",
         )?;
         self.validate_aging()?;
         let drafts = (1..=32).contains(&self.compute.scheduling.drafts_max);
-        check(drafts, "drafts_max", &self.compute.scheduling.drafts_max, "from 1 to 32")?;
+        check(drafts, "--drafts-max", &self.compute.scheduling.drafts_max, "from 1 to 32")?;
         check(
             self.compute.scheduling.max_waiting >= 1,
-            "max_waiting",
+            "--max-waiting",
             &self.compute.scheduling.max_waiting,
             "at least 1",
         )?;
-        check(self.max_sessions >= 1, "max_sessions", &self.max_sessions, "at least 1")?;
+        check(self.max_sessions >= 1, "--max-sessions", &self.max_sessions, "at least 1")?;
         check(
             self.compute.kv_cache_bytes >= 1,
-            "kv_cache_bytes",
+            "--kv-cache-bytes",
             &self.compute.kv_cache_bytes,
             "at least 1",
         )?;
         let utilization =
             self.compute.gpu_memory_utilization > 0.0 && self.compute.gpu_memory_utilization <= 1.0;
         let range = "above 0 and at most 1";
-        check(utilization, "gpu_memory_utilization", &self.compute.gpu_memory_utilization, range)?;
+        check(utilization, "--gpu-memory-utilization", &self.compute.gpu_memory_utilization, range)?;
         let scheduling = &self.compute.scheduling;
         let target = scheduling.step_target;
         if target != StepTargetOption::Auto && scheduling.objectives() != LatencyObjectives::default() {
             return Err(OptionsError::Objectives(target));
         }
         let zero = target == StepTargetOption::Fixed(Duration::ZERO);
-        check(!zero, "step_target", &"0", "above 0, auto or off")?;
-        check(scheduling.slo_ttft != Some(Duration::ZERO), "slo_ttft", &"0", "above 0")?;
-        check(scheduling.slo_gap != Some(Duration::ZERO), "slo_gap", &"0", "above 0")?;
+        check(!zero, "--step-target", &"0", "above 0, auto or off")?;
+        check(scheduling.slo_ttft != Some(Duration::ZERO), "--slo-ttft", &"0", "above 0")?;
+        check(scheduling.slo_gap != Some(Duration::ZERO), "--slo-gap", &"0", "above 0")?;
         if !(self.listen.ip().is_loopback() || self.authenticates_callers() || self.insecure) {
             return Err(OptionsError::Unauthenticated(self.listen));
         }
-        check(self.compute.max_context_tokens != Some(0), "max_context_tokens", &0, "at least 1")?;
-        check(self.compute.threads != Some(0), "threads", &0, "at least 1")?;
+        check(self.compute.max_context_tokens != Some(0), "--max-context-tokens", &0, "at least 1")?;
+        check(self.compute.threads != Some(0), "--threads", &0, "at least 1")?;
         let (stores, range) = match (self.compute.device, self.compute.kv_cache_dtype) {
             (_, KvCacheDtype::Auto) | (Device::Auto, _) => (true, ""),
             (Device::Cpu, dtype) => (dtype == KvCacheDtype::Int8, Self::KV_CACHE_DTYPES_ON_CPUS),
             (Device::Cuda(_), dtype) => (dtype == KvCacheDtype::Fp8, Self::KV_CACHE_DTYPES_ON_GPUS),
             (Device::Sim(_), _) => (false, "auto on a simulated device, which stores none"),
         };
-        check(stores, "kv_cache_dtype", &self.compute.kv_cache_dtype, range)?;
+        check(stores, "--kv-cache-dtype", &self.compute.kv_cache_dtype, range)?;
         let ranks = self.compute.tensor_parallel;
-        check((1..=RANKS_MAX).contains(&ranks), "tensor_parallel", &ranks, "from 1 to 64")?;
+        check((1..=RANKS_MAX).contains(&ranks), "--tensor-parallel", &ranks, "from 1 to 64")?;
         let divides = ranks == 1 || !matches!(self.compute.device, Device::Sim(_));
         let range = "1 on a simulated device, whose costs are those of the whole";
-        check(divides, "tensor_parallel", &ranks, range)?;
+        check(divides, "--tensor-parallel", &ranks, range)?;
         let threads = self.compute.threads.unwrap_or(ranks);
         let enough = threads >= ranks || matches!(self.compute.device, Device::Cuda(_));
-        check(enough, "threads", &threads, "at least tensor_parallel: each rank needs one")?;
+        check(enough, "--threads", &threads, "at least --tensor-parallel: each rank needs one")?;
         let gpus = self.gpus.iter().map(u32::to_string).collect::<Vec<_>>().join(",");
         let given = !self.gpus.is_empty();
-        let range = "as many GPUs as there are ranks, which tensor_parallel says";
-        check(!given || self.gpus.len() == ranks, "gpu", &gpus, range)?;
+        let range = "as many GPUs as there are ranks, which --tensor-parallel says";
+        check(!given || self.gpus.len() == ranks, "--gpu", &gpus, range)?;
         let twice = self.gpus.iter().enumerate().any(|(i, gpu)| self.gpus[..i].contains(gpu));
-        check(!twice, "gpu", &gpus, "different GPUs, one for each rank")?;
+        check(!twice, "--gpu", &gpus, "different GPUs, one for each rank")?;
         let first = match self.compute.device {
             Device::Cuda(Some(first)) if given => self.gpus[0] == first,
             _ => true,
         };
         check(
             first,
-            "gpu",
+            "--gpu",
             &gpus,
-            "a list that begins with the GPU that device names; or give --device cuda",
+            "a list that begins with the GPU that --device names; or give --device cuda",
         )?;
         self.validate_names()?;
         let heartbeat =
             self.heartbeat >= Duration::from_millis(10) && self.heartbeat <= Duration::from_secs(60);
-        check(heartbeat, "heartbeat", &format!("{:?}", self.heartbeat), "from 10 ms to 60 s")
+        check(heartbeat, "--heartbeat", &format!("{:?}", self.heartbeat), "from 10 ms to 60 s")
     }
 }
 
@@ -216,7 +216,7 @@ impl Options {
     fn validate_names(&self) -> Result<(), OptionsError> {
         let names = &self.compute.model_names;
         let refused = |value: &str, range| {
-            Err(OptionsError::OutOfRange { name: "model_name", value: format!("{value:?}"), range })
+            Err(OptionsError::OutOfRange { name: "--model-name", value: format!("{value:?}"), range })
         };
         if names.len() > Self::MODEL_NAMES_MAX {
             return refused(&format!("{} names", names.len()), "at most 65 names");
@@ -239,9 +239,9 @@ impl Options {
         };
         let Aging { threshold, tokens_per_second, tokens_max, level_every, .. } =
             self.compute.scheduling.policy.aging;
-        check(!threshold.is_zero(), "aging_threshold", "0".to_owned(), "above 0")?;
-        check(!level_every.is_zero(), "aging_level_every", "0".to_owned(), "above 0")?;
-        let services = [("aging_tokens_per_second", tokens_per_second), ("aging_tokens_max", tokens_max)];
+        check(!threshold.is_zero(), "--aging-threshold", "0".to_owned(), "above 0")?;
+        check(!level_every.is_zero(), "--aging-level-every", "0".to_owned(), "above 0")?;
+        let services = [("--aging-tokens-per-second", tokens_per_second), ("--aging-tokens-max", tokens_max)];
         services.into_iter().try_for_each(|(name, tokens)| {
             let range = "a number of tokens, at least 0";
             check(tokens.is_finite() && tokens >= 0.0, name, tokens.to_string(), range)
@@ -283,39 +283,39 @@ mod tests {
     #[test]
     fn invalid_options_are_rejected_by_name() {
         for (flags, clues) in [
-            (&["--block-tokens=0"][..], &["block_tokens is 0", "power of two"][..]),
-            (&["--block-tokens=3"], &["block_tokens is 3", "power of two"]),
-            (&["--block-tokens=24"], &["block_tokens is 24"]),
-            (&["--block-tokens=512"], &["block_tokens is 512"]),
-            (&["--kv-cache-bytes=0"], &["kv_cache_bytes"]),
-            (&["--device=cpu", "--kv-cache-dtype=fp8"], &["kv_cache_dtype is fp8", "only GPUs"]),
-            (&["--device=cuda", "--kv-cache-dtype=int8"], &["kv_cache_dtype is int8", "int8 is for CPUs"]),
-            (&["--device=sim:flat", "--kv-cache-dtype=int8"], &["kv_cache_dtype is int8", "simulated"]),
-            (&["--tensor-parallel=0"], &["tensor_parallel", "from 1 to 64"]),
-            (&["--tensor-parallel=65"], &["tensor_parallel", "from 1 to 64"]),
-            (&["--device=sim:flat", "--tensor-parallel=2"], &["tensor_parallel", "simulated"]),
-            (&["--device=cpu", "--tensor-parallel=4", "--threads=3"], &["threads is 3"]),
-            (&["--max-sequences=0"], &["max_sequences"]),
-            (&["--max-batch-tokens=255"], &["max_batch_tokens"]),
-            (&["--max-waiting=0"], &["max_waiting"]),
-            (&["--kv-watermark=-0.01"], &["kv_watermark", "from 0 to 0.5"]),
-            (&["--kv-watermark=0.51"], &["kv_watermark"]),
-            (&["--kv-watermark=NaN"], &["kv_watermark"]),
-            (&["--kv-watermark=inf"], &["kv_watermark"]),
-            (&["--preemption-threshold=0"], &["preemption_threshold is 0; it must be at least 1"]),
-            (&["--bypass-max=10001"], &["bypass_max is 10001; it must be from 0 to 10000"]),
-            (&["--aging-threshold=0s"], &["aging_threshold is 0"]),
-            (&["--aging-level-every=0s"], &["aging_level_every is 0"]),
-            (&["--aging-tokens-max=NaN"], &["aging_tokens_max is NaN"]),
-            (&["--aging-tokens-per-second=-1"], &["aging_tokens_per_second is -1"]),
-            (&["--drafts-max=0"], &["drafts_max"]),
-            (&["--drafts-max=33"], &["drafts_max"]),
-            (&["--step-target=0s"], &["step_target"]),
-            (&["--slo-gap=0s"], &["slo_gap"]),
+            (&["--block-tokens=0"][..], &["--block-tokens is 0", "power of two"][..]),
+            (&["--block-tokens=3"], &["--block-tokens is 3", "power of two"]),
+            (&["--block-tokens=24"], &["--block-tokens is 24"]),
+            (&["--block-tokens=512"], &["--block-tokens is 512"]),
+            (&["--kv-cache-bytes=0"], &["--kv-cache-bytes"]),
+            (&["--device=cpu", "--kv-cache-dtype=fp8"], &["--kv-cache-dtype is fp8", "only GPUs"]),
+            (&["--device=cuda", "--kv-cache-dtype=int8"], &["--kv-cache-dtype is int8", "int8 is for CPUs"]),
+            (&["--device=sim:flat", "--kv-cache-dtype=int8"], &["--kv-cache-dtype is int8", "simulated"]),
+            (&["--tensor-parallel=0"], &["--tensor-parallel", "from 1 to 64"]),
+            (&["--tensor-parallel=65"], &["--tensor-parallel", "from 1 to 64"]),
+            (&["--device=sim:flat", "--tensor-parallel=2"], &["--tensor-parallel", "simulated"]),
+            (&["--device=cpu", "--tensor-parallel=4", "--threads=3"], &["--threads is 3"]),
+            (&["--max-sequences=0"], &["--max-sequences"]),
+            (&["--max-batch-tokens=255"], &["--max-batch-tokens"]),
+            (&["--max-waiting=0"], &["--max-waiting"]),
+            (&["--kv-watermark=-0.01"], &["--kv-watermark", "from 0 to 0.5"]),
+            (&["--kv-watermark=0.51"], &["--kv-watermark"]),
+            (&["--kv-watermark=NaN"], &["--kv-watermark"]),
+            (&["--kv-watermark=inf"], &["--kv-watermark"]),
+            (&["--preemption-threshold=0"], &["--preemption-threshold is 0; it must be at least 1"]),
+            (&["--bypass-max=10001"], &["--bypass-max is 10001; it must be from 0 to 10000"]),
+            (&["--aging-threshold=0s"], &["--aging-threshold is 0"]),
+            (&["--aging-level-every=0s"], &["--aging-level-every is 0"]),
+            (&["--aging-tokens-max=NaN"], &["--aging-tokens-max is NaN"]),
+            (&["--aging-tokens-per-second=-1"], &["--aging-tokens-per-second is -1"]),
+            (&["--drafts-max=0"], &["--drafts-max"]),
+            (&["--drafts-max=33"], &["--drafts-max"]),
+            (&["--step-target=0s"], &["--step-target"]),
+            (&["--slo-gap=0s"], &["--slo-gap"]),
             (&["--step-target=off", "--slo-ttft=1s"], &["need --step-target auto, not off"]),
             (&["--listen=0.0.0.0:8652"], &["0.0.0.0:8652", "--secret-file"]),
-            (&["--model-name=a,b", "--model-name=a"], &["model_name is \"a\"", "given once"]),
-            (&["--model-name=a,,b"], &["model_name is \"\"", "1 to 512 bytes"]),
+            (&["--model-name=a,b", "--model-name=a"], &["--model-name is \"a\"", "given once"]),
+            (&["--model-name=a,,b"], &["--model-name is \"\"", "1 to 512 bytes"]),
         ] {
             let refused = refused(&of(flags));
             for clue in clues {
@@ -369,12 +369,12 @@ mod tests {
             assert_eq!(options.gpus_of_ranks(), expected, "{flags:?}");
         }
         for (flags, clues) in [
-            (&["--device=cuda", "--gpu=0,1"][..], ["gpu is 0,1", "as many GPUs as there are ranks"]),
-            (&["--gpu=3", "--tensor-parallel=2"], ["gpu is 3;", "as many GPUs as there are ranks"]),
-            (&["--device=cuda", "--gpu=1,0,1", "--tensor-parallel=3"], ["gpu is 1,0,1", "different GPUs"]),
+            (&["--device=cuda", "--gpu=0,1"][..], ["--gpu is 0,1", "as many GPUs as there are ranks"]),
+            (&["--gpu=3", "--tensor-parallel=2"], ["--gpu is 3;", "as many GPUs as there are ranks"]),
+            (&["--device=cuda", "--gpu=1,0,1", "--tensor-parallel=3"], ["--gpu is 1,0,1", "different GPUs"]),
             (
                 &["--device=cuda:2", "--gpu=1,2", "--tensor-parallel=2"],
-                ["gpu is 1,2", "begins with the GPU that device names"],
+                ["--gpu is 1,2", "begins with the GPU that --device names"],
             ),
         ] {
             let refused = refused(&of(flags));

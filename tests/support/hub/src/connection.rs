@@ -2,7 +2,7 @@
 
 use std::borrow::Cow;
 use std::io::{BufReader, Read as _, Write as _};
-use std::net::{Shutdown, SocketAddr, TcpStream};
+use std::net::{Shutdown, TcpStream};
 use std::sync::{Arc, Mutex};
 
 use serde_json::json;
@@ -34,7 +34,7 @@ impl Answer {
 }
 
 /// Serves a connection until it ends.
-pub(super) fn serve(stream: &TcpStream, state: &Mutex<State>, elsewhere: bool, other: SocketAddr) {
+pub(super) fn serve(stream: &TcpStream, state: &Mutex<State>, elsewhere: bool) {
     let mut reader = BufReader::new(stream);
     while let Some(request) = read(&mut reader) {
         let fault = {
@@ -57,7 +57,7 @@ pub(super) fn serve(stream: &TcpStream, state: &Mutex<State>, elsewhere: bool, o
                 Answer { status, headers, body: Arc::default() }
             }
             Some(Fault::Expired) => Answer { status: 403, headers: Vec::new(), body: Arc::default() },
-            _ => answer(&request, &state.lock().unwrap(), elsewhere, other),
+            _ => answer(&request, &state.lock().unwrap(), elsewhere),
         };
         if write(stream, &request, answer, fault).is_none() {
             _ = stream.shutdown(Shutdown::Both);
@@ -87,7 +87,7 @@ fn read(reader: &mut impl std::io::BufRead) -> Option<Request> {
     }
 }
 
-fn answer(request: &Request, state: &State, elsewhere: bool, other: SocketAddr) -> Answer {
+fn answer(request: &Request, state: &State, elsewhere: bool) -> Answer {
     let path = request.path.trim_start_matches('/');
     if elsewhere {
         let wanted = path.split('?').next().unwrap_or_default();
@@ -116,7 +116,7 @@ fn answer(request: &Request, state: &State, elsewhere: bool, other: SocketAddr) 
     if model.gated && !(is_api && verb == "refs") {
         return Answer::error(403, "GatedRepo", "Access to this model is restricted");
     }
-    if is_api { listed(model, &verb, &rest) } else { resolved(model, &rest, other) }
+    if is_api { listed(model, &verb, &rest) } else { resolved(model, &rest, &state.elsewhere) }
 }
 
 fn listed(model: &Model, verb: &str, rest: &str) -> Answer {
@@ -141,7 +141,7 @@ fn listed(model: &Model, verb: &str, rest: &str) -> Answer {
     Answer::json(&json!({"id": "x", "sha": commit, "siblings": siblings, "gated": false}))
 }
 
-fn resolved(model: &Model, rest: &str, other: SocketAddr) -> Answer {
+fn resolved(model: &Model, rest: &str, elsewhere: &str) -> Answer {
     let Some((commit, path)) = rest.split_once('/') else { return Answer::error(404, "", "") };
     let Some(File { etag, bytes }) = model.commits.get(commit).and_then(|files| files.get(path)) else {
         return Answer::error(404, "EntryNotFound", "Entry not found");
@@ -153,7 +153,7 @@ fn resolved(model: &Model, rest: &str, other: SocketAddr) -> Answer {
     }
     headers.push(("X-Linked-ETag", format!("\"{etag}\"")));
     headers.push(("X-Linked-Size", bytes.len().to_string()));
-    headers.push(("Location", format!("http://{other}/{etag}?signature=x")));
+    headers.push(("Location", format!("{elsewhere}/{etag}?signature=x")));
     Answer { status: 302, headers, body: Arc::default() }
 }
 

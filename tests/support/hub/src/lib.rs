@@ -74,6 +74,8 @@ struct State {
     /// Faults with a part of the path, and how often they happen.
     faults: Vec<(String, Fault, u32)>,
     seen: Vec<Seen>,
+    /// Address of the host of large files in redirections.
+    elsewhere: String,
 }
 
 /// The stand-in; it ends with the value.
@@ -88,20 +90,22 @@ pub struct StandIn {
 impl StandIn {
     /// Starts a stand-in without models.
     pub fn start() -> Self {
-        let (state, ended) = (Arc::default(), Arc::new(AtomicBool::new(false)));
         let listen = || TcpListener::bind("127.0.0.1:0").unwrap();
         let (hub, elsewhere) = (listen(), listen());
+        let address = format!("http://{}", elsewhere.local_addr().unwrap());
+        let state = Arc::new(Mutex::new(State { elsewhere: address, ..State::default() }));
+        let ended = Arc::new(AtomicBool::new(false));
         let this =
             Self { state, hub: hub.local_addr().unwrap(), elsewhere: elsewhere.local_addr().unwrap(), ended };
         for (listener, is_elsewhere) in [(hub, false), (elsewhere, true)] {
-            let (state, ended, other) = (this.state.clone(), this.ended.clone(), this.elsewhere);
+            let (state, ended) = (this.state.clone(), this.ended.clone());
             std::thread::spawn(move || {
                 for stream in listener.incoming().map_while(Result::ok) {
                     if ended.load(Ordering::Relaxed) {
                         return;
                     }
                     let state = state.clone();
-                    std::thread::spawn(move || connection::serve(&stream, &state, is_elsewhere, other));
+                    std::thread::spawn(move || connection::serve(&stream, &state, is_elsewhere));
                 }
             });
         }
@@ -115,6 +119,16 @@ impl StandIn {
     /// Address of the Hub.
     pub fn endpoint(&self) -> String {
         format!("http://{}", self.hub)
+    }
+
+    /// Addresses at which the Hub and the host of large files listen.
+    pub fn addresses(&self) -> [SocketAddr; 2] {
+        [self.hub, self.elsewhere]
+    }
+
+    /// Names the host of large files by another address in redirections, such as that of a relay with TLS in front of it.
+    pub fn redirect_to(&self, base: &str) {
+        base.clone_into(&mut self.lock().elsewhere);
     }
 
     /// Returns settings for this Hub, with a cache.

@@ -417,17 +417,17 @@ fn check(options: &CpuOptions, config: &ModelConfig) -> Result<u32, Error> {
         }
         Err(Error::Option { name, value, range: format!("from {low} to {high}") })
     };
-    within("threads", options.threads.unwrap_or(1) as u64, 1, 1024)?;
-    within("tensor_parallel", options.tensor_parallel as u64, 1, RANKS_MAX as u64)?;
-    within("slots", options.slots.into(), 1, 1 << 20)?;
-    within("batch_tokens", options.batch_tokens.into(), 1, 1 << 20)?;
-    within("block_tokens", options.block_tokens.into(), 1, 1 << 12)?;
+    within("--threads", options.threads.unwrap_or(1) as u64, 1, 1024)?;
+    within("--tensor-parallel", options.tensor_parallel as u64, 1, RANKS_MAX as u64)?;
+    within("--max-sequences", options.slots.into(), 1, 1 << 20)?;
+    within("--max-batch-tokens", options.batch_tokens.into(), 1, 1 << 20)?;
+    within("--block-tokens", options.block_tokens.into(), 1, 1 << 12)?;
     if !options.block_tokens.is_power_of_two() {
         let value = options.block_tokens.into();
-        return Err(Error::Option { name: "block_tokens", value, range: "a power of two".to_owned() });
+        return Err(Error::Option { name: "--block-tokens", value, range: "a power of two".to_owned() });
     }
     let context_tokens = options.context_tokens.unwrap_or(config.context_tokens);
-    within("context_tokens", context_tokens.into(), 2, config.context_tokens.into())?;
+    within("--max-context-tokens", context_tokens.into(), 2, config.context_tokens.into())?;
     Ok(context_tokens)
 }
 

@@ -365,41 +365,41 @@ fn validate_options(options: &CudaOptions, config: &models::ModelConfig) -> Resu
         }
         Err(Error::Option { name, value: value.to_string(), range: format!("from {low} to {high}") })
     };
-    within("tensor_parallel", options.gpus.len() as u64, 1, RANKS_MAX as u64)?;
+    within("--tensor-parallel", options.gpus.len() as u64, 1, RANKS_MAX as u64)?;
     let duplicate = options.gpus.iter().enumerate().find(|(i, gpu)| options.gpus[..*i].contains(gpu));
     if let Some((_, gpu)) = duplicate {
         let (value, range) = (format!("GPU {gpu} twice"), "different GPUs, one a rank".to_owned());
-        return Err(Error::Option { name: "gpu", value, range });
+        return Err(Error::Option { name: "--gpu", value, range });
     }
     if options.deterministic && options.gpus.len() > 2 {
         let value = format!("on, with {} ranks", options.gpus.len());
         // A sum of two elements does not depend on their order; with more ranks, NCCL's order depends on an
         // element's position in the batch.
         let range = "off, or on with 2 ranks at most: NCCL's sums over more depend on the batch".to_owned();
-        return Err(Error::Option { name: "deterministic", value, range });
+        return Err(Error::Option { name: "--deterministic", value, range });
     }
-    within("slots", options.slots.into(), 1, 4096)?;
-    within("draft_rows", options.draft_rows.into(), 0, 4096)?;
-    within("batch_tokens", options.batch_tokens.into(), 1, 1 << 16)?;
-    within("block_tokens", options.block_tokens.into(), 1, 1 << 12)?;
+    within("--max-sequences", options.slots.into(), 1, 4096)?;
+    within("the rows of drafts", options.draft_rows.into(), 0, 4096)?;
+    within("--max-batch-tokens", options.batch_tokens.into(), 1, 1 << 16)?;
+    within("--block-tokens", options.block_tokens.into(), 1, 1 << 12)?;
     let block_tokens_min = options.kv_store.block_tokens_min();
     if options.block_tokens < block_tokens_min {
         let value = options.block_tokens.to_string();
         let range = format!(
             "at least {block_tokens_min} with a KV cache in 8 bits, whose scales are copied four at a time"
         );
-        return Err(Error::Option { name: "block_tokens", value, range });
+        return Err(Error::Option { name: "--block-tokens", value, range });
     }
     if !options.block_tokens.is_power_of_two() {
         let value = options.block_tokens.to_string();
-        return Err(Error::Option { name: "block_tokens", value, range: "a power of two".to_owned() });
+        return Err(Error::Option { name: "--block-tokens", value, range: "a power of two".to_owned() });
     }
     if !(options.utilization > 0.0 && options.utilization <= 1.0) {
         let (name, value) = ("gpu_memory_utilization", options.utilization.to_string());
         return Err(Error::Option { name, value, range: "above 0 and at most 1".to_owned() });
     }
     let context_tokens = options.context_tokens.unwrap_or(config.context_tokens);
-    within("context_tokens", context_tokens.into(), 2, config.context_tokens.into())?;
+    within("--max-context-tokens", context_tokens.into(), 2, config.context_tokens.into())?;
     Ok(context_tokens)
 }
 

@@ -306,7 +306,7 @@ fn duplicate_gpus_no_gpu_and_batch_dependent_sums_are_refused() {
         CudaRuntime::load(&model, &options, &|_, _| {}).err().unwrap().to_string()
     };
     for (gpus, deterministic, clues) in [
-        (&[][..], false, ["tensor_parallel is 0", "from 1 to 64"]),
+        (&[][..], false, ["--tensor-parallel is 0", "from 1 to 64"]),
         (&[3, 1, 3], false, ["gpu is GPU 3 twice", "different GPUs"]),
         (&[0, 1, 2], true, ["deterministic is on, with 3 ranks", "2 ranks at most"]),
     ] {
