@@ -224,13 +224,13 @@ fn options_out_of_range_are_rejected_with_the_allowed_values() {
     );
     assert_eq!(load(span_bytes), Ok(()));
     assert!(refused(CpuOptions { block_tokens: 24, ..OPTIONS }).contains("power of two"));
-    assert!(refused(CpuOptions { block_tokens: 0, ..OPTIONS }).contains("block_tokens"));
-    assert!(refused(CpuOptions { slots: 0, ..OPTIONS }).contains("slots"));
-    assert!(refused(CpuOptions { batch_tokens: 0, ..OPTIONS }).contains("batch_tokens"));
-    assert!(refused(CpuOptions { threads: Some(0), ..OPTIONS }).contains("threads"));
-    assert!(refused(CpuOptions { context_tokens: Some(1 << 20), ..OPTIONS }).contains("context_tokens"));
+    assert!(refused(CpuOptions { block_tokens: 0, ..OPTIONS }).contains("--block-tokens"));
+    assert!(refused(CpuOptions { slots: 0, ..OPTIONS }).contains("--max-sequences"));
+    assert!(refused(CpuOptions { batch_tokens: 0, ..OPTIONS }).contains("--max-batch-tokens"));
+    assert!(refused(CpuOptions { threads: Some(0), ..OPTIONS }).contains("--threads"));
+    assert!(refused(CpuOptions { context_tokens: Some(1 << 20), ..OPTIONS }).contains("--max-context-tokens"));
     for tensor_parallel in [0, 65, usize::MAX] {
-        assert!(refused(CpuOptions { tensor_parallel, ..OPTIONS }).contains("tensor_parallel"));
+        assert!(refused(CpuOptions { tensor_parallel, ..OPTIONS }).contains("--tensor-parallel"));
     }
     let odd = refused(CpuOptions { tensor_parallel: 3, ..OPTIONS });
     assert!(odd.contains("4 attention heads") && odd.contains("1, 2, 4 would do"), "{odd}");
