@@ -2,7 +2,8 @@
 //!
 //! A row is what a layer keeps of a token, such as its key and value. Layers that keep the same positions form a group: those with
 //! full attention one, those with a sliding window of a size another. A span of `block_tokens` tokens takes whole blocks of each
-//! group, so that counting, swapping and copying know nothing of layers.
+//! group, so that counting, swapping and copying know nothing of layers. Recurrent layers keep a state of one size, whatever the length
+//! of the sequence: it takes whole blocks of the same pool.
 
 use std::fmt;
 
@@ -11,6 +12,9 @@ pub const GROUPS_MAX: usize = 4;
 
 /// Maximum blocks of a span in a group.
 pub const SPAN_BLOCKS_MAX: u32 = 64;
+
+/// Maximum blocks of a sequence's recurrent state.
+pub const STATE_BLOCKS_MAX: u32 = 1 << 16;
 
 /// Layers that keep the rows of the same positions.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, serde::Serialize, serde::Deserialize)]
@@ -49,13 +53,14 @@ impl LayerGroup {
     }
 }
 
-/// Groups of a model's layers, and the tokens of a span.
+/// Groups of a model's layers, the tokens of a span, and the blocks of the recurrent layers' state.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, serde::Serialize, serde::Deserialize)]
-#[serde(try_from = "(u32, Vec<LayerGroup>)", into = "(u32, Vec<LayerGroup>)")]
+#[serde(try_from = "(u32, Vec<LayerGroup>, u32)", into = "(u32, Vec<LayerGroup>, u32)")]
 pub struct MemoryShape {
     block_tokens: u32,
     count: usize,
     groups: [LayerGroup; GROUPS_MAX],
+    state_blocks: u32,
 }
 
 /// Groups that contradict each other.
@@ -76,6 +81,9 @@ pub enum ShapeError {
     /// A group behind one with a smaller window, or two with the same.
     #[error("groups are listed from full attention to the smallest window, each once")]
     Order,
+    /// Too many blocks of a state.
+    #[error("the state of a sequence takes at most {STATE_BLOCKS_MAX} blocks, not {0}")]
+    State(u32),
 }
 
 impl MemoryShape {
@@ -109,7 +117,19 @@ impl MemoryShape {
 
     /// Creates the shape of a model whose layers all have full attention: a block holds a span.
     pub const fn uniform(block_tokens: u32) -> Self {
-        Self { block_tokens, count: 1, groups: [LayerGroup { blocks: 1, window: None }; GROUPS_MAX] }
+        let groups = [LayerGroup { blocks: 1, window: None }; GROUPS_MAX];
+        Self { block_tokens, count: 1, groups, state_blocks: 0 }
+    }
+
+    /// Returns the shape with a state of `blocks` blocks, which a sequence holds beside those of its tokens while it holds any.
+    ///
+    /// # Errors
+    /// [`ShapeError::State`] for more than [`STATE_BLOCKS_MAX`].
+    pub fn with_state(self, blocks: u32) -> Result<Self, ShapeError> {
+        if blocks > STATE_BLOCKS_MAX {
+            return Err(ShapeError::State(blocks));
+        }
+        Ok(Self { state_blocks: blocks, ..self })
     }
 
     /// Returns the tokens of a span.
@@ -127,7 +147,13 @@ impl MemoryShape {
     /// Returns true if all layers keep all positions, and a block holds a span.
     #[inline]
     pub fn is_uniform(&self) -> bool {
-        self.count == 1 && self.groups[0] == LayerGroup { blocks: 1, window: None }
+        self.count == 1 && self.groups[0] == LayerGroup { blocks: 1, window: None } && self.state_blocks == 0
+    }
+
+    /// Returns the blocks of a sequence's recurrent state; 0 without recurrent layers.
+    #[inline]
+    pub fn state_blocks(&self) -> u32 {
+        self.state_blocks
     }
 
     /// Returns true if a group gives up positions.
@@ -153,7 +179,8 @@ impl MemoryShape {
     pub fn blocks(&self, tokens: u32, ahead: u32) -> u32 {
         let blocks =
             |group: &LayerGroup| group.blocks.saturating_mul(group.spans(tokens, ahead, self.block_tokens));
-        self.groups().iter().map(blocks).fold(0, u32::saturating_add)
+        let state = if tokens > 0 { self.state_blocks } else { 0 };
+        self.groups().iter().map(blocks).fold(state, u32::saturating_add)
     }
 
     /// Returns the maximum length of a sequence, in tokens, that `blocks` blocks hold if it computes a token at a time; at most
@@ -183,22 +210,23 @@ impl MemoryShape {
     }
 }
 
-impl TryFrom<(u32, Vec<LayerGroup>)> for MemoryShape {
+impl TryFrom<(u32, Vec<LayerGroup>, u32)> for MemoryShape {
     type Error = ShapeError;
 
-    fn try_from((block_tokens, groups): (u32, Vec<LayerGroup>)) -> Result<Self, ShapeError> {
-        Self::new(block_tokens, &groups)
+    fn try_from((block_tokens, groups, state): (u32, Vec<LayerGroup>, u32)) -> Result<Self, ShapeError> {
+        Self::new(block_tokens, &groups)?.with_state(state)
     }
 }
 
-impl From<MemoryShape> for (u32, Vec<LayerGroup>) {
+impl From<MemoryShape> for (u32, Vec<LayerGroup>, u32) {
     fn from(shape: MemoryShape) -> Self {
-        (shape.block_tokens, shape.groups().to_vec())
+        (shape.block_tokens, shape.groups().to_vec(), shape.state_blocks)
     }
 }
 
 impl fmt::Display for MemoryShape {
-    /// Writes the groups, such as `full attention 1 block, window 1024 6 blocks`.
+    /// Writes the groups and the state, such as `full attention 1 block, window 1024 6 blocks` or
+    /// `full attention 1 block, state 96 blocks a sequence`.
     fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
         for (index, group) in self.groups().iter().enumerate() {
             let comma = if index > 0 { ", " } else { "" };
@@ -208,7 +236,11 @@ impl fmt::Display for MemoryShape {
                 Some(window) => write!(out, "{comma}window {window} {} block{plural}", group.blocks)?,
             }
         }
-        Ok(())
+        match self.state_blocks {
+            0 => Ok(()),
+            1 => write!(out, ", state 1 block a sequence"),
+            blocks => write!(out, ", state {blocks} blocks a sequence"),
+        }
     }
 }
 
@@ -240,9 +272,21 @@ mod tests {
             assert_eq!(MemoryShape::new(16, &groups), Err(error), "{groups:?}");
         }
         assert_eq!(MemoryShape::new(0, &[full(1)]), Err(ShapeError::BlockTokens));
+        let most = STATE_BLOCKS_MAX + 1;
+        assert_eq!(MemoryShape::uniform(16).with_state(most), Err(ShapeError::State(most)));
         let shape = MemoryShape::new(16, &[full(1), window(6, 1024)]).unwrap();
         assert_eq!(shape.to_string(), "full attention 1 block, window 1024 6 blocks");
         assert!(!shape.is_uniform() && MemoryShape::new(16, &[full(1)]).unwrap().is_uniform());
+    }
+
+    #[test]
+    fn a_state_is_held_once_whatever_the_length() {
+        let shape = MemoryShape::uniform(16).with_state(96).unwrap();
+        assert!(!shape.is_uniform() && !shape.has_windows());
+        assert_eq!((shape.blocks(0, 1), shape.blocks(1, 1), shape.blocks(1600, 64)), (0, 97, 196));
+        assert_eq!((shape.tokens(96), shape.tokens(97), shape.tokens(196)), (0, 16, 1600));
+        assert_eq!(shape.pool_tokens(3 * 196 + 100, 1600), 3 * 1600 + 64);
+        assert_eq!(shape.to_string(), "full attention 1 block, state 96 blocks a sequence");
     }
 
     #[test]
@@ -293,9 +337,10 @@ mod tests {
         #[test]
         fn tokens_is_the_inverse_of_blocks(
             block_tokens in 1u32..9, blocks in 0u32..60, size in prop::option::of(1u32..40), each in (1u32..4, 1u32..4),
+            state in 0u32..20,
         ) {
             let groups: Vec<_> = [full(each.0)].into_iter().chain(size.map(|size| window(each.1, size))).collect();
-            let shape = MemoryShape::new(block_tokens, &groups).unwrap();
+            let shape = MemoryShape::new(block_tokens, &groups).unwrap().with_state(state).unwrap();
             let tokens = shape.tokens(blocks);
             prop_assert!(shape.blocks(tokens, 1) <= blocks);
             prop_assert!(shape.blocks(tokens + 1, 1) > blocks);

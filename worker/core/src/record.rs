@@ -49,6 +49,7 @@ impl RecordLog {
             log.number(group.blocks.into());
             log.option(group.window.map(u64::from));
         }
+        log.number(limits.shape.state_blocks().into());
         for value in [
             limits.blocks,
             limits.host_blocks,

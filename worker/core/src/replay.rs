@@ -201,7 +201,9 @@ impl RecordReader<'_> {
             let window = self.option()?.map(u32::try_from).transpose();
             groups.push(LayerGroup { blocks, window: window.map_err(|_| self.malformed("a window"))? });
         }
-        MemoryShape::new(block_tokens, &groups).map_err(|_| self.malformed("groups of layers"))
+        let state = self.small()?;
+        let shape = MemoryShape::new(block_tokens, &groups).and_then(|shape| shape.with_state(state));
+        shape.map_err(|_| self.malformed("groups of layers"))
     }
 
     fn sequence_id(&mut self) -> Result<SequenceId, ReplayError> {

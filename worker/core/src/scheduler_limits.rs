@@ -178,8 +178,8 @@ impl SchedulerLimits {
             ends
         };
         let windows = ends(u32::MAX);
-        let fits =
-            self.shape.is_uniform() || self.blocks_of(&self.first_spans(computed), &windows) <= self.blocks;
+        let needed = || self.blocks_of(&self.first_spans(computed), &windows) + self.shape.state_blocks();
+        let fits = self.shape.is_uniform() || needed() <= self.blocks;
         if fits { windows } else { ends(1) }
     }
 
@@ -195,10 +195,10 @@ impl SchedulerLimits {
     /// Returns the number of blocks reserved at admission of a sequence with `known` tokens that may generate
     /// `remaining` more, if none of them are cached.
     pub fn admission_blocks(&self, known: u32, remaining: u32) -> u32 {
-        self.blocks_of(&[0; GROUPS_MAX], &self.reserved(known, remaining, 0))
+        self.blocks_of(&[0; GROUPS_MAX], &self.reserved(known, remaining, 0)) + self.shape.state_blocks()
     }
 
-    /// Returns the blocks of these spans: by group, from the first one to the one before the end.
+    /// Returns the blocks of these spans: by group, from the first one to the one before the end; not those of a state.
     pub(crate) fn blocks_of(&self, firsts: &Spans, ends: &Spans) -> u32 {
         let spans = firsts.iter().zip(ends).map(|(first, end)| end.saturating_sub(*first));
         self.shape.groups().iter().zip(spans).map(|(group, spans)| group.blocks * spans).sum()

@@ -70,8 +70,7 @@ impl BlockStore {
 
     /// Returns the number of blocks that only this sequence owns.
     pub fn exclusive(&self, tables: &Tables) -> u32 {
-        let owned = |block: &&Block| self.pool.owners(**block) == 1;
-        tables.groups().iter().map(|table| table.blocks().iter().filter(owned).count() as u32).sum()
+        tables.blocks().filter(|block| self.pool.owners(*block) == 1).count() as u32
     }
 
     /// Returns the spans that hold `tokens` tokens, by group.
@@ -88,7 +87,7 @@ impl BlockStore {
         Some(block)
     }
 
-    /// Extends tables to these spans. Returns false and allocates no block if too few are free.
+    /// Extends tables to these spans, with a state. Returns false and allocates no block if too few are free.
     pub fn extend(&mut self, tables: &mut Tables, ends: &Spans) -> bool {
         if tables.lacking(ends) > self.pool.free() {
             return false;
@@ -98,6 +97,9 @@ impl BlockStore {
             for _ in 0..missing * self.shape.groups()[group].blocks {
                 self.take().into_iter().for_each(|block| tables.push(group, block));
             }
+        }
+        for _ in 0..tables.lacking_state() {
+            self.take().into_iter().for_each(|block| tables.push_state(block));
         }
         true
     }
@@ -126,6 +128,10 @@ impl BlockStore {
     /// Looks up the longest prefix behind which a sequence can resume: the highest boundary at which every group has the spans that
     /// the next token sees. `hashes` are those of the sequence's spans, from the first one on.
     pub fn find_prefix(&self, hashes: &[BlockHash]) -> FoundPrefix {
+        // The states at ends of prefixes are not kept.
+        if self.shape.state_blocks() > 0 {
+            return FoundPrefix { spans: 0, unowned: 0, cached: 0 };
+        }
         if self.shape.is_uniform() {
             let (mut spans, mut unowned) = (0, 0);
             for leader in hashes.iter().map_while(|hash| self.cache.lookup(*hash)) {
@@ -213,7 +219,7 @@ impl BlockStore {
         }
     }
 
-    /// Releases the blocks behind these spans, the last ones first.
+    /// Releases the blocks behind these spans, the last ones first; not those of the state.
     pub fn truncate(&mut self, tables: &mut Tables, ends: &Spans) {
         for (group, end) in ends.iter().enumerate().take(tables.groups().len()) {
             while let Some(block) = tables.pop(group, *end) {
@@ -224,6 +230,9 @@ impl BlockStore {
 
     /// Releases all blocks of a sequence, from the last span on, so that the tails of prefixes are evicted before their heads.
     pub fn release_all(&mut self, tables: &mut Tables) {
+        while let Some(block) = tables.pop_state() {
+            self.pool.release(block);
+        }
         let last = tables.ends().into_iter().max().unwrap_or(0);
         if tables.groups().len() == 1 {
             return self.truncate(tables, &[0; inflight_contract::GROUPS_MAX]);

@@ -45,6 +45,10 @@ pub struct Tables {
     groups: Vec<GroupTable>,
     /// Index behind the last span that all groups have.
     end: u32,
+    /// Blocks of the recurrent layers' state: all of them, or none.
+    state: Vec<Block>,
+    /// Number of blocks of a state.
+    state_blocks: u32,
 }
 
 impl Tables {
@@ -59,7 +63,13 @@ impl Tables {
                 blocks: Vec::with_capacity((group.blocks * spans) as usize),
             }
         };
-        Self { groups: shape.groups().iter().map(table).collect(), end: 0 }
+        let state_blocks = shape.state_blocks();
+        Self {
+            groups: shape.groups().iter().map(table).collect(),
+            end: 0,
+            state: Vec::with_capacity(state_blocks as usize),
+            state_blocks,
+        }
     }
 
     /// Returns the tables, in the order of the groups.
@@ -67,19 +77,25 @@ impl Tables {
         &self.groups
     }
 
+    /// Returns the blocks of the recurrent layers' state; none without such layers.
+    pub fn state(&self) -> &[Block] {
+        &self.state
+    }
+
     /// Returns all blocks.
     pub fn blocks(&self) -> impl Iterator<Item = Block> + '_ {
-        self.groups.iter().flat_map(|table| table.blocks.iter().copied())
+        let of_groups = self.groups.iter().flat_map(|table| table.blocks.iter());
+        of_groups.chain(&self.state).copied()
     }
 
     /// Returns the number of blocks.
     pub fn len(&self) -> u32 {
-        self.groups.iter().map(|table| table.blocks.len() as u32).sum()
+        self.groups.iter().map(|table| table.blocks.len() as u32).sum::<u32>() + self.state.len() as u32
     }
 
     /// Returns true without blocks.
     pub fn is_empty(&self) -> bool {
-        self.groups.iter().all(|table| table.blocks.is_empty())
+        self.state.is_empty() && self.groups.iter().all(|table| table.blocks.is_empty())
     }
 
     /// Returns the index of the first span, by group.
@@ -96,7 +112,12 @@ impl Tables {
             first: table.first,
             span_blocks: table.span_blocks,
         };
-        let mut tables = Self { groups: self.groups.iter().map(empty).collect(), end: 0 };
+        let mut tables = Self {
+            groups: self.groups.iter().map(empty).collect(),
+            end: 0,
+            state: Vec::with_capacity(self.state.len()),
+            state_blocks: self.state_blocks,
+        };
         tables.find_end();
         tables
     }
@@ -117,16 +138,21 @@ impl Tables {
         self.end = self.groups.iter().map(GroupTable::end_span).min().unwrap_or(0);
     }
 
-    /// Returns the number of blocks to allocate until the tables end at these spans.
+    /// Returns the number of blocks to allocate until the tables end at these spans and have a state.
     pub(crate) fn lacking(&self, ends: &Spans) -> u32 {
         let lacks =
             |(table, end): (&GroupTable, &u32)| table.span_blocks * end.saturating_sub(table.end_span());
-        self.groups.iter().zip(ends).map(lacks).sum()
+        self.groups.iter().zip(ends).map(lacks).sum::<u32>() + self.lacking_state()
+    }
+
+    /// Returns the number of blocks to allocate for the state.
+    pub(crate) fn lacking_state(&self) -> u32 {
+        self.state_blocks - self.state.len() as u32
     }
 
     /// Returns the index behind the last span that all groups can reach, up to `most`, with `blocks` more blocks.
     pub(crate) fn reachable(&self, most: u32, blocks: u32) -> u32 {
-        let (mut end, mut left) = (self.end(), blocks);
+        let (mut end, mut left) = (self.end(), blocks.saturating_sub(self.lacking_state()));
         while end < most {
             // Up to the next span from which on another group needs blocks, all spans cost the same.
             let behind = self.groups.iter().map(GroupTable::end_span).filter(|other| *other > end);
@@ -159,6 +185,17 @@ impl Tables {
     pub(crate) fn push(&mut self, group: usize, block: Block) {
         self.groups[group].blocks.push(block);
         self.find_end();
+    }
+
+    /// Appends a block to the state.
+    pub(crate) fn push_state(&mut self, block: Block) {
+        debug_assert!(self.lacking_state() > 0, "the state has all its blocks");
+        self.state.push(block);
+    }
+
+    /// Removes the last block of the state.
+    pub(crate) fn pop_state(&mut self) -> Option<Block> {
+        self.state.pop()
     }
 
     /// Removes the last span of a group if it is behind `end`. Returns its blocks, the last one first.

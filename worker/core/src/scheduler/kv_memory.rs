@@ -122,7 +122,7 @@ impl KvMemory {
         alone: bool,
     ) -> (Spans, u32) {
         let ends = self.limits.reserved(sequence.known_tokens, sequence.remaining_tokens, tokens);
-        let new = self.limits.blocks_of(&[found.spans; GROUPS_MAX], &ends);
+        let new = self.limits.blocks_of(&[found.spans; GROUPS_MAX], &ends) + self.limits.shape.state_blocks();
         (ends, new + found.unowned + self.watermark(alone))
     }
 
@@ -226,7 +226,7 @@ impl KvMemory {
         if table.first_span() > 0 { (0, sealed) } else { (shared, sealed - shared) }
     }
 
-    /// Returns the number of blocks with rows of a sequence's committed tokens.
+    /// Returns the number of blocks with rows of a sequence's committed tokens, and of its state.
     pub fn blocks_to_swap_out(&self, sequence: &Sequence) -> u32 {
         let ends = self.device.ends(sequence.committed_tokens);
         sequence.tables.len() - self.limits.blocks_of(&ends, &sequence.tables.ends())
@@ -248,7 +248,9 @@ impl KvMemory {
     /// Returns the blocks that must be free to swap a sequence in, including the watermark if it is not alone.
     pub fn blocks_to_swap_in(&self, sequence: &Sequence, alone: bool) -> u32 {
         let firsts = sequence.host_tables.firsts();
-        self.limits.blocks_of(&firsts, &self.ends_to_swap_in(sequence)) + self.watermark(alone)
+        self.limits.blocks_of(&firsts, &self.ends_to_swap_in(sequence))
+            + self.limits.shape.state_blocks()
+            + self.watermark(alone)
     }
 
     /// Returns the spans up to which the tables of a swapped sequence reach when it is swapped in: it reserves as many as an
@@ -331,6 +333,10 @@ impl KvMemory {
 
     /// Adds the full spans of a sequence's committed tokens to the prefix cache, as far as their hashes are known.
     pub fn seal(&mut self, sequence: &mut Sequence) {
+        // Rows are of no use to others without the state behind them.
+        if self.limits.shape.state_blocks() > 0 {
+            return;
+        }
         let full = (sequence.committed_tokens / self.limits.block_tokens()).min(sequence.hashes.len() as u32);
         if full <= sequence.sealed_spans {
             return;
@@ -413,6 +419,10 @@ impl KvMemory {
             "{id:?} holds {} blocks, more than {most}",
             sequence.tables.len()
         );
+        assert_eq!(sequence.tables.lacking_state(), 0, "{id:?} lacks blocks of its state");
+        for block in sequence.tables.state() {
+            assert_eq!(self.device.owners(*block), 1, "{id:?} shares its state");
+        }
         let firsts = self.limits.first_spans(sequence.committed_tokens);
         let groups = self.limits.shape.groups();
         for ((group, table), first) in groups.iter().zip(sequence.tables.groups()).zip(firsts) {

@@ -47,6 +47,10 @@ impl Scheduler {
 
     /// Looks up the cached prefix of a sequence.
     pub(super) fn match_prefix(&self, index: u32) -> Result<PrefixMatch, BlockedBy> {
+        if self.limits.shape.state_blocks() > 0 {
+            let found = FoundPrefix { spans: 0, unowned: 0, cached: 0 };
+            return Ok(PrefixMatch { found, sibling: None, copy: false, host: 0, tokens: 0 });
+        }
         if let Some(prefix) = self.match_sibling(index)? {
             return Ok(prefix);
         }

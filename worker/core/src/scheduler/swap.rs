@@ -57,7 +57,8 @@ impl Scheduler {
         let pairs = device.groups().iter().zip(host.groups()).flat_map(|(device, host)| {
             device.blocks().iter().skip(first).copied().zip(host.blocks().iter().copied())
         });
-        let blocks = pairs.collect();
+        let states = device.state().iter().copied().zip(host.state().iter().copied());
+        let blocks = pairs.chain(states).collect();
         let purpose = TransferPurpose::Sequence(self.sequences[index].id);
         self.begin_transfer(direction, blocks, InFlightTransfer { direction, purpose, device, host })
     }

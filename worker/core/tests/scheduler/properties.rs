@@ -6,7 +6,7 @@ use proptest::test_runner::{Config, RngSeed, TestRunner};
 
 use inflight_worker_core::SchedulerLimits;
 
-use crate::harness::{Harness, limits, op, policy, seeds, shape};
+use crate::harness::{Harness, limits, op, policy, seeds, shape, shape_with_state};
 
 /// Number of schedules per seed.
 const SCHEDULES: u32 = 1000;
@@ -26,6 +26,20 @@ fn every_schedule_with_windows_conserves_blocks_and_ends_each_sequence_once() {
         blocks: limits.blocks * shape.span_blocks() / part + shape.span_blocks(),
         host_blocks: limits.host_blocks * shape.span_blocks() / part,
         ..limits
+    }));
+}
+
+/// Recurrent layers beside others: no sequence computes with a state of another one, or of other tokens.
+#[test]
+fn every_schedule_with_recurrent_states_conserves_blocks_and_ends_each_sequence_once() {
+    check((limits(), shape_with_state(), 1u32..=3).prop_map(|(limits, shape, part)| {
+        let (span, state) = (shape.span_blocks(), shape.state_blocks());
+        SchedulerLimits {
+            shape,
+            blocks: limits.blocks * span / part + span + state * (1 + limits.running_max / part),
+            host_blocks: (limits.host_blocks * span + limits.running_max * state) / part,
+            ..limits
+        }
     }));
 }
 

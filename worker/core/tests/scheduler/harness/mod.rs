@@ -145,6 +145,12 @@ pub fn limits() -> impl Strategy<Value = SchedulerLimits> {
         )
 }
 
+/// Number of the recurrent states, beside those of groups, in the content of blocks.
+const STATE: usize = 99;
+
+/// Content of a position of a state whose token is not known yet.
+const UNKNOWN: u64 = 0;
+
 /// Generates shapes with windows: beside full attention, alone, or two sizes of them.
 pub fn shape() -> impl Strategy<Value = MemoryShape> {
     let windows = prop::collection::btree_map(1u32..50, 1u32..=3, 1..=2);
@@ -155,6 +161,14 @@ pub fn shape() -> impl Strategy<Value = MemoryShape> {
         let groups: Vec<LayerGroup> = full.into_iter().chain(windows).collect();
         MemoryShape::new(1 << block_log, &groups).unwrap()
     })
+}
+
+/// Generates shapes with a recurrent state, beside full attention, windows or both.
+pub fn shape_with_state() -> impl Strategy<Value = MemoryShape> {
+    let full = (0u32..=3, 1u32..=2).prop_map(|(block_log, blocks)| {
+        MemoryShape::new(1 << block_log, &[LayerGroup { blocks, window: None }]).unwrap()
+    });
+    (prop_oneof![full, shape()], 1u32..=5).prop_map(|(shape, state)| shape.with_state(state).unwrap())
 }
 
 /// Generates scheduling policies.
@@ -557,6 +571,21 @@ impl Harness {
                 let drafts = running.drafted.get(&chunk.id);
                 let guessed = drafts.map_or(&[][..], |drafts| &drafts.contents);
                 let contents: Vec<_> = model.contents.iter().chain(guessed).collect();
+                // The state after the tokens before the chunk; those behind them were drafts, if there are any.
+                for (part, block) in tables.state().iter().enumerate() {
+                    let state = &mut self.device[*block as usize];
+                    let (start, end) = (chunk.start as usize, (chunk.start + chunk.len) as usize);
+                    // The newest token may be a placeholder known only to the device.
+                    let of = |at: usize| contents.get(at).map_or(UNKNOWN, |content| row(**content, STATE, part));
+                    let is_same = |at: usize| [of(at), UNKNOWN].contains(&state[at]);
+                    assert!(
+                        start == 0 || state.len() >= start && (0..start).all(is_same),
+                        "{:?} reads a foreign state at {start}",
+                        chunk.id
+                    );
+                    state.clear();
+                    state.extend((0..end).map(of));
+                }
                 for (group, table) in tables.groups().iter().enumerate() {
                     // What the first token of the chunk sees, and the chunk.
                     let window = shape.groups()[group].window;
@@ -569,7 +598,10 @@ impl Harness {
                         for (part, block) in blocks.iter().enumerate() {
                             let content = row(*content, group, part);
                             let at = (position % shape.block_tokens()) as usize;
-                            let cell = &mut self.device[*block as usize][at];
+                            let rows = &mut self.device[*block as usize];
+                            // It may have been a part of a state.
+                            rows.resize(shape.block_tokens() as usize, 0);
+                            let cell = &mut rows[at];
                             if position >= chunk.start {
                                 *cell = content;
                             } else {
