@@ -331,6 +331,7 @@ impl Core {
             model_aliases: aliases,
             facts: Some(worker_facts(facts, u64::from(limits.blocks) * engine.block_bytes())),
             layer_groups: layer_groups(&limits.shape),
+            state_blocks: limits.shape.state_blocks(),
         };
         let service_tables = ServiceTables::new(&hello.incarnation);
         let (sender, messages) = mpsc::channel(COMMANDS_MAX);

@@ -458,7 +458,9 @@ pub(super) fn check_hello(hello: &v1::Hello) -> Result<(ModelLimits, MemoryShape
     let groups: Vec<LayerGroup> = hello.layer_groups.iter().map(layer_group).collect();
     let shape = match groups.as_slice() {
         [] => MemoryShape::uniform(block_tokens),
-        groups => match MemoryShape::new(block_tokens, groups) {
+        groups => match MemoryShape::new(block_tokens, groups)
+            .and_then(|shape| shape.with_state(hello.state_blocks))
+        {
             Ok(shape) => shape,
             Err(error) => return violation(format!("hello with groups of layers that can't be: {error}")),
         },

@@ -72,6 +72,10 @@ pub struct Batch {
     pub starts: Vec<u32>,
     /// Block tables by group of layers.
     pub tables: Vec<BatchTables>,
+    /// Blocks of the recurrent layers' states; [sequences, blocks of a state].
+    pub states: Vec<Block>,
+    /// Number of drafts among the rows of each sequence, its last ones; [sequences].
+    pub drafts: Vec<u32>,
     /// Rows to sample from, ascending; those of a slot are consecutive.
     pub samples: Vec<SampleRow>,
     /// Rows to score, ascending; at most [`SCORES_MAX`].
@@ -151,6 +155,8 @@ impl Batch {
         self.starts.clear();
         self.starts.push(0);
         self.tables.iter_mut().for_each(BatchTables::clear);
+        self.states.clear();
+        self.drafts.clear();
         self.samples.clear();
         self.scores.clear();
         self.copies.clear();
@@ -163,7 +169,7 @@ impl Batch {
     }
 
     /// Appends a sequence of a model with any groups of layers, of which it holds all spans: tokens from `position` on, and its
-    /// blocks, those of a group behind those of the group before.
+    /// blocks, those of a group behind those of the group before, and those of its state behind them.
     pub fn push_whole(&mut self, tokens: &[u32], position: u32, shape: &MemoryShape, blocks: &[Block]) {
         self.push_spans(tokens, position, shape, blocks, |_| 0);
     }
@@ -184,8 +190,10 @@ impl Batch {
         first_span: impl Fn(&LayerGroup) -> u32,
     ) {
         self.push_rows(tokens, &[], position);
-        let spans = blocks.len() as u32 / shape.span_blocks();
-        let mut rest = blocks;
+        let of_groups = blocks.len() - shape.state_blocks() as usize;
+        let spans = of_groups as u32 / shape.span_blocks();
+        let (mut rest, state) = blocks.split_at(of_groups);
+        self.states.extend_from_slice(state);
         for (index, group) in shape.groups().iter().enumerate() {
             let (own, first);
             (own, rest) = rest.split_at((spans * group.blocks) as usize);
@@ -202,11 +210,12 @@ impl Batch {
 
     /// Appends a sequence: tokens from `position` on, drafted ones behind them, and its block tables.
     pub fn push(&mut self, tokens: &[u32], drafts: &[u32], position: u32, tables: &Tables) {
+        self.states.extend_from_slice(tables.state());
         let tables = tables.groups().iter().map(|table| (table.first_span(), table.blocks()));
         self.push_tables(tokens, drafts, position, tables);
     }
 
-    /// Appends a sequence as [`Batch::push`]. A table consists of its first span and the blocks from there on.
+    /// Appends a sequence without recurrent layers as [`Batch::push`]. A table consists of its first span and the blocks from there on.
     pub fn push_tables<'t>(
         &mut self,
         tokens: &[u32],
@@ -225,6 +234,12 @@ impl Batch {
         self.tokens.extend_from_slice(drafts);
         self.positions.extend((position..).take(tokens.len() + drafts.len()));
         self.starts.push(self.tokens.len() as u32);
+        self.drafts.push(drafts.len() as u32);
+    }
+
+    /// Returns the blocks of the state of a sequence, of `count` blocks.
+    pub fn state(&self, sequence: usize, count: usize) -> &[Block] {
+        &self.states[sequence * count..(sequence + 1) * count]
     }
 
     /// Returns the tables of a group, empty ones if it has none yet.
@@ -326,6 +341,13 @@ impl Batch {
             let within = tables.blocks.iter().all(|block| *block < bounds.blocks);
             ensure(within, "a block is out of the pool")?;
         }
+        let states = sequences * bounds.shape.state_blocks() as usize;
+        ensure(self.states.len() == states, "there are not as many states as sequences")?;
+        ensure(
+            self.states.iter().all(|block| *block < bounds.blocks),
+            "a block of a state is out of the pool",
+        )?;
+        ensure(self.drafts.len() == sequences, "there are not as many numbers of drafts as sequences")?;
         ensure(
             self.tokens.iter().all(|token| *token < bounds.vocab_size),
             "a token is out of the vocabulary",
@@ -333,6 +355,7 @@ impl Batch {
         for s in 0..sequences {
             let (first, end) = (self.starts[s] as usize, self.starts[s + 1] as usize);
             ensure(first < end && end <= rows, "a sequence has no rows")?;
+            ensure((self.drafts[s] as usize) < end - first, "all rows of a sequence are drafts")?;
             let positions = &self.positions[first..end];
             ensure(
                 positions.windows(2).all(|pair| pair[1] == pair[0] + 1),

@@ -29,6 +29,26 @@ pub struct LayerPlace {
     pub offset: u64,
 }
 
+/// Where a piece of a state is: it never straddles two blocks.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct StatePlace {
+    /// Index of the block among those of the state.
+    pub part: usize,
+    /// Bytes from the start of the block.
+    pub offset: u64,
+}
+
+/// Bytes of the blocks of a sequence's state, for operators.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct StateMemory {
+    /// Blocks.
+    pub blocks: u32,
+    /// Bytes of its pieces.
+    pub bytes: u64,
+    /// Bytes of its blocks that hold nothing.
+    pub unused: u64,
+}
+
 /// Bytes of a group's blocks, for operators.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct GroupMemory {
@@ -52,6 +72,8 @@ pub struct KvPlan {
     block_bytes: u64,
     places: Vec<LayerPlace>,
     groups: Vec<GroupMemory>,
+    state_places: Vec<StatePlace>,
+    state: Option<StateMemory>,
 }
 
 /// Layers whose rows cannot be planned.
@@ -74,6 +96,20 @@ impl KvPlan {
     /// # Errors
     /// [`KvPlanError`] for no layers, too many different windows, or a window or span without tokens.
     pub fn new(block_tokens: u32, context_tokens: u32, layers: &[LayerRows]) -> Result<Self, KvPlanError> {
+        Self::with_states(block_tokens, context_tokens, layers, &[])
+    }
+
+    /// Plans the memory of layers as [`KvPlan::new`] beside the states of recurrent layers: `pieces` are the bytes, multiples of 64, of
+    /// what must not be divided, such as the state of a head. A block holds at least the largest piece.
+    ///
+    /// # Errors
+    /// [`KvPlanError`], also for a state of too many blocks.
+    pub fn with_states(
+        block_tokens: u32,
+        context_tokens: u32,
+        layers: &[LayerRows],
+        pieces: &[u64],
+    ) -> Result<Self, KvPlanError> {
         let window = |layer: &LayerRows| layer.window.filter(|window| *window < context_tokens);
         let mut windows: Vec<Option<u32>> = layers.iter().map(window).collect();
         // From full attention to the smallest window.
@@ -86,11 +122,12 @@ impl KvPlan {
             |layer: &LayerRows| windows.iter().position(|other| *other == window(layer)).unwrap_or(0);
         let first: u64 = layers.iter().filter(|layer| group_of(layer) == 0).map(|layer| layer.bytes).sum();
         let largest = layers.iter().map(|layer| layer.bytes).max().unwrap_or(0);
+        let largest_piece = pieces.iter().copied().max().unwrap_or(0);
         let mut best: Option<(f64, Packed)> = None;
         for parts in 1..=FIRST_GROUP_BLOCKS_MAX {
             // Layers are not divided, so a block holds at least the largest one.
             let target = first.div_ceil(parts).max(largest);
-            let packed = Packed::new(layers, &group_of, windows.len(), target);
+            let packed = Packed::new(layers, &group_of, windows.len(), target, largest_piece);
             let waste = packed.waste(layers);
             if waste <= WASTE_MAX {
                 best = Some((waste, packed));
@@ -106,7 +143,9 @@ impl KvPlan {
             .zip(&packed.blocks)
             .map(|(window, blocks)| LayerGroup { blocks: *blocks, window: *window })
             .collect();
-        let shape = MemoryShape::new(block_tokens, &groups)?;
+        let (state_places, state) = pack_state(pieces, packed.block_bytes);
+        let state_blocks = state.map_or(0, |state| state.blocks);
+        let shape = MemoryShape::new(block_tokens, &groups)?.with_state(state_blocks)?;
         let memory = |(index, group): (usize, &LayerGroup)| {
             let of_group = layers.iter().filter(|layer| group_of(layer) == index);
             let (layers, bytes) = (of_group.clone().count(), of_group.map(|layer| layer.bytes).sum());
@@ -114,7 +153,8 @@ impl KvPlan {
             GroupMemory { layers, group: *group, bytes, unused }
         };
         let groups = groups.iter().enumerate().map(memory).collect();
-        Ok(Self { shape, block_bytes: packed.block_bytes, places: packed.places, groups })
+        let Packed { block_bytes, places, .. } = packed;
+        Ok(Self { shape, block_bytes, places, groups, state_places, state })
     }
 
     /// Returns the groups, as the scheduler sees them.
@@ -130,6 +170,16 @@ impl KvPlan {
     /// Returns the place of each layer.
     pub fn places(&self) -> &[LayerPlace] {
         &self.places
+    }
+
+    /// Returns the place of each piece of the states.
+    pub fn state_places(&self) -> &[StatePlace] {
+        &self.state_places
+    }
+
+    /// Returns the memory of a sequence's state; `None` without recurrent layers.
+    pub fn state(&self) -> Option<StateMemory> {
+        self.state
     }
 
     /// Returns the memory of each group.
@@ -159,8 +209,34 @@ impl fmt::Display for KvPlan {
                 write!(out, " ({:.0} % unused)", 100.0 * *unused as f64 / (bytes + unused) as f64)?;
             }
         }
+        if let Some(StateMemory { blocks, bytes, unused }) = self.state {
+            write!(out, "; a state of {blocks} block{} a sequence", if blocks == 1 { "" } else { "s" })?;
+            if unused > 0 {
+                write!(out, " ({:.0} % unused)", 100.0 * unused as f64 / (bytes + unused) as f64)?;
+            }
+        }
         Ok(())
     }
+}
+
+/// Packs the pieces of a state into blocks: the largest first, each into the first block with room.
+fn pack_state(pieces: &[u64], block_bytes: u64) -> (Vec<StatePlace>, Option<StateMemory>) {
+    let mut order: Vec<usize> = (0..pieces.len()).collect();
+    order.sort_by_key(|piece| std::cmp::Reverse(pieces[*piece]));
+    let mut places = vec![StatePlace { part: 0, offset: 0 }; pieces.len()];
+    let mut used: Vec<u64> = Vec::new();
+    for piece in order {
+        let bytes = pieces[piece];
+        let part = used.iter().position(|used| used + bytes <= block_bytes).unwrap_or_else(|| {
+            used.push(0);
+            used.len() - 1
+        });
+        places[piece] = StatePlace { part, offset: used[part] };
+        used[part] += bytes;
+    }
+    let (blocks, bytes) = (u32::try_from(used.len()).unwrap_or(u32::MAX), pieces.iter().sum());
+    let memory = StateMemory { blocks, bytes, unused: u64::from(blocks) * block_bytes - bytes };
+    (places, (blocks > 0).then_some(memory))
 }
 
 /// Layers packed into blocks.
@@ -172,15 +248,17 @@ struct Packed {
 }
 
 impl Packed {
-    /// Packs the layers of each group, in order, into blocks of at most `target` bytes.
+    /// Packs the layers of each group, in order, into blocks of at most `target` bytes or, if that is more, of `least`.
     fn new(
         layers: &[LayerRows],
         group_of: &impl Fn(&LayerRows) -> usize,
         groups: usize,
         target: u64,
+        least: u64,
     ) -> Self {
         let (mut used, mut blocks) = (vec![0u64; groups], vec![1u32; groups]);
-        let (mut places, mut block_bytes) = (Vec::with_capacity(layers.len()), 0);
+        let target = target.max(least);
+        let (mut places, mut block_bytes) = (Vec::with_capacity(layers.len()), least);
         for layer in layers {
             let group = group_of(layer);
             if used[group] + layer.bytes > target {
@@ -269,6 +347,23 @@ mod tests {
     }
 
     #[test]
+    fn states_of_heads_share_blocks_with_what_fits_beside_them() {
+        // Eight heads of a state of 640 bytes and four small pieces; blocks of a span of 1,600 bytes hold two heads.
+        let pieces = [[640; 8].as_slice(), &[64; 4]].concat();
+        let plan =
+            KvPlan::with_states(16, 4096, &[LayerRows { window: None, bytes: 1600 }], &pieces).unwrap();
+        assert_eq!((plan.block_bytes(), plan.shape().state_blocks()), (1600, 4));
+        assert_eq!(plan.state_places()[1], StatePlace { part: 0, offset: 640 });
+        assert_eq!(plan.state_places()[8], StatePlace { part: 0, offset: 1280 });
+        let text = "1 layer with full attention, 1 block; a state of 4 blocks a sequence (16 % unused)";
+        assert_eq!(plan.to_string(), text);
+        assert_eq!(plan.sequence_bytes(32), 1600 * (2 + 4));
+        // A block is enlarged to the largest piece.
+        let plan = KvPlan::with_states(16, 4096, &[rows(None); 3], &[640]).unwrap();
+        assert_eq!((plan.block_bytes(), plan.shape().span_blocks()), (640, 1));
+    }
+
+    #[test]
     fn too_many_windows_are_refused() {
         let layers: Vec<LayerRows> = (1..=5).map(|window| rows(Some(window))).collect();
         let error = KvPlan::new(16, 4096, &layers).unwrap_err();
@@ -281,10 +376,12 @@ mod tests {
         #[test]
         fn every_layer_has_its_place(
             layers in prop::collection::vec((prop::sample::select(vec![None, Some(8), Some(64)]), 1u64..9), 1..40),
+            pieces in prop::collection::vec(1u64..9, 0..40),
         ) {
             let layers: Vec<LayerRows> =
                 layers.into_iter().map(|(window, size)| LayerRows { window, bytes: 4 * size }).collect();
-            let plan = KvPlan::new(16, 4096, &layers).unwrap();
+            let pieces: Vec<u64> = pieces.into_iter().map(|size| 64 * size).collect();
+            let plan = KvPlan::with_states(16, 4096, &layers, &pieces).unwrap();
             let mut taken = std::collections::BTreeMap::new();
             for (layer, place) in layers.iter().zip(plan.places()) {
                 let group = plan.shape().groups()[place.group];
@@ -293,6 +390,14 @@ mod tests {
                 prop_assert!(place.offset + layer.bytes <= plan.block_bytes());
                 for at in (place.offset..place.offset + layer.bytes).step_by(4) {
                     prop_assert!(taken.insert((place.group, place.part, at), ()).is_none(), "layers overlap");
+                }
+            }
+            taken.clear();
+            for (bytes, place) in pieces.iter().zip(plan.state_places()) {
+                prop_assert!(place.part < plan.shape().state_blocks() as usize);
+                prop_assert!(place.offset + bytes <= plan.block_bytes());
+                for at in (place.offset..place.offset + bytes).step_by(64) {
+                    prop_assert!(taken.insert((0, place.part, at), ()).is_none(), "pieces overlap");
                 }
             }
             let bytes: u64 = plan.groups().iter().map(|group| group.bytes).sum();

@@ -115,6 +115,7 @@ impl From<WorkerProfile> for Script {
             model_aliases: profile.model_aliases.iter().map(|alias| (*alias).to_owned()).collect(),
             facts: None,
             layer_groups: Vec::new(),
+            state_blocks: 0,
         };
         let pieces = files.iter().flat_map(|(file, data)| data.chunks(1000).map(move |data| (*file, data)));
         let piece = |(file, data): (&str, &[u8])| v1::FetchBundleResponse {

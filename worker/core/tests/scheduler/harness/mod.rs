@@ -576,7 +576,8 @@ impl Harness {
                     let state = &mut self.device[*block as usize];
                     let (start, end) = (chunk.start as usize, (chunk.start + chunk.len) as usize);
                     // The newest token may be a placeholder known only to the device.
-                    let of = |at: usize| contents.get(at).map_or(UNKNOWN, |content| row(**content, STATE, part));
+                    let of =
+                        |at: usize| contents.get(at).map_or(UNKNOWN, |content| row(**content, STATE, part));
                     let is_same = |at: usize| [of(at), UNKNOWN].contains(&state[at]);
                     assert!(
                         start == 0 || state.len() >= start && (0..start).all(is_same),
