@@ -3,6 +3,7 @@
 mod attention;
 mod buffer;
 mod cpu_claim;
+mod delta;
 mod gemm;
 mod isa;
 mod kv;
@@ -16,6 +17,7 @@ mod simd;
 mod sync;
 
 pub use attention::{HEAD_DIM_MAX, Ragged, attention};
+pub use delta::{CELL, DeltaInputs, DeltaPlace, DeltaSequence, DeltaShape, DeltaWeights, delta_rule};
 pub use gemm::{AccumulatorInit, Activations, gemm, gemm_gated};
 pub use isa::Isa;
 pub use kv::{KvCopier, KvDirection, KvDtype, KvLayout, KvPool, KvSlot};
