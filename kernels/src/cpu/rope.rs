@@ -122,7 +122,7 @@ impl QkvShape {
 }
 
 /// Finishes rows of the QKV projection: normalises queries and keys per head where `norms` (weights for
-/// queries and keys, and epsilon) are given, applies RoPE to both, and writes keys and values to the pool,
+/// queries and keys, and epsilon) are given, applies RoPE to both, to as many elements as the table has, and writes keys and values to the pool,
 /// rounded to its dtype. `places` must be distinct.
 ///
 /// # Panics
@@ -148,7 +148,7 @@ pub fn finish_qkv(
         "the layer's KV differs in shape"
     );
     assert!(shape.head_dim <= HEAD_DIM_MAX, "head_dim exceeds {HEAD_DIM_MAX}");
-    assert_eq!(rope.frequencies.len() * 2, shape.head_dim, "the rope table differs in shape");
+    assert!(rope.frequencies.len() * 2 <= shape.head_dim, "the rope table is wider than a head");
     if let Some((q, k, _)) = norms {
         assert!(q.len() == shape.head_dim && k.len() == shape.head_dim, "norm weights are not [head_dim]");
     }
@@ -197,7 +197,8 @@ impl Kernel for FinishQkv<'_> {
                         x[i] = x[i] * scale * weight[i];
                     }
                 }
-                let (low, high) = x.split_at_mut(head_dim / 2);
+                // A part of the head, the first elements, if the table has fewer frequencies.
+                let (low, high) = x.split_at_mut(angles.len());
                 for ((low, high), (cos, sin)) in low.iter_mut().zip(high).zip(angles) {
                     let (a, b) = (*low, *high);
                     *low = a * cos - b * sin;

@@ -13,13 +13,16 @@ use super::config_keys;
 use super::fields::Fields;
 use super::files::Files;
 use super::gguf;
-use super::{Arithmetic, LayerSpec, Rope};
+use super::{Arithmetic, AttentionSpec, DeltaSpec, LayerSpec, Mixer, Rope};
 
 /// Sanity bounds far above every supported model, so that a broken file can't request absurd amounts of
 /// memory.
 const WIDTH_MAX: u32 = 1 << 20;
 const LAYERS_MAX: u32 = 1 << 10;
 const TOKENS_MAX: u32 = 1 << 28;
+/// Positions of a convolution, and elements of a head of a recurrent layer.
+const TAPS_MAX: u32 = 16;
+const DELTA_HEAD_MAX: usize = 256;
 
 /// Shape and options of a decoder-only transformer.
 #[derive(Debug, Clone, PartialEq)]
@@ -38,6 +41,10 @@ pub struct ModelConfig {
     pub arithmetic: Arithmetic,
     /// Rotary embeddings.
     pub ropes: Vec<Rope>,
+    /// Elements of a head that are rotated, its first ones; even.
+    pub rotated_dim: usize,
+    /// Gated delta rule of the recurrent layers, if the model has some.
+    pub delta: Option<DeltaSpec>,
     /// Number of query heads.
     pub heads: usize,
     /// Number of KV heads; divides `heads`.
@@ -93,8 +100,11 @@ impl ModelConfig {
         }
         let head_dim = head_dim(fields, spec.default_head_dim, hidden_size, heads)?;
         check_activation(fields, spec.arithmetic.activation)?;
-        let windows = windows(fields, spec.sliding_window, layers)?;
-        let ropes = ropes(fields, spec.ropes, head_dim)?;
+        let types = layer_types(fields, layers)?;
+        let recurrent = recurrent_layers(fields, spec.full_attention_interval, layers, types.as_deref())?;
+        let windows = windows(fields, spec.sliding_window, layers, types)?;
+        let rotated_dim = rotated_dim(fields, spec.rotated_part, head_dim)?;
+        let ropes = ropes(fields, spec.ropes, rotated_dim)?;
         let rope_of = |window: &Option<u32>| usize::from(window.is_some() && ropes.len() > 1);
         config_keys::check(fields, spec.keys, head_dim)?;
         check_biases(fields, spec)?;
@@ -112,9 +122,17 @@ impl ModelConfig {
             intermediate_size: fields.needed_count("intermediate_size", WIDTH_MAX)?,
             layers: windows
                 .iter()
-                .map(|window| LayerSpec { window: *window, rope: rope_of(window) })
+                .zip(&recurrent)
+                .map(|(window, recurrent)| LayerSpec {
+                    mixer: match recurrent {
+                        true => Mixer::Delta,
+                        false => Mixer::Attention(AttentionSpec { window: *window, rope: rope_of(window) }),
+                    },
+                })
                 .collect(),
             ropes,
+            rotated_dim,
+            delta: if recurrent.contains(&true) { Some(delta(fields)?) } else { None },
             heads,
             kv_heads,
             head_dim,
@@ -181,13 +199,14 @@ fn check_activation(fields: &Fields, activation: Activation) -> Result<(), Error
 
 /// Returns the arithmetic that all layers share.
 fn arithmetic(fields: &Fields, spec: &ArchitectureSpec, head_dim: usize) -> Result<Arithmetic, Error> {
-    let ArithmeticSpec { norms, zero_centred_norms, activation, score_size, scaled_embedding } =
+    let ArithmeticSpec { norms, zero_centred_norms, activation, score_size, scaled_embedding, output_gate } =
         spec.arithmetic;
+    let output_gate = output_gate && fields.flag("attn_output_gate")?.unwrap_or(true);
     let score_size = match score_size {
         ScoreSize::Head => head_dim as f64,
         ScoreSize::Field(name, default) => fields.positive(name)?.unwrap_or(default),
     };
-    Ok(Arithmetic { norms, zero_centred_norms, activation, score_size, scaled_embedding })
+    Ok(Arithmetic { norms, zero_centred_norms, activation, score_size, scaled_embedding, output_gate })
 }
 
 fn head_dim(fields: &Fields, default: Option<usize>, hidden: usize, heads: usize) -> Result<usize, Error> {
@@ -234,18 +253,76 @@ fn check_biases(fields: &Fields, spec: &ArchitectureSpec) -> Result<(), Error> {
     Ok(())
 }
 
-/// Checks that the rotary embedding covers whole heads.
-fn check_rotated_part(fields: &Fields) -> Result<(), Error> {
-    match fields.number("partial_rotary_factor")? {
-        None | Some(1.0) => Ok(()),
-        Some(_) => Err(fields.bad("partial_rotary_factor", "1, as only whole heads can be rotated")),
+/// Returns the elements of a head that are rotated. `part` is the architecture's default: 1 if it rotates whole heads.
+fn rotated_dim(fields: &Fields, part: f64, head_dim: usize) -> Result<usize, Error> {
+    let mut found = part;
+    for fields in [Some(fields.clone()), fields.object("rope_scaling")?, fields.object("rope_parameters")?] {
+        let Some(fields) = fields else { continue };
+        match fields.number("partial_rotary_factor")? {
+            None => {}
+            Some(own) if part == 1.0 && own != 1.0 => {
+                return Err(fields.bad("partial_rotary_factor", "1, as only whole heads can be rotated"));
+            }
+            Some(own) if own > 0.0 && own <= 1.0 => found = own,
+            Some(_) => return Err(fields.bad("partial_rotary_factor", "above 0 and at most 1")),
+        }
     }
+    let rotated = (head_dim as f64 * found) as usize;
+    if rotated == 0 || rotated % 2 == 1 {
+        let rule = format!("such that an even number of the {head_dim} elements of a head are rotated");
+        return Err(fields.bad("partial_rotary_factor", &rule));
+    }
+    Ok(rotated)
+}
+
+/// Returns which layers are recurrent.
+fn recurrent_layers(
+    fields: &Fields,
+    interval: Option<usize>,
+    layers: usize,
+    types: Option<&[LayerType]>,
+) -> Result<Vec<bool>, Error> {
+    let Some(default) = interval else {
+        if types.is_some_and(|types| types.contains(&LayerType::Linear)) {
+            let supported = "full_attention, sliding_attention";
+            return Err(fields.unsupported("layer_types", "linear_attention", supported));
+        }
+        return Ok(vec![false; layers]);
+    };
+    if let Some(types) = types {
+        return Ok(types.iter().map(|kind| *kind == LayerType::Linear).collect());
+    }
+    let interval = fields.count("full_attention_interval", LAYERS_MAX)?.unwrap_or(default);
+    Ok((1..=layers).map(|layer| !layer.is_multiple_of(interval)).collect())
+}
+
+/// Returns the gated delta rule of the recurrent layers.
+fn delta(fields: &Fields) -> Result<DeltaSpec, Error> {
+    let spec = DeltaSpec {
+        key_heads: fields.needed_count("linear_num_key_heads", WIDTH_MAX)?,
+        value_heads: fields.needed_count("linear_num_value_heads", WIDTH_MAX)?,
+        key_dim: fields.needed_count("linear_key_head_dim", WIDTH_MAX)?,
+        value_dim: fields.needed_count("linear_value_head_dim", WIDTH_MAX)?,
+        taps: fields.needed_count("linear_conv_kernel_dim", TAPS_MAX)?,
+    };
+    if !spec.value_heads.is_multiple_of(spec.key_heads) {
+        let rule = format!("a multiple of the {} key heads", spec.key_heads);
+        return Err(fields.bad("linear_num_value_heads", &rule));
+    }
+    for (name, size) in [("linear_key_head_dim", spec.key_dim), ("linear_value_head_dim", spec.value_dim)] {
+        if !size.is_multiple_of(16) || size > DELTA_HEAD_MAX {
+            return Err(fields.bad(name, &format!("a multiple of 16 up to {DELTA_HEAD_MAX}")));
+        }
+    }
+    if spec.taps < 2 {
+        return Err(fields.bad("linear_conv_kernel_dim", &format!("from 2 to {TAPS_MAX}")));
+    }
+    Ok(spec)
 }
 
 /// Returns the rotary embeddings: that of layers with full attention, and that of layers with a window if it is another one.
 fn ropes(fields: &Fields, rule: Ropes, head_dim: usize) -> Result<Vec<Rope>, Error> {
     const THETA: f64 = 10_000.0;
-    check_rotated_part(fields)?;
     let (field, parameters) = match fields.object("rope_parameters")? {
         Some(parameters) => ("rope_parameters", Some(parameters)),
         None => ("rope_scaling", fields.object("rope_scaling")?),
@@ -287,7 +364,6 @@ fn rope(
     let Some(scaling) = scaling else {
         return Ok(Rope { theta: base.unwrap_or(default), scaling: RopeScaling::None });
     };
-    check_rotated_part(&scaling)?;
     let theta = scaling.positive("rope_theta")?.or(base).unwrap_or(default);
     let kind = match scaling.text("rope_type")? {
         Some(kind) => kind,
@@ -331,28 +407,43 @@ fn frequency_divisors(scaling: &Fields, head_dim: usize) -> Result<Arc<[f32]>, E
     valid.ok_or_else(|| scaling.bad(gguf::FREQUENCY_DIVISORS, &expected))
 }
 
-/// Returns the kinds of attention in `layer_types`: whether a layer has a sliding window.
-fn layer_types(fields: &Fields, layers: usize) -> Result<Option<Vec<bool>>, Error> {
+/// Kind of a layer in `layer_types`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum LayerType {
+    Full,
+    Sliding,
+    Linear,
+}
+
+/// Returns the kinds of layers in `layer_types`.
+fn layer_types(fields: &Fields, layers: usize) -> Result<Option<Vec<LayerType>>, Error> {
     let Some(types) = fields.get("layer_types") else { return Ok(None) };
     let types = types.as_array().map(Vec::as_slice).unwrap_or_default();
     if types.len() != layers {
         return Err(fields.bad("layer_types", &format!("a list of {layers} names")));
     }
     let slides = types.iter().map(|kind| match kind.as_str() {
-        Some("sliding_attention") => Ok(true),
-        Some("full_attention") => Ok(false),
+        Some("sliding_attention") => Ok(LayerType::Sliding),
+        Some("full_attention") => Ok(LayerType::Full),
+        Some("linear_attention") => Ok(LayerType::Linear),
         other => Err(fields.unsupported(
             "layer_types",
             other.unwrap_or("something that is not a name"),
-            "full_attention, sliding_attention",
+            "full_attention, sliding_attention, linear_attention",
         )),
     });
     slides.collect::<Result<_, _>>().map(Some)
 }
 
 /// Returns the sliding window of each layer.
-fn windows(fields: &Fields, rule: SlidingWindow, layers: usize) -> Result<Vec<Option<u32>>, Error> {
-    let types = layer_types(fields, layers)?;
+fn windows(
+    fields: &Fields,
+    rule: SlidingWindow,
+    layers: usize,
+    types: Option<Vec<LayerType>>,
+) -> Result<Vec<Option<u32>>, Error> {
+    let types: Option<Vec<bool>> =
+        types.map(|types| types.into_iter().map(|kind| kind == LayerType::Sliding).collect());
     let size = fields.count("sliding_window", TOKENS_MAX)?.map(|window| window as u32);
     let enabled = match rule {
         SlidingWindow::Never => {

@@ -4,8 +4,9 @@
 use std::cell::RefCell;
 use std::collections::BTreeSet;
 
+use super::architecture::DeltaNames;
 use super::foreign_tensors;
-use super::{Error, ModelConfig, ModelDir, Tensor, Tensors};
+use super::{DeltaSpec, Error, Mixer, ModelConfig, ModelDir, Tensor, Tensors};
 
 /// Matrix of a decoder layer, or its LM head.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -14,6 +15,14 @@ pub enum Matrix {
     Qkv,
     /// Output projection of attention.
     Output,
+    /// Projection to the inputs of a recurrent layer's convolution.
+    DeltaInputs,
+    /// Projection to the gates of its outputs.
+    DeltaGates,
+    /// Projections to its betas and decays, a number a head.
+    DeltaScalars,
+    /// Its output projection.
+    DeltaOutput,
     /// Gate and up projections.
     GateUp,
     /// Down projection.
@@ -25,15 +34,11 @@ pub enum Matrix {
 /// Weights of a decoder layer, generic over vectors (`V`) and linear layers (`L`): tensors in files, or
 /// weights on a device.
 pub struct DecoderLayer<V, L> {
-    /// RMSNorm before attention.
-    pub attention_norm: V,
-    /// Stacked query, key and value projections.
-    pub qkv: L,
-    /// RMSNorm of query heads and of key heads (QK-norm), if the model has it.
-    pub qk_norm: Option<(V, V)>,
-    /// Output projection of attention.
-    pub output: L,
-    /// RMSNorms behind attention and MLP, if the model has them.
+    /// RMSNorm before the mixer.
+    pub mixer_norm: V,
+    /// What mixes tokens.
+    pub mixer: MixerWeights<V, L>,
+    /// RMSNorms behind mixer and MLP, if the model has them.
     pub post_norms: Option<(V, V)>,
     /// RMSNorm before the MLP.
     pub mlp_norm: V,
@@ -43,10 +48,70 @@ pub struct DecoderLayer<V, L> {
     pub down: L,
 }
 
+/// Weights of what mixes the tokens of a sequence.
+pub enum MixerWeights<V, L> {
+    /// Attention.
+    Attention(AttentionWeights<V, L>),
+    /// Gated delta rule.
+    Delta(DeltaWeights<V, L>),
+}
+
+/// Weights of attention.
+pub struct AttentionWeights<V, L> {
+    /// Stacked query, key and value projections.
+    pub qkv: L,
+    /// RMSNorm of query heads and of key heads (QK-norm), if the model has it.
+    pub qk_norm: Option<(V, V)>,
+    /// Output projection.
+    pub output: L,
+}
+
+/// Weights of the gated delta rule.
+pub struct DeltaWeights<V, L> {
+    /// Projection to the inputs of the convolution: queries, keys and values.
+    pub inputs: L,
+    /// Projection to the gates of the outputs.
+    pub gates: L,
+    /// Stacked projections to betas and to the inputs of decays.
+    pub scalars: L,
+    /// Weights of the convolution; [channels, 1, taps].
+    pub convolution: V,
+    /// Logarithms of A; [value_heads].
+    pub decay: V,
+    /// What is added to the inputs of decays; [value_heads].
+    pub decay_bias: V,
+    /// RMSNorm of the outputs of a head, whose weights are never zero-centred.
+    pub norm: V,
+    /// Output projection.
+    pub output: L,
+}
+
+/// Kind of a vector.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum VectorKind {
+    /// Weights of an RMSNorm, zero-centred if [`Arithmetic::zero_centred_norms`](crate::Arithmetic::zero_centred_norms) says so.
+    Norm,
+    /// Numbers as they are.
+    Plain,
+}
+
 impl<V, L> DecoderLayer<V, L> {
     /// Linear layers in the order of the forward pass.
-    pub fn linears(&self) -> [&L; 4] {
-        [&self.qkv, &self.output, &self.gate_up, &self.down]
+    pub fn linears(&self) -> Vec<&L> {
+        let mut linears = match &self.mixer {
+            MixerWeights::Attention(attention) => vec![&attention.qkv, &attention.output],
+            MixerWeights::Delta(delta) => vec![&delta.inputs, &delta.gates, &delta.scalars, &delta.output],
+        };
+        linears.extend([&self.gate_up, &self.down]);
+        linears
+    }
+
+    /// Returns the weights of attention; `None` of a recurrent layer.
+    pub fn attention(&self) -> Option<&AttentionWeights<V, L>> {
+        match &self.mixer {
+            MixerWeights::Attention(attention) => Some(attention),
+            MixerWeights::Delta(_) => None,
+        }
     }
 
     /// Converts vectors and linear layers, in the order of the forward pass.
@@ -55,22 +120,38 @@ impl<V, L> DecoderLayer<V, L> {
     /// The first error of `vector` or `linear`.
     pub fn try_map<W, M, E>(
         &self,
-        vector: impl Fn(&V) -> Result<W, E>,
+        vector: impl Fn(VectorKind, &V) -> Result<W, E>,
         mut linear: impl FnMut(&L) -> Result<M, E>,
     ) -> Result<DecoderLayer<W, M>, E> {
+        let norm = |norm: &V| vector(VectorKind::Norm, norm);
+        let plain = |numbers: &V| vector(VectorKind::Plain, numbers);
         Ok(DecoderLayer {
-            attention_norm: vector(&self.attention_norm)?,
-            qkv: linear(&self.qkv)?,
-            qk_norm: match &self.qk_norm {
-                Some((q, k)) => Some((vector(q)?, vector(k)?)),
-                None => None,
+            mixer_norm: norm(&self.mixer_norm)?,
+            mixer: match &self.mixer {
+                MixerWeights::Attention(attention) => MixerWeights::Attention(AttentionWeights {
+                    qkv: linear(&attention.qkv)?,
+                    qk_norm: match &attention.qk_norm {
+                        Some((q, k)) => Some((norm(q)?, norm(k)?)),
+                        None => None,
+                    },
+                    output: linear(&attention.output)?,
+                }),
+                MixerWeights::Delta(delta) => MixerWeights::Delta(DeltaWeights {
+                    inputs: linear(&delta.inputs)?,
+                    gates: linear(&delta.gates)?,
+                    scalars: linear(&delta.scalars)?,
+                    convolution: plain(&delta.convolution)?,
+                    decay: plain(&delta.decay)?,
+                    decay_bias: plain(&delta.decay_bias)?,
+                    norm: plain(&delta.norm)?,
+                    output: linear(&delta.output)?,
+                }),
             },
-            output: linear(&self.output)?,
             post_norms: match &self.post_norms {
-                Some((attention, mlp)) => Some((vector(attention)?, vector(mlp)?)),
+                Some((mixer, mlp)) => Some((norm(mixer)?, norm(mlp)?)),
                 None => None,
             },
-            mlp_norm: vector(&self.mlp_norm)?,
+            mlp_norm: norm(&self.mlp_norm)?,
             gate_up: linear(&self.gate_up)?,
             down: linear(&self.down)?,
         })
@@ -200,14 +281,43 @@ impl Lookup<'_> {
         };
         let [q, k, v] = names.qkv;
         let [gate, up] = names.gate_up;
+        let delta = |delta: DeltaSpec| {
+            let (names, at) = (DeltaNames::QWEN, |name: &str| format!("{at}.{name}"));
+            let DeltaSpec { value_heads, value_dim, taps, .. } = delta;
+            let (channels, values) = (delta.channels(), delta.values());
+            let inputs = |matrix, name, outputs| linear(matrix, &[(name, outputs)], hidden, false);
+            let scalars = [(names.beta, value_heads), (names.decay_input, value_heads)];
+            let convolution = format!("{}.weight", at(names.convolution));
+            Ok::<_, Error>(DeltaWeights {
+                inputs: inputs(Matrix::DeltaInputs, names.inputs, channels)?,
+                gates: inputs(Matrix::DeltaGates, names.gates, values)?,
+                scalars: linear(Matrix::DeltaScalars, &scalars, hidden, false)?,
+                convolution: self.get(convolution, &[channels, 1, taps])?,
+                decay: self.get(at(names.decay), &[value_heads])?,
+                decay_bias: self.get(at(names.decay_bias), &[value_heads])?,
+                norm: norm(names.norm, value_dim)?,
+                output: linear(Matrix::DeltaOutput, &[(names.output, hidden)], values, false)?,
+            })
+        };
+        let gated = if config.arithmetic.output_gate { 2 } else { 1 };
+        let attention = || {
+            let qkv = [(q, gated * queries), (k, keys), (v, keys)];
+            Ok::<_, Error>(AttentionWeights {
+                qkv: linear(Matrix::Qkv, &qkv, hidden, config.qkv_bias)?,
+                qk_norm: match (config.qk_norm, names.qk_norm) {
+                    (true, [q, k]) => Some((norm(q, head_dim)?, norm(k, head_dim)?)),
+                    (false, _) => None,
+                },
+                output: linear(Matrix::Output, &[(names.output, hidden)], queries, config.output_bias)?,
+            })
+        };
+        let mixer = match (config.layers[index].mixer, config.delta) {
+            (Mixer::Delta, Some(spec)) => MixerWeights::Delta(delta(spec)?),
+            _ => MixerWeights::Attention(attention()?),
+        };
         Ok(CheckpointLayer {
-            attention_norm: norm(names.attention_norm, hidden)?,
-            qkv: linear(Matrix::Qkv, &[(q, queries), (k, keys), (v, keys)], hidden, config.qkv_bias)?,
-            qk_norm: match (config.qk_norm, names.qk_norm) {
-                (true, [q, k]) => Some((norm(q, head_dim)?, norm(k, head_dim)?)),
-                (false, _) => None,
-            },
-            output: linear(Matrix::Output, &[(names.output, hidden)], queries, config.output_bias)?,
+            mixer_norm: norm(names.mixer_norm, hidden)?,
+            mixer,
             post_norms: match names.post_norms {
                 Some([attention, mlp]) => Some((norm(attention, hidden)?, norm(mlp, hidden)?)),
                 None => None,

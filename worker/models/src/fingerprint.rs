@@ -7,7 +7,7 @@ use inflight_kernels::cpu::{Activation, Isa, RopeScaling};
 use sha2::{Digest, Sha256};
 
 use super::content::hex;
-use super::{Error, ModelConfig, ModelDir, NormPlaces};
+use super::{AttentionSpec, DeltaSpec, Error, ModelConfig, ModelDir, NormPlaces};
 
 /// Computes the numerics fingerprint of the CPU runtime: SHA-256, in hex, over everything that decides a
 /// token's bits. Workers with equal fingerprints generate equal tokens.
@@ -85,12 +85,22 @@ fn described(config: &ModelConfig) -> String {
         }
     }
     for (index, layer) in config.layers.iter().enumerate() {
-        if let Some(window) = layer.window {
+        let Some(AttentionSpec { window, rope }) = layer.attention() else {
+            line("recurrent", index.to_string());
+            continue;
+        };
+        if let Some(window) = window {
             line("window", format!("{index} {window}"));
         }
-        if layer.rope > 0 {
-            line("rope_of_layer", format!("{index} {}", layer.rope));
+        if rope > 0 {
+            line("rope_of_layer", format!("{index} {rope}"));
         }
+    }
+    if let Some(DeltaSpec { key_heads, value_heads, key_dim, value_dim, taps }) = config.delta {
+        line("delta", format!("{key_heads} {value_heads} {key_dim} {value_dim} {taps}"));
+    }
+    if config.rotated_dim != config.head_dim {
+        line("rotated", config.rotated_dim.to_string());
     }
     let features = [
         ("tied_embeddings", config.tied_embeddings),
@@ -102,6 +112,7 @@ fn described(config: &ModelConfig) -> String {
         ("zero_centred_norms", config.arithmetic.zero_centred_norms),
         ("gelu_tanh", config.arithmetic.activation == Activation::GeluTanh),
         ("scaled_embedding", config.arithmetic.scaled_embedding),
+        ("output_gate", config.arithmetic.output_gate),
     ];
     features.iter().filter(|(_, has)| *has).for_each(|(name, _)| line(name, "yes".to_owned()));
     if config.arithmetic.score_size != config.head_dim as f64 {
@@ -119,7 +130,11 @@ fn described(config: &ModelConfig) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::{LayerSpec, ModelSource, Rope};
+    use crate::{LayerSpec, Mixer, ModelSource, Rope};
+
+    fn attention(window: Option<u32>, rope: usize) -> LayerSpec {
+        LayerSpec { mixer: Mixer::Attention(AttentionSpec { window, rope }) }
+    }
 
     /// The text of a model of today: a new feature must not change it.
     #[test]
@@ -129,7 +144,8 @@ mod tests {
             vocab_size: 100,
             hidden_size: 64,
             intermediate_size: 96,
-            layers: vec![LayerSpec { window: None, rope: 0 }; 2],
+            layers: vec![attention(None, 0); 2],
+            rotated_dim: 16,
             heads: 4,
             kv_heads: 2,
             head_dim: 16,
@@ -146,7 +162,11 @@ mod tests {
         assert_eq!(described(&plain), text);
         // Every feature has a line of its own.
         let mut other = plain.clone();
-        other.layers[1] = LayerSpec { window: Some(24), rope: 1 };
+        other.layers[1] = attention(Some(24), 1);
+        other.layers.push(LayerSpec { mixer: Mixer::Delta });
+        other.delta = Some(DeltaSpec { key_heads: 2, value_heads: 4, key_dim: 16, value_dim: 32, taps: 4 });
+        other.rotated_dim = 8;
+        other.arithmetic.output_gate = true;
         other.ropes.push(Rope { theta: 1e6, scaling: RopeScaling::Linear { factor: 8.0 } });
         other.arithmetic.activation = Activation::GeluTanh;
         other.arithmetic.norms = NormPlaces::Around;
@@ -156,10 +176,15 @@ mod tests {
         let expected = [
             "rope 412e848000000000",
             "rope_linear 4020000000000000",
+            "layers 3",
             "window 1 24",
             "rope_of_layer 1 1",
+            "recurrent 2",
+            "delta 2 4 16 32 4",
+            "rotated 8",
             "norms_around yes",
             "gelu_tanh yes",
+            "output_gate yes",
             "score_size 4070000000000000",
         ];
         assert_eq!(added, expected);

@@ -76,7 +76,7 @@ pub(super) fn is_ignored(tensor: &str, config: &ModelConfig) -> bool {
 /// Returns whether a tensor of a multimodal model is for images, which are not served.
 fn is_of_images(tensor: &str) -> bool {
     let name = tensor.strip_prefix("model.").unwrap_or(tensor);
-    name.starts_with("vision_tower.") || name.starts_with("multi_modal_projector.")
+    ["vision_tower.", "multi_modal_projector.", "visual."].iter().any(|part| name.starts_with(part))
 }
 
 #[cfg(test)]

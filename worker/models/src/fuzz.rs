@@ -117,7 +117,10 @@ fn check_config(config: &ModelConfig) {
     assert!(heads.is_multiple_of(kv_heads), "{heads} heads, {kv_heads} KV heads");
     assert!((2..=HEAD_DIM_MAX).contains(&head_dim) && head_dim.is_multiple_of(2), "{head_dim}");
     assert!(!config.layers.is_empty(), "no layers");
-    let sound = |layer: &LayerSpec| layer.window != Some(0) && layer.rope < config.ropes.len();
+    let sound = |layer: &LayerSpec| match layer.attention() {
+        Some(attention) => attention.window != Some(0) && attention.rope < config.ropes.len(),
+        None => config.delta.is_some(),
+    };
     assert!(config.layers.iter().all(sound), "{:?}", config.layers);
     let sizes = [config.vocab_size, config.hidden_size, config.intermediate_size];
     assert!(sizes.iter().all(|size| *size > 0), "{sizes:?}");

@@ -3,10 +3,63 @@
 use inflight_kernels::Encoding;
 use inflight_kernels::cpu::{Activation, RopeScaling};
 
-/// Arithmetic of a decoder layer: h += attention(norm(h)), h += mlp(norm(h)), with a second norm behind each where
+/// Arithmetic of a decoder layer: h += mixer(norm(h)), h += mlp(norm(h)), with a second norm behind each where
 /// [`Arithmetic::norms`] says so.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct LayerSpec {
+    /// What mixes the tokens of a sequence.
+    pub mixer: Mixer,
+}
+
+impl LayerSpec {
+    /// Returns the layer's attention; `None` of a recurrent layer.
+    pub fn attention(&self) -> Option<AttentionSpec> {
+        match self.mixer {
+            Mixer::Attention(attention) => Some(attention),
+            Mixer::Delta => None,
+        }
+    }
+}
+
+/// What mixes the tokens of a sequence in a layer.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Mixer {
+    /// Attention to the tokens before.
+    Attention(AttentionSpec),
+    /// The gated delta rule, of the shape [`ModelConfig::delta`](crate::ModelConfig::delta): a state of one size.
+    Delta,
+}
+
+/// Gated delta rule of a model's recurrent layers.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct DeltaSpec {
+    /// Heads of queries and keys.
+    pub key_heads: usize,
+    /// Heads of values; a multiple of the key heads.
+    pub value_heads: usize,
+    /// Elements of a query or key.
+    pub key_dim: usize,
+    /// Elements of a value.
+    pub value_dim: usize,
+    /// Positions that the convolution before the rule sees, its own included.
+    pub taps: usize,
+}
+
+impl DeltaSpec {
+    /// Returns the channels of the convolution: queries, keys and values of all heads.
+    pub fn channels(&self) -> usize {
+        2 * self.key_heads * self.key_dim + self.values()
+    }
+
+    /// Returns the elements of all value heads.
+    pub fn values(&self) -> usize {
+        self.value_heads * self.value_dim
+    }
+}
+
+/// Attention of a layer.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct AttentionSpec {
     /// Positions that a token sees, its own included; `None`: all up to its own.
     pub window: Option<u32>,
     /// Index in [`ModelConfig::ropes`](crate::ModelConfig::ropes) of the layer's rotary embedding.
@@ -44,6 +97,9 @@ pub struct Arithmetic {
     pub score_size: f64,
     /// Embeddings are multiplied with the square root of the hidden size, rounded to the embedding's type.
     pub scaled_embedding: bool,
+    /// Outputs of attention are multiplied with the sigmoid of a gate; the query projection has, for each head, its rows and those of
+    /// its gate.
+    pub output_gate: bool,
 }
 
 impl Arithmetic {

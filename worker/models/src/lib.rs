@@ -34,13 +34,16 @@ use std::sync::Arc;
 pub use architecture::Architecture;
 pub use cache_directory::CacheDirectory;
 pub use config::ModelConfig;
-pub use decoder::{CheckpointDecoder, CheckpointLayer, DecoderLayer, Matrix, StackedLinear};
+pub use decoder::{
+    AttentionWeights, CheckpointDecoder, CheckpointLayer, DecoderLayer, DeltaWeights, Matrix, MixerWeights,
+    StackedLinear, VectorKind,
+};
 pub use error::Error;
 pub use fingerprint::{fingerprint, fingerprint_of};
 pub use fingerprint_cache::FingerprintCache;
 pub use generation::GenerationDefaults;
 pub use inflight_kernels::cpu::RopeScaling;
-pub use layer::{Arithmetic, LayerSpec, NormPlaces, Rope};
+pub use layer::{Arithmetic, AttentionSpec, DeltaSpec, LayerSpec, Mixer, NormPlaces, Rope};
 pub use source::ModelSource;
 pub use tensors::{LoadedTensor, Tensor, Tensors};
 

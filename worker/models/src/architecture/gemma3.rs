@@ -23,12 +23,15 @@ pub(super) static SPEC: ArchitectureSpec = ArchitectureSpec {
     qk_norm: true,
     sliding_window: SlidingWindow::Pattern,
     ropes: Ropes::ByWindow { full: 1_000_000.0, window: 10_000.0 },
+    rotated_part: 1.0,
+    full_attention_interval: None,
     arithmetic: ArithmeticSpec {
         norms: NormPlaces::Around,
         zero_centred_norms: true,
         activation: Activation::GeluTanh,
         score_size: ScoreSize::Field("query_pre_attn_scalar", 256.0),
         scaled_embedding: true,
+        output_gate: false,
     },
     defaults: &[
         ("vocab_size", Default::Count(262_208)),

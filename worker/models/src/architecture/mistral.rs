@@ -14,6 +14,8 @@ pub(super) static SPEC: ArchitectureSpec = ArchitectureSpec {
     qk_norm: false,
     sliding_window: SlidingWindow::Always,
     ropes: Ropes::One,
+    rotated_part: 1.0,
+    full_attention_interval: None,
     arithmetic: ArithmeticSpec::LLAMA,
     defaults: &[],
     keys: &[],

@@ -8,6 +8,7 @@ mod llama;
 mod mistral;
 mod qwen2;
 mod qwen3;
+mod qwen35;
 
 use std::fmt;
 
@@ -20,7 +21,7 @@ use super::fields::Fields;
 
 /// Every supported architecture, in the order of error messages.
 static ARCHITECTURES: &[&ArchitectureSpec] =
-    &[&llama::SPEC, &mistral::SPEC, &qwen2::SPEC, &qwen3::SPEC, &gemma3::SPEC];
+    &[&llama::SPEC, &mistral::SPEC, &qwen2::SPEC, &qwen3::SPEC, &qwen35::SPEC, &gemma3::SPEC];
 
 /// Description of an architecture.
 #[derive(Debug)]
@@ -45,6 +46,10 @@ pub(crate) struct ArchitectureSpec {
     pub sliding_window: SlidingWindow,
     /// Rotary embeddings.
     pub ropes: Ropes,
+    /// Part of a head that is rotated, unless config.json has `partial_rotary_factor`.
+    pub rotated_part: f64,
+    /// Layers are recurrent as `layer_types` or `full_attention_interval` says, this many in one by default; `None`: none is.
+    pub full_attention_interval: Option<usize>,
     /// Arithmetic of all layers.
     pub arithmetic: ArithmeticSpec,
     /// Values of keys that config.json may leave out.
@@ -141,6 +146,7 @@ pub(crate) struct ArithmeticSpec {
     pub activation: Activation,
     pub score_size: ScoreSize,
     pub scaled_embedding: bool,
+    pub output_gate: bool,
 }
 
 impl ArithmeticSpec {
@@ -151,6 +157,7 @@ impl ArithmeticSpec {
         activation: Activation::Silu,
         score_size: ScoreSize::Head,
         scaled_embedding: false,
+        output_gate: false,
     };
 }
 
@@ -182,7 +189,7 @@ pub(crate) enum SlidingWindow {
 pub(crate) struct TensorNames {
     pub embedding: &'static str,
     pub layers: &'static str,
-    pub attention_norm: &'static str,
+    pub mixer_norm: &'static str,
     /// Query, key and value projections.
     pub qkv: [&'static str; 3],
     /// Norms of query heads and of key heads, of architectures with QK-norm.
@@ -204,7 +211,7 @@ impl TensorNames {
     pub const LLAMA: Self = Self {
         embedding: "model.embed_tokens",
         layers: "model.layers",
-        attention_norm: "input_layernorm",
+        mixer_norm: "input_layernorm",
         qkv: ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"],
         qk_norm: ["self_attn.q_norm", "self_attn.k_norm"],
         output: "self_attn.o_proj",
@@ -230,7 +237,7 @@ impl TensorNames {
         }
         let (layer, part) = part.strip_prefix("blk.")?.split_once('.')?;
         let part = match part {
-            "attn_norm" => self.attention_norm,
+            "attn_norm" => self.mixer_norm,
             "attn_q" => self.qkv[0],
             "attn_k" => self.qkv[1],
             "attn_v" => self.qkv[2],
@@ -251,6 +258,36 @@ impl TensorNames {
         let part = name.rsplit_once('.').map_or(name, |(part, _)| part);
         self.qkv[..2].iter().any(|projection| part.ends_with(projection))
     }
+}
+
+/// Names of the tensors of a recurrent layer, as [`TensorNames`] has those of others; logarithms of A and biases of decays have no
+/// suffix.
+#[derive(Debug)]
+pub(crate) struct DeltaNames {
+    pub inputs: &'static str,
+    pub gates: &'static str,
+    pub beta: &'static str,
+    pub decay_input: &'static str,
+    pub convolution: &'static str,
+    pub decay: &'static str,
+    pub decay_bias: &'static str,
+    pub norm: &'static str,
+    pub output: &'static str,
+}
+
+impl DeltaNames {
+    /// Names of Qwen3.5.
+    pub const QWEN: Self = Self {
+        inputs: "linear_attn.in_proj_qkv",
+        gates: "linear_attn.in_proj_z",
+        beta: "linear_attn.in_proj_b",
+        decay_input: "linear_attn.in_proj_a",
+        convolution: "linear_attn.conv1d",
+        decay: "linear_attn.A_log",
+        decay_bias: "linear_attn.dt_bias",
+        norm: "linear_attn.norm",
+        output: "linear_attn.out_proj",
+    };
 }
 
 /// Architecture of a model.
@@ -340,7 +377,10 @@ mod tests {
         for spec in ARCHITECTURES {
             let architecture = Architecture::by_name(spec.name).unwrap();
             // Released workers with this output have the same fingerprint.
-            assert_eq!(format!("{architecture:?}"), spec.name.trim_end_matches("ForCausalLM"));
+            assert_eq!(
+                format!("{architecture:?}"),
+                spec.name.trim_end_matches("ForCausalLM").replace('_', ".")
+            );
         }
     }
 

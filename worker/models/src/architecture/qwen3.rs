@@ -18,6 +18,8 @@ pub(super) static SPEC: ArchitectureSpec = ArchitectureSpec {
     qk_norm: true,
     sliding_window: SlidingWindow::Optional,
     ropes: Ropes::One,
+    rotated_part: 1.0,
+    full_attention_interval: None,
     arithmetic: ArithmeticSpec::LLAMA,
     defaults: &[],
     keys: &[],
