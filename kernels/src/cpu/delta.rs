@@ -105,18 +105,24 @@ pub struct DeltaPlace {
 }
 
 /// Weights of a layer, or of a rank's part of it.
-#[derive(Debug, Clone, Default)]
-pub struct DeltaWeights {
+#[derive(Debug, Clone, Copy)]
+pub struct DeltaWeights<'a> {
     /// Weights of the convolution; [taps, channels].
-    pub convolution: Vec<f32>,
-    /// e^A of each value head.
-    pub decay: Vec<f32>,
+    pub convolution: &'a [f32],
+    /// Rate of the decays of each value head: A, above 0.
+    pub decay: &'a [f32],
     /// What is added to the inputs of the decays; [value_heads].
-    pub decay_bias: Vec<f32>,
+    pub decay_bias: &'a [f32],
     /// Weights of the norm of outputs; [value_dim].
-    pub norm: Vec<f32>,
+    pub norm: &'a [f32],
     /// Epsilon of that norm.
     pub norm_eps: f32,
+}
+
+/// Returns the rates of decays of their logarithms, as models have them.
+pub fn decay_rates(mut logarithms: Vec<f32>) -> Vec<f32> {
+    logarithms.iter_mut().for_each(|rate| *rate = libm::expf(*rate));
+    logarithms
 }
 
 /// Inputs of a layer: outputs of its projections. Those of the convolution are overwritten.
@@ -153,7 +159,7 @@ pub fn delta_rule(
     pool: &Pool,
     isa: Isa,
     shape: &DeltaShape,
-    weights: &DeltaWeights,
+    weights: &DeltaWeights<'_>,
     inputs: &mut DeltaInputs<'_>,
     sequences: &[DeltaSequence<'_>],
     states: &mut KvPool,
@@ -186,7 +192,7 @@ pub fn delta_rule(
 
 fn check(
     shape: &DeltaShape,
-    weights: &DeltaWeights,
+    weights: &DeltaWeights<'_>,
     inputs: &DeltaInputs<'_>,
     sequences: &[DeltaSequence<'_>],
     states: &KvPool,
@@ -224,7 +230,7 @@ fn check(
 /// Operands of all tasks of a layer.
 struct DeltaJob<'a> {
     shape: DeltaShape,
-    weights: &'a DeltaWeights,
+    weights: &'a DeltaWeights<'a>,
     qkv: SharedPtr<f32>,
     gates: &'a [f32],
     scalars: &'a [f32],

@@ -6,7 +6,7 @@ use std::ops::Range;
 use super::isa::Isa;
 use super::matrix::SharedPtr;
 use super::pool::Pool;
-use super::simd::{self, Kernel, Simd, load_part, store_part};
+use super::simd::{self, Kernel, LANES_MAX, Simd, load_part, store_part};
 
 /// Elements below which a second thread does not pay.
 const SMALL: usize = 1 << 14;
@@ -55,6 +55,21 @@ pub fn gate(pool: &Pool, isa: Isa, activation: Activation, gate_up: &[f32], widt
                 simd::run(isa, Gate::<GeluTanh> { gate_up, width, y, rows, activation: PhantomData });
             }
         }
+    });
+}
+
+/// Computes x = x * sigmoid(gates), element by element.
+///
+/// # Panics
+/// If there are not as many gates as elements.
+pub fn sigmoid_gate(pool: &Pool, isa: Isa, gates: &[f32], x: &mut [f32]) {
+    assert_eq!(gates.len(), x.len(), "an element has a gate each");
+    let (elements, x) = (gates.len(), SharedPtr(x.as_mut_ptr()));
+    // Ranges are of whole vectors, so that the bits of an element do not depend on the threads.
+    let vectors = elements.div_ceil(LANES_MAX);
+    pool.split(vectors, SMALL / LANES_MAX, &|range| {
+        let range = range.start * LANES_MAX..(range.end * LANES_MAX).min(elements);
+        simd::run(isa, SigmoidGate { gates, x: x.get(), range });
     });
 }
 
@@ -164,6 +179,28 @@ impl<A: GateFn> Kernel for Gate<'_, A> {
     }
 }
 
+struct SigmoidGate<'a> {
+    gates: &'a [f32],
+    x: *mut f32,
+    range: Range<usize>,
+}
+
+impl Kernel for SigmoidGate<'_> {
+    #[inline(always)]
+    unsafe fn run<S: Simd>(self) {
+        for at in self.range.clone().step_by(S::LANES) {
+            let lanes = (self.range.end - at).min(S::LANES);
+            // SAFETY: `lanes` elements from `at` on are within the range, which belongs to one task.
+            unsafe {
+                let gate = load_part::<S>(self.gates.as_ptr().add(at), lanes, 0.0);
+                let x = load_part::<S>(self.x.add(at), lanes, 0.0);
+                let minus = S::min(S::splat(127.0), S::mul(gate, S::splat(-std::f32::consts::LOG2_E)));
+                store_part::<S>(self.x.add(at), lanes, S::div(x, S::add(S::splat(1.0), S::exp2(minus))));
+            }
+        }
+    }
+}
+
 impl GateFn for Silu {
     #[inline(always)]
     unsafe fn mul<S: Simd>(gate: S::V, up: S::V) -> S::V {
@@ -210,6 +247,23 @@ mod tests {
             Activation::GeluTanh => {
                 let z = (2.0 / std::f64::consts::PI).sqrt() * (g + 0.044_715 * g.powi(3));
                 0.5 * g * (1.0 + z.tanh()) * u
+            }
+        }
+    }
+
+    #[test]
+    fn sigmoid_gates_are_correct_whatever_the_threads() {
+        let (gates, from) = (values(3, 5000, 30.0), values(4, 5000, 3.0));
+        for isa in Isa::tested() {
+            let [alone, together] = [1, 3].map(|threads| {
+                let mut x = from.clone();
+                sigmoid_gate(&Pool::new(threads).unwrap(), isa, &gates, &mut x);
+                x
+            });
+            assert_eq!(alone, together);
+            for ((gate, before), x) in gates.iter().zip(&from).zip(&alone) {
+                let exact = f64::from(*before) / (1.0 + (-f64::from(*gate)).exp());
+                assert!((f64::from(*x) - exact).abs() <= 1e-6 * exact.abs().max(1e-3), "{gate}");
             }
         }
     }

@@ -26,7 +26,7 @@ mod token_masks;
 pub use batch::{Batch, BatchTables, BlockCopy, DRAFT_ROWS, Feedback, SCORES_MAX, SampleRow, ScoreRow};
 pub use command_thread::{CommandQueue, CommandThread, CommandThreadOptions, ThreadEnded};
 pub use host_memory::{HostMemory, MemoryGroup, MemoryLimit, Readable};
-pub use kv_plan::{GroupMemory, KvPlan, KvPlanError, LayerPlace, LayerRows};
+pub use kv_plan::{GroupMemory, KvPlan, KvPlanError, LayerPlace, LayerRows, StateMemory, StatePlace};
 pub use memory_ledger::{MemoryLedger, OverLimit, PROMISED_BYTES};
 pub use memory_needs::MemoryNeeds;
 pub use non_finite_rows::NonFiniteRows;
@@ -67,6 +67,8 @@ pub struct Capabilities {
     pub batch_tokens: u32,
     /// Maximum sample rows per batch; at least `slots`. If it equals `slots`, the runtime takes no drafts.
     pub sample_rows: u32,
+    /// Maximum drafts of a sequence in a batch, if the runtime takes drafts.
+    pub sequence_drafts: u32,
     /// Maximum steps launched and not completed: 1, or 2 if steps run asynchronously.
     pub depth: u32,
     /// Numerics fingerprint: digest of weights, dtypes, instruction set or GPU architecture, kernel version

@@ -11,7 +11,7 @@
 
 use std::ops::Range;
 
-use inflight_models::{self as models, Matrix, ModelConfig, StackedLinear};
+use inflight_models::{self as models, DeltaSpec, Matrix, ModelConfig, StackedLinear};
 
 /// Maximum ranks of a group.
 pub const RANKS_MAX: usize = 64;
@@ -29,6 +29,10 @@ pub struct Shard {
     pub kv_heads: Range<usize>,
     /// Elements of a head.
     pub head_dim: usize,
+    /// Rows of the query projection for an element of a query: 2 if it has those of gates, too.
+    pub query_rows: usize,
+    /// Gated delta rule of the recurrent layers, which one rank holds as a whole.
+    pub delta: Option<DeltaSpec>,
     /// Columns of the MLP's intermediate state.
     pub intermediate: Range<usize>,
     /// Rows of the LM head.
@@ -69,6 +73,9 @@ pub struct Indivisible {
 /// Obstacle to a tensor-parallel degree.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum IndivisibleCause {
+    /// The model has recurrent layers.
+    #[error("its recurrent layers are not divided yet")]
+    Recurrent,
     /// The query heads do not divide evenly among the ranks.
     #[error("its {0} attention heads are no multiple of it")]
     Heads(usize),
@@ -126,6 +133,8 @@ pub fn shards(
             false => share(config.kv_heads, rank),
         },
         head_dim: config.head_dim,
+        query_rows: if config.arithmetic.output_gate { 2 } else { 1 },
+        delta: config.delta,
         intermediate: share(config.intermediate_size, rank),
         vocabulary: share(config.vocab_size, rank),
     };
@@ -145,6 +154,7 @@ fn fault(
         splits.then_some(IndivisibleCause::Group { matrix, inputs, share, group })
     };
     match () {
+        () if world > 1 && config.delta.is_some() => Some(IndivisibleCause::Recurrent),
         () if !heads.is_multiple_of(world) => Some(IndivisibleCause::Heads(heads)),
         () if !kv_heads.is_multiple_of(world) && !world.is_multiple_of(kv_heads) => {
             Some(IndivisibleCause::KvHeads(kv_heads))
@@ -176,8 +186,17 @@ impl Shard {
     pub fn partition(&self, matrix: Matrix) -> Partition {
         let rows = |heads: &Range<usize>| heads.start * self.head_dim..heads.end * self.head_dim;
         let (queries, keys) = (rows(&self.heads), rows(&self.kv_heads));
+        let of_delta = |delta: DeltaSpec| (delta.channels(), delta.values(), delta.value_heads);
+        let (channels, values, value_heads) = self.delta.map_or((0, 0, 0), of_delta);
         match matrix {
-            Matrix::Qkv => Partition::Outputs(vec![queries, keys.clone(), keys]),
+            Matrix::Qkv => {
+                let projected = queries.start * self.query_rows..queries.end * self.query_rows;
+                Partition::Outputs(vec![projected, keys.clone(), keys])
+            }
+            Matrix::DeltaInputs => Partition::Outputs(vec![0..channels]),
+            Matrix::DeltaGates => Partition::Outputs(vec![0..values]),
+            Matrix::DeltaScalars => Partition::Outputs(vec![0..value_heads; 2]),
+            Matrix::DeltaOutput => Partition::Inputs(0..values),
             Matrix::Output => Partition::Inputs(queries),
             Matrix::GateUp => Partition::Outputs(vec![self.intermediate.clone(); 2]),
             Matrix::Down => Partition::Inputs(self.intermediate.clone()),

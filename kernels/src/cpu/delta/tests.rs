@@ -2,10 +2,32 @@ use super::*;
 use crate::test_size::size;
 use proptest::prelude::*;
 
+/// Weights of a layer.
+#[derive(Clone)]
+struct Weights {
+    convolution: Vec<f32>,
+    decay: Vec<f32>,
+    decay_bias: Vec<f32>,
+    norm: Vec<f32>,
+    norm_eps: f32,
+}
+
+impl Weights {
+    fn borrowed(&self) -> DeltaWeights<'_> {
+        DeltaWeights {
+            convolution: &self.convolution,
+            decay: &self.decay,
+            decay_bias: &self.decay_bias,
+            norm: &self.norm,
+            norm_eps: self.norm_eps,
+        }
+    }
+}
+
 /// Sequence of random inputs, and what the recurrence makes of them in f64.
 struct Case {
     shape: DeltaShape,
-    weights: DeltaWeights,
+    weights: Weights,
     qkv: Vec<f32>,
     gates: Vec<f32>,
     scalars: Vec<f32>,
@@ -19,7 +41,7 @@ fn random(seed: u32, count: usize) -> impl Iterator<Item = f32> {
 impl Case {
     fn new(seed: u32, shape: DeltaShape, rows: usize) -> Self {
         let heads = shape.value_heads;
-        let weights = DeltaWeights {
+        let weights = Weights {
             convolution: random(seed, shape.taps * shape.channels()).collect(),
             decay: random(seed ^ 1, heads).map(|x| (0.3 * x + 0.31).abs()).collect(),
             decay_bias: random(seed ^ 2, heads).collect(),
@@ -162,8 +184,8 @@ fn run(isa: Isa, threads: usize, cases: &[Case], chunks: &[Vec<Chunk>], rows: us
         let all = sequences.last().unwrap().rows.end;
         let mut y = vec![f32::NAN; all * shape.values()];
         let mut inputs = DeltaInputs { qkv: &mut qkv, gates: &gates, scalars: &scalars };
-        let weights = &cases[0].weights;
-        delta_rule(&pool, isa, &shape, weights, &mut inputs, &sequences, &mut states, &places, &mut y);
+        let weights = cases[0].weights.borrowed();
+        delta_rule(&pool, isa, &shape, &weights, &mut inputs, &sequences, &mut states, &places, &mut y);
         for ((nth, first, count), sequence) in parts.into_iter().zip(&sequences) {
             let width = shape.values();
             let to = sequence.position * width;

@@ -2,13 +2,14 @@
 
 use inflight_kernels::cpu::{
     AccumulatorInit, Activations, Isa, KvLayout, KvPool, KvSlot, Pool, QkvShape, Ragged, RopeTable,
-    attention, finish_qkv, gemm, gemm_gated, inverse_frequencies, rms_norm,
+    attention, finish_qkv, gemm, gemm_gated, inverse_frequencies, rms_norm, sigmoid_gate,
 };
-use inflight_models::{ModelConfig, NormPlaces, Rope};
+use inflight_models::{MixerWeights, ModelConfig, NormPlaces, Rope};
 use inflight_runtime::collective::{Collective, GroupFailed};
 use inflight_runtime::sharding::Shard;
 use inflight_runtime::{Batch, Capabilities, Error, KvPlan, LayerPlace, PromptLogprobs};
 
+use super::delta::DeltaLayers;
 use super::scorer::{SCORE_ROWS, Scorer};
 use super::weights::{Linear, Weights};
 
@@ -57,8 +58,13 @@ pub(super) struct Forward {
     /// Factor of embeddings, if they are scaled.
     embedding_scale: Option<f32>,
     views: Vec<BlockView>,
-    /// View and layout of each layer's keys and values.
+    /// View and layout of the keys and values of each layer with attention.
     kv_layers: Vec<(usize, KvLayout)>,
+    delta_layers: Option<DeltaLayers>,
+    /// Outputs of a query projection that has rows of gates; empty if it has none.
+    projected: Vec<f32>,
+    /// Gates of the outputs of attention, likewise.
+    gates: Vec<f32>,
     /// Last step that wrote to each block.
     written: Vec<u64>,
     step: u64,
@@ -115,7 +121,10 @@ impl Forward {
             (view(place), layout.within(kv.block_bytes() as usize, place.offset as usize))
         };
         let kv_layers = kv.places().iter().map(layer).collect();
-        let table = |rope: &Rope| RopeTable::new(inverse_frequencies(head_dim, rope.theta, &rope.scaling));
+        let rotated = config.rotated_dim;
+        let table = |rope: &Rope| RopeTable::new(inverse_frequencies(rotated, rope.theta, &rope.scaling));
+        let gates = if config.arithmetic.output_gate { shape.heads * head_dim } else { 0 };
+        let projected = if gates > 0 { shape.width() + gates } else { 0 };
         Self {
             leads: shard.rank == 0,
             inner,
@@ -125,6 +134,9 @@ impl Forward {
             embedding_scale,
             views,
             kv_layers,
+            delta_layers: config.delta.as_ref().map(|spec| DeltaLayers::new(spec, kv, rows)),
+            projected: buffer(projected),
+            gates: buffer(gates),
             written: vec![0; bounds.blocks as usize],
             step: 0,
             activations: Activations::default(),
@@ -184,6 +196,17 @@ impl Forward {
             }
             view.set(batch, bounds);
         }
+        for block in &batch.states {
+            if std::mem::replace(&mut self.written[*block as usize], self.step) == self.step {
+                return Err(Error::Malformed(format!("block {block} of a state is written from two places")));
+            }
+        }
+        let drafts = batch.drafts.iter().max().copied().unwrap_or(0);
+        if drafts > bounds.sequence_drafts {
+            return Err(Error::Malformed(format!(
+                "a sequence has {drafts} drafts, more than sequence_drafts"
+            )));
+        }
         Ok(())
     }
 
@@ -201,7 +224,7 @@ impl Forward {
         isa: Isa,
         collective: &dyn Collective,
     ) -> Result<(), GroupFailed> {
-        let Self { config, shape, ropes, views, kv_layers, activations, leads, inner, .. } = self;
+        let Self { config, shape, ropes, views, activations, leads, inner, .. } = self;
         let (leads, inner) = (*leads, *inner);
         let (rows, shape, eps) = (batch.rows(), *shape, config.norm_eps);
         let width = config.hidden_size;
@@ -225,24 +248,50 @@ impl Forward {
             }
         }
 
-        for (index, layer) in weights.layers.iter().enumerate() {
-            rms_norm(pool, isa, hidden, &layer.attention_norm, eps, normed);
-            linear(pool, &layer.qkv, normed, rows, qkv, activations);
-            let norms = layer.qk_norm.as_ref().map(|(q, k)| (q.as_slice(), k.as_slice(), eps));
-            let (view, layout) = &kv_layers[index];
-            let BlockView { ragged, places, .. } = &views[*view];
-            let (rope, score_size) = (&ropes[config.layers[index].rope], config.arithmetic.score_size);
-            finish_qkv(pool, isa, shape, qkv, norms, rope, positions, places, kv, layout);
-            attention(pool, isa, shape, qkv, ragged, kv, layout, score_size, attended);
+        let mut kv_layers = self.kv_layers.iter();
+        let mut recurrent = 0..;
+        for (layer, spec) in weights.layers.iter().zip(&config.layers) {
+            rms_norm(pool, isa, hidden, &layer.mixer_norm, eps, normed);
+            let (mixed, output) = match (&layer.mixer, &mut self.delta_layers) {
+                (MixerWeights::Delta(delta), Some(layers)) => {
+                    // One of an endless range.
+                    let index = recurrent.next().unwrap_or_default();
+                    let (threads, scratch) = ((pool, isa, &mut *activations), (batch, &*normed));
+                    (layers.run(index, delta, eps, scratch, kv, threads), &delta.output)
+                }
+                (MixerWeights::Delta(_), None) => unreachable!("a model with such layers has their states"),
+                (MixerWeights::Attention(weights), _) => {
+                    let (Some((view, layout)), Some(spec)) = (kv_layers.next(), spec.attention()) else {
+                        unreachable!("a layer with attention has keys and values")
+                    };
+                    let gates = &mut self.gates[..];
+                    if gates.is_empty() {
+                        linear(pool, &weights.qkv, normed, rows, qkv, activations);
+                    } else {
+                        let projected = &mut self.projected[..rows * (shape.width() + attended.len() / rows)];
+                        linear(pool, &weights.qkv, normed, rows, projected, activations);
+                        part_gates(shape, projected, qkv, gates);
+                    }
+                    let norms = weights.qk_norm.as_ref().map(|(q, k)| (q.as_slice(), k.as_slice(), eps));
+                    let BlockView { ragged, places, .. } = &views[*view];
+                    let (rope, score_size) = (&ropes[spec.rope], config.arithmetic.score_size);
+                    finish_qkv(pool, isa, shape, qkv, norms, rope, positions, places, kv, layout);
+                    attention(pool, isa, shape, qkv, ragged, kv, layout, score_size, attended);
+                    if !gates.is_empty() {
+                        sigmoid_gate(pool, isa, &gates[..attended.len()], attended);
+                    }
+                    (&*attended, &weights.output)
+                }
+            };
             let post_norms = layer.post_norms.as_ref().map(|(attention, mlp)| (&attention[..], &mlp[..]));
             match post_norms {
                 None => {
-                    linear_residual(pool, &layer.output, attended, rows, hidden, leads, activations);
+                    linear_residual(pool, output, mixed, rows, hidden, leads, activations);
                     collective.all_reduce(hidden)?;
                 }
                 Some((weight, _)) => {
                     let delta = &mut delta[..rows * width];
-                    linear(pool, &layer.output, attended, rows, delta, activations);
+                    linear(pool, output, mixed, rows, delta, activations);
                     collective.all_reduce(delta)?;
                     add_normed(pool, isa, delta, weight, eps, normed, hidden);
                 }
@@ -348,8 +397,31 @@ fn add_normed(
     hidden.iter_mut().zip(normed).for_each(|(hidden, normed)| *hidden += *normed);
 }
 
+/// Parts rows of a query projection with gates, [heads, (query, gate)] before keys and values, into rows of queries, keys and values
+/// and those of gates.
+fn part_gates(shape: QkvShape, projected: &[f32], qkv: &mut [f32], gates: &mut [f32]) {
+    let QkvShape { heads, head_dim, .. } = shape;
+    let queries = heads * head_dim;
+    let rows = projected.chunks_exact(shape.width() + queries).zip(qkv.chunks_exact_mut(shape.width()));
+    for ((projected, qkv), gates) in rows.zip(gates.chunks_exact_mut(queries)) {
+        let (of_heads, rest) = projected.split_at(2 * queries);
+        for (head, both) in of_heads.chunks_exact(2 * head_dim).enumerate() {
+            qkv[head * head_dim..(head + 1) * head_dim].copy_from_slice(&both[..head_dim]);
+            gates[head * head_dim..(head + 1) * head_dim].copy_from_slice(&both[head_dim..]);
+        }
+        qkv[queries..].copy_from_slice(rest);
+    }
+}
+
 /// y = x W^T + bias
-fn linear(pool: &Pool, linear: &Linear, x: &[f32], rows: usize, y: &mut [f32], scratch: &mut Activations) {
+pub(super) fn linear(
+    pool: &Pool,
+    linear: &Linear,
+    x: &[f32],
+    rows: usize,
+    y: &mut [f32],
+    scratch: &mut Activations,
+) {
     let start = linear.bias.as_deref().map_or(AccumulatorInit::Zero, AccumulatorInit::Bias);
     gemm(pool, &linear.matrix, x, rows, start, y, scratch);
 }

@@ -4,6 +4,7 @@
 //! kernels. Activations are f32 throughout; by default keys and values are stored in the model's own dtype.
 
 mod copy_thread;
+mod delta;
 mod forward;
 mod known_answers;
 mod load_plan;
@@ -21,7 +22,7 @@ use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use inflight_kernels::cpu::{Isa, KvCopier, KvDtype, KvLayout, KvPool, Pool};
-use inflight_models::{self as models, ModelConfig, ModelDir};
+use inflight_models::{self as models, LayerSpec, ModelConfig, ModelDir};
 use inflight_runtime::collective::{Collective, host_group};
 use inflight_runtime::sharding::{Indivisible, RANKS_MAX, Shard};
 use inflight_runtime::{
@@ -157,7 +158,8 @@ pub enum Error {
 
 /// KV cache bytes per token, over all layers.
 pub fn kv_bytes_per_token(config: &ModelConfig, dtype: KvDtype) -> usize {
-    config.layers.len() * KvLayout::new(dtype, config.kv_heads, config.head_dim, 1).layer_bytes()
+    let layers = config.layers.iter().filter_map(LayerSpec::attention).count();
+    layers * KvLayout::new(dtype, config.kv_heads, config.head_dim, 1).layer_bytes()
 }
 
 /// Returns the layout of a layer's KV on a rank.
@@ -235,8 +237,8 @@ impl CpuRuntime {
         let LoadPlan { context_tokens, tensors, shards, kv_dtype, isa, kv, block_bytes, weight_bytes } = plan;
         let blocks = u32::try_from(options.kv_bytes / block_bytes).unwrap_or(u32::MAX);
         let host_blocks = u32::try_from(options.host_bytes / block_bytes).unwrap_or(u32::MAX);
-        // A sequence needs a span in each group of layers.
-        let span_blocks = kv.shape().span_blocks();
+        // A sequence needs a span in each group of layers, and a state.
+        let span_blocks = kv.shape().blocks(1, 1);
         if blocks < span_blocks {
             let CpuOptions { kv_bytes, block_tokens, .. } = *options;
             let block_bytes = block_bytes * u64::from(span_blocks);
@@ -287,6 +289,7 @@ impl CpuRuntime {
             slots: options.slots,
             batch_tokens: options.batch_tokens,
             sample_rows: options.slots.saturating_add(DRAFT_ROWS),
+            sequence_drafts: if config.delta.is_some() { delta::DRAFTS_MAX } else { u32::MAX },
             depth: 1,
             fingerprint,
             facts,

@@ -1,10 +1,11 @@
 //! Load plan of a model: its shards, their formats and the bytes of weights and KV blocks, known before weights are read.
 
 use inflight_kernels::cpu::{Isa, KvDtype};
-use inflight_models::ModelDir;
+use inflight_models::{LayerSpec, ModelDir};
 use inflight_runtime::sharding::{self, Shard};
 use inflight_runtime::{KvPlan, LayerRows, MemoryNeeds};
 
+use super::delta::{self, DRAFTS_MAX};
 use super::weights::{self, CheckpointWeights};
 use super::{CpuOptions, Error, check, kv_layout};
 
@@ -38,9 +39,11 @@ impl LoadPlan {
         let kv_dtype = options.kv_dtype.unwrap_or_else(|| tensors.kv_dtype().into());
         // All ranks have equally many KV heads.
         let bytes = kv_layout(&shards[0], kv_dtype, options.block_tokens).layer_bytes() as u64;
-        let rows: Vec<LayerRows> =
-            config.layers.iter().map(|layer| LayerRows { window: layer.window, bytes }).collect();
-        let kv = KvPlan::new(options.block_tokens, context_tokens, &rows)?;
+        let attention = config.layers.iter().filter_map(LayerSpec::attention);
+        let rows: Vec<LayerRows> = attention.map(|layer| LayerRows { window: layer.window, bytes }).collect();
+        let recurrent = config.layers.len() - rows.len();
+        let pieces = config.delta.map_or_else(Vec::new, |spec| delta::shape(&spec, DRAFTS_MAX).pieces());
+        let kv = KvPlan::with_states(options.block_tokens, context_tokens, &rows, &pieces.repeat(recurrent))?;
         let block_bytes = kv.block_bytes() * world as u64;
         let isa = options.isa.unwrap_or_else(Isa::detect);
         let packed = |shard| tensors.packed_bytes(options.quantize, isa, shard);

@@ -9,11 +9,12 @@ use std::sync::Arc;
 use inflight_kernels::Dtype;
 use inflight_kernels::cpu::{Isa, PackedMatrix, Pool, WeightFormat, WeightRows};
 use inflight_models::{
-    Arithmetic, CheckpointLayer, DecoderLayer, Error, LoadedTensor, Matrix, ModelConfig, ModelDir,
-    StackedLinear, Tensor,
+    Arithmetic, CheckpointLayer, DecoderLayer, Error, LoadedTensor, Matrix, MixerWeights, ModelConfig,
+    ModelDir, StackedLinear, Tensor, VectorKind,
 };
 use inflight_runtime::sharding::{Alignment, Partition, Shard};
 
+use super::delta;
 use super::quantization::{Quantization, kv_dtype, packed_bytes};
 
 /// Packed weights of one rank.
@@ -104,9 +105,11 @@ fn packed_format(linear: &StackedLinear, quantization: Option<Quantization>, ran
     };
     match linear.matrix {
         Matrix::Head => quantization.head(linear.inputs()),
-        Matrix::Qkv | Matrix::GateUp => quantization.layer(linear.inputs()),
+        Matrix::Qkv | Matrix::GateUp | Matrix::DeltaInputs | Matrix::DeltaGates | Matrix::DeltaScalars => {
+            quantization.layer(linear.inputs())
+        }
         // By a rank's inputs, so that partitions are whole groups.
-        Matrix::Output | Matrix::Down => quantization.layer(linear.inputs() / ranks),
+        Matrix::Output | Matrix::Down | Matrix::DeltaOutput => quantization.layer(linear.inputs() / ranks),
     }
 }
 
@@ -143,9 +146,9 @@ fn pack(
 }
 
 impl CheckpointWeights {
-    /// Default KV cache dtype: that of the first layer's QKV projection, or bf16 if its encoding is integer.
+    /// Default KV cache dtype: that of the first layer's first projection, or bf16 if its encoding is integer.
     pub(super) fn kv_dtype(&self) -> Dtype {
-        kv_dtype(packed_format(&self.layers[0].qkv, None, 1))
+        kv_dtype(packed_format(self.layers[0].linears()[0], None, 1))
     }
 
     /// Returns all linear layers with their packed formats for `ranks` ranks.
@@ -202,6 +205,10 @@ impl CheckpointWeights {
                 Matrix::Output => &mut alignment.output,
                 Matrix::Down => &mut alignment.down,
                 Matrix::Qkv | Matrix::GateUp | Matrix::Head => continue,
+                // Recurrent layers are not divided.
+                Matrix::DeltaInputs | Matrix::DeltaGates | Matrix::DeltaScalars | Matrix::DeltaOutput => {
+                    continue;
+                }
             };
             let blocks = linear.matrices.iter().map(|matrix| matrix.encoding.block());
             let group = match format {
@@ -259,9 +266,19 @@ impl CheckpointWeights {
             read(file_bytes(linear, shard));
             Ok::<_, PackError>(packed)
         };
-        let norm = |vector: &Tensor| self.norm_weight(vector);
-        let layers = self.layers.iter().map(|layer| layer.try_map(norm, &pack));
-        let layers = layers.collect::<Result<_, PackError>>()?;
+        let vector = |kind: VectorKind, vector: &Tensor| match kind {
+            VectorKind::Norm => self.norm_weight(vector),
+            VectorKind::Plain => Ok(vector.to_f32()?),
+        };
+        let layers = self.layers.iter().map(|layer| layer.try_map(vector, &pack));
+        let mut layers: Vec<Layer> = layers.collect::<Result<_, PackError>>()?;
+        let recurrent = layers.iter_mut().filter_map(|layer| match &mut layer.mixer {
+            MixerWeights::Delta(delta) => Some(delta),
+            MixerWeights::Attention(_) => None,
+        });
+        if let Some(spec) = shard.delta {
+            recurrent.for_each(|layer| delta::prepare(layer, spec.taps));
+        }
         let head = match tied_embedding {
             Some(embedding) => {
                 let format = packed_format(&self.head, quantization, shard.ranks);
