@@ -168,6 +168,12 @@ impl MemoryShape {
         self.groups().iter().map(|group| group.blocks).sum()
     }
 
+    /// Returns the blocks of a sequence of `tokens` tokens that gives up no positions.
+    #[inline]
+    pub fn whole_blocks(&self, tokens: u32) -> u32 {
+        self.spans(tokens) * self.span_blocks() + self.state_blocks
+    }
+
     /// Returns the number of spans that hold `tokens` tokens.
     #[inline]
     pub fn spans(&self, tokens: u32) -> u32 {

@@ -37,7 +37,7 @@ impl Engine {
         for round in 0..3 {
             for (sequences, len, context) in SHAPES {
                 let shape = capabilities.shape;
-                let blocks_each = shape.spans(context + len) * shape.span_blocks();
+                let blocks_each = shape.whole_blocks(context + len);
                 let fits = sequences <= capabilities.slots
                     && sequences * len <= capabilities.batch_tokens
                     && context + len < capabilities.context_tokens

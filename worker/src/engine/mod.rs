@@ -147,8 +147,10 @@ impl Engine {
     ) -> Result<Self, LimitsError> {
         let capabilities = runtime.capabilities();
         let scheduling = options.scheduling;
-        let drafts_max =
-            if capabilities.sample_rows > capabilities.slots { scheduling.drafted_tokens_max() } else { 0 };
+        let drafts_max = match capabilities.sample_rows > capabilities.slots {
+            true => scheduling.drafted_tokens_max().min(capabilities.sequence_drafts),
+            false => 0,
+        };
         let limits = SchedulerLimits {
             host_blocks: capabilities.host_blocks,
             depth: capabilities.depth,

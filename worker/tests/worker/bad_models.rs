@@ -145,8 +145,14 @@ fn unsupported_or_absurd_fields_are_rejected_by_name() {
 fn sliding_windows_follow_the_rules_of_each_architecture() {
     let windows = |folder: &TempDir| {
         let source = ModelSource::Directory(folder.path().to_path_buf());
-        let windows =
-            |model: ModelDir| model.config().layers.iter().map(|layer| layer.window).collect::<Vec<_>>();
+        let windows = |model: ModelDir| {
+            model
+                .config()
+                .layers
+                .iter()
+                .map(|layer| layer.attention().and_then(|attention| attention.window))
+                .collect::<Vec<_>>()
+        };
         ModelDir::open(&source).map(windows).map_err(|error| error.to_string())
     };
     let edit = |folder: &TempDir, fields: Value| {

@@ -111,7 +111,7 @@ fn run(runtime: &mut CpuRuntime, spec: &SamplingSpec, prompt: usize, output: usi
     let setup = SlotSetup { sampling, choice: 0, prompt: &tokens, generated: &[], eos_token_ids: &[] };
     runtime.attach(0, &setup).unwrap();
     let shape = runtime.capabilities().shape;
-    let blocks: Vec<u32> = (0..shape.spans((prompt + output) as u32) * shape.span_blocks()).collect();
+    let blocks: Vec<u32> = (0..shape.whole_blocks((prompt + output) as u32)).collect();
     let (mut batch, mut chosen, mut logits) = (Batch::default(), Vec::new(), Sha256::new());
     let mut fed = 0;
     while tokens.len() < prompt + output {

@@ -28,7 +28,7 @@ fn teacher_forced(runtime: &mut dyn Runtime) -> Vec<PositionLogprobs> {
         (0..(PROMPT + STEPS) as u32).map(|i| (i * i * 7 + i * 13 + slot * 101) % 512).collect()
     };
     let shape = runtime.capabilities().shape;
-    let blocks = shape.spans((PROMPT + STEPS) as u32) * shape.span_blocks();
+    let blocks = shape.whole_blocks((PROMPT + STEPS) as u32);
     for slot in 0..SLOTS {
         let sampling = Arc::clone(&sampling);
         let setup = SlotSetup { sampling, choice: 0, prompt: &[], generated: &[], eos_token_ids: &[] };

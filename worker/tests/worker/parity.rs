@@ -50,7 +50,7 @@ fn decode(
     runtime.attach(0, &setup).unwrap();
     let longest = (run.prompt.len() + ReferenceRun::STEPS) as u32;
     let shape = runtime.capabilities().shape;
-    let blocks: Vec<u32> = (0..shape.spans(longest) * shape.span_blocks()).rev().collect();
+    let blocks: Vec<u32> = (0..shape.whole_blocks(longest)).rev().collect();
     let (mut batch, mut sampled) = (Batch::default(), Vec::new());
     let mut feed = run.prompt.clone();
     let mut position = 0;

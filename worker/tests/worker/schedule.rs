@@ -600,7 +600,7 @@ fn the_schedule_never_changes_the_answer_of_a_gpu() {
 /// Scores every token of a sequence but the first, in chunks of `chunk` tokens, with five alternatives.
 fn scores(runtime: &mut CpuRuntime, tokens: &[u32], chunk: usize) -> Vec<PromptLogprobs> {
     let shape = runtime.capabilities().shape;
-    let blocks: Vec<u32> = (0..shape.spans(tokens.len() as u32) * shape.span_blocks()).collect();
+    let blocks: Vec<u32> = (0..shape.whole_blocks(tokens.len() as u32)).collect();
     let (mut batch, mut sampled, mut scores) = (Batch::default(), Vec::new(), Vec::new());
     for (nth, part) in tokens.chunks(chunk).enumerate() {
         let first = nth * chunk;

@@ -93,7 +93,7 @@ impl<'a> TeacherForced<'a> {
         let mut left = capabilities.blocks;
         let mut table = |tokens: &Vec<u32>| -> JobResult<Vec<u32>> {
             let shape = capabilities.shape;
-            let blocks = shape.spans(tokens.len() as u32) * shape.span_blocks();
+            let blocks = shape.whole_blocks(tokens.len() as u32);
             let rest = left.checked_sub(blocks).ok_or("the KV pool is too small for the sequences")?;
             let table = (rest..left).rev().collect();
             left = rest;
@@ -269,7 +269,7 @@ pub fn determinism(runtime: &mut CudaRuntime, task: &Determinism) -> JobResult<V
     let texts: Vec<Vec<u32>> =
         (0..companions).map(|text| (0..task.length as u32).map(|i| word(i, text)).collect()).collect();
     let shape = runtime.capabilities().shape;
-    let each = shape.spans(task.length as u32) * shape.span_blocks();
+    let each = shape.whole_blocks(task.length as u32);
     let table = |s: u32| (s * each..(s + 1) * each).collect::<Vec<u32>>();
     let (mut batch, mut sampled) = (Batch::default(), Vec::new());
     let mut reference: Vec<Option<Vec<u32>>> = vec![None; companions as usize];

@@ -330,19 +330,21 @@ impl<G: Gpu> CudaForward<G> {
         let (view, part, window) = kv_layers.of_layer(index);
         self.linear(
             gpu,
-            &layer.qkv,
+            &layer.attention.qkv,
             &self.buffers.normed,
             &self.buffers.qkv,
             rows,
             shapes.qkv(),
             shapes.hidden,
         )?;
-        let norms = layer.qk_norm.as_ref();
+        let norms = layer.attention.qk_norm.as_ref();
         let p = QkvParams {
             qkv: self.buffers.qkv.address(),
             q_norm: norms.map_or(0, |(q, _)| q.address()),
             k_norm: norms.map_or(0, |(_, k)| k.address()),
-            angles: self.buffers.angles.address() + self.config.layers[index].rope as u64 * self.angle_bytes,
+            angles: self.buffers.angles.address()
+                + self.config.layers[index].attention().map_or(0, |attention| attention.rope) as u64
+                    * self.angle_bytes,
             positions: at(layout.positions),
             places: at(layout.kv_indices(part)),
             kv: self.kv.address(),
@@ -381,7 +383,7 @@ impl<G: Gpu> CudaForward<G> {
         let queries = shapes.heads * shapes.head_dim;
         self.linear(
             gpu,
-            &layer.output,
+            &layer.attention.output,
             &self.buffers.attended,
             &self.buffers.delta,
             rows,

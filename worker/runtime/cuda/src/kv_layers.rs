@@ -1,7 +1,7 @@
 //! KV cache layout of a rank: the place of each layer's keys and values in a block, and the layer's attention plan.
 
 use inflight_kernels::cuda::{ATTENTION_KEY_TILE, KvStore};
-use inflight_models::ModelConfig;
+use inflight_models::{LayerSpec, ModelConfig};
 use inflight_runtime::{GroupMemory, KvPlan, KvPlanError, LayerRows};
 
 /// One of the blocks that a group of layers needs for a span of tokens. Its layers share KV indices and block tables.
@@ -75,7 +75,9 @@ impl KvLayers {
         // Attention kernels read whole tiles of keys, so the blocks of the window's first tile are kept, too.
         let held = |window: u32| window.saturating_add(ATTENTION_KEY_TILE - 1);
         let rows = |window: Option<u32>| LayerRows { window: window.filter(|_| release).map(held), bytes };
-        let all: Vec<LayerRows> = config.layers.iter().map(|layer| rows(layer.window)).collect();
+        let windows = config.layers.iter().filter_map(LayerSpec::attention).map(|attention| attention.window);
+        let of_layers: Vec<Option<u32>> = windows.collect();
+        let all: Vec<LayerRows> = of_layers.iter().map(|window| rows(*window)).collect();
         let plan = KvPlan::new(block_tokens, context_tokens, &all)?;
         let (mut windows, mut views) = (Vec::new(), Vec::new());
         let groups = plan.shape();
@@ -83,9 +85,9 @@ impl KvLayers {
         let mut parts: Vec<KvPart> = groups
             .flat_map(|(group, blocks)| (0..blocks.blocks as usize).map(move |part| KvPart { group, part }))
             .collect();
-        let layers = config.layers.iter().zip(plan.places()).map(|(layer, place)| {
+        let layers = of_layers.iter().zip(plan.places()).map(|(window, place)| {
             let part = index_of(&mut parts, KvPart { group: place.group, part: place.part });
-            let plan = index_of(&mut windows, KvWindow { group: place.group, window: layer.window });
+            let plan = index_of(&mut windows, KvWindow { group: place.group, window: *window });
             KvLayer { view: index_of(&mut views, KvView { part, plan }), offset: place.offset }
         });
         let layers = layers.collect();

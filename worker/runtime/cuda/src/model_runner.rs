@@ -50,13 +50,14 @@ const PROVEN_HEAD_DIMS: [u32; 2] = [64, 128];
 
 /// Returns whether the kernels of a model's arithmetic have run on a GPU: those of Llama's.
 fn is_proven(config: &ModelConfig) -> bool {
-    let Arithmetic { norms, zero_centred_norms, activation, score_size, scaled_embedding } =
+    let Arithmetic { norms, zero_centred_norms, activation, score_size, scaled_embedding, output_gate } =
         config.arithmetic;
     norms == NormPlaces::Before
         && !zero_centred_norms
         && activation == Activation::Silu
         && score_size == config.head_dim as f64
         && !scaled_embedding
+        && !output_gate
         && config.ropes.len() == 1
 }
 

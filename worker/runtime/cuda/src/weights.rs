@@ -6,8 +6,8 @@ use std::ops::Range;
 use inflight_kernels::Encoding;
 use inflight_kernels::cuda::{DeviceError, HalfDtype};
 use inflight_models::{
-    self as models, Arithmetic, CheckpointDecoder, CheckpointLayer, DecoderLayer, ModelDir, StackedLinear,
-    Tensor,
+    self as models, Arithmetic, AttentionWeights, CheckpointDecoder, CheckpointLayer, DecoderLayer,
+    MixerWeights, ModelDir, StackedLinear, Tensor, VectorKind,
 };
 use inflight_runtime::sharding::{Alignment, Partition, Shard};
 
@@ -66,7 +66,21 @@ impl<M: GpuMemory> DeviceWeights<M> {
 }
 
 /// Decoder layer in device memory.
-pub(super) type WeightLayer<M> = DecoderLayer<M, DeviceLinear<M>>;
+pub(super) struct WeightLayer<M> {
+    pub(super) attention_norm: M,
+    pub(super) attention: AttentionWeights<M, DeviceLinear<M>>,
+    pub(super) post_norms: Option<(M, M)>,
+    pub(super) mlp_norm: M,
+    pub(super) gate_up: DeviceLinear<M>,
+    pub(super) down: DeviceLinear<M>,
+}
+
+impl<M> WeightLayer<M> {
+    /// Linear layers in the order of the forward pass.
+    pub(super) fn linears(&self) -> [&DeviceLinear<M>; 4] {
+        [&self.attention.qkv, &self.attention.output, &self.gate_up, &self.down]
+    }
+}
 
 /// GEMM operand in device memory, with its bias in both types.
 pub(super) struct DeviceLinear<M> {
@@ -104,14 +118,20 @@ fn elements(slices: &[TensorSlice<'_>]) -> usize {
 const MATRIX_ALIGN: u64 = 256;
 
 /// Looks up every tensor that the configuration requires.
+///
+/// # Errors
+/// [`models::Error`]; also for layers without kernels.
 pub(super) fn find(model: &ModelDir) -> Result<SourceTensors, models::Error> {
+    if model.config().delta.is_some() {
+        return Err(no_kernels(model));
+    }
     Ok(SourceTensors { decoder: model.decoder()?, arithmetic: model.config().arithmetic })
 }
 
 impl SourceTensors {
     /// Returns the model's 16-bit type: that of its first projection. Norms may have another type.
     pub(super) fn half(&self) -> HalfDtype {
-        match self.decoder.layers[0].qkv.matrices[0].encoding {
+        match self.decoder.layers[0].linears()[0].matrices[0].encoding {
             Encoding::Plain(dtype) => HalfDtype::of(dtype),
             _ => HalfDtype::Bf16, // integers with scales are widened
         }
@@ -121,9 +141,8 @@ impl SourceTensors {
     pub(super) fn alignment(&self) -> Alignment {
         let mut alignment = Alignment { output: 1, down: 1 };
         for layer in &self.decoder.layers {
-            for (linear, inputs) in
-                [(&layer.output, &mut alignment.output), (&layer.down, &mut alignment.down)]
-            {
+            let output = layer.attention().map(|attention| (&attention.output, &mut alignment.output));
+            for (linear, inputs) in output.into_iter().chain([(&layer.down, &mut alignment.down)]) {
                 // Blocks have 32 or 256 elements, so the larger is a multiple of the smaller.
                 let blocks = linear.matrices.iter().map(|matrix| matrix.encoding.block());
                 *inputs = blocks.fold(*inputs, usize::max);
@@ -240,6 +259,16 @@ pub(super) enum UploadError {
     Device(#[from] DeviceError),
 }
 
+/// Returns the error for a model with recurrent layers.
+fn no_kernels(model: &ModelDir) -> models::Error {
+    models::Error::Unsupported {
+        file: model.name().to_owned(),
+        field: "layer_types".to_owned(),
+        found: "recurrent layers on a GPU".to_owned(),
+        supported: "full_attention and sliding_attention; --device cpu computes recurrent layers".to_owned(),
+    }
+}
+
 /// Uploads f32 values.
 fn upload_f32<G: Gpu>(gpu: &G, values: &[f32]) -> Result<G::Memory, DeviceError> {
     let memory = gpu.alloc(values.len() * 4)?;
@@ -250,9 +279,17 @@ fn upload_f32<G: Gpu>(gpu: &G, values: &[f32]) -> Result<G::Memory, DeviceError>
 impl<G: Gpu> WeightUpload<'_, G> {
     fn layer(&mut self, layer: &CheckpointLayer) -> Result<WeightLayer<G::Memory>, UploadError> {
         let (gpu, arithmetic) = (self.gpu, self.arithmetic);
-        // The vectors of layers are those of norms.
-        let vector = |vector: &Tensor| Ok(upload_f32(gpu, &arithmetic.norm_factors(vector.to_f32()?))?);
-        layer.try_map(vector, |linear| self.linear(linear))
+        let vector = |kind: VectorKind, vector: &Tensor| {
+            let numbers = vector.to_f32()?;
+            let numbers = if kind == VectorKind::Norm { arithmetic.norm_factors(numbers) } else { numbers };
+            Ok::<_, UploadError>(upload_f32(gpu, &numbers)?)
+        };
+        let layer = layer.try_map(vector, |linear| self.linear(linear))?;
+        let DecoderLayer { mixer_norm, mixer, post_norms, mlp_norm, gate_up, down } = layer;
+        let MixerWeights::Attention(attention) = mixer else {
+            unreachable!("`find` has refused models with other layers")
+        };
+        Ok(WeightLayer { attention_norm: mixer_norm, attention, post_norms, mlp_norm, gate_up, down })
     }
 
     fn linear(&mut self, linear: &StackedLinear) -> Result<DeviceLinear<G::Memory>, UploadError> {
@@ -449,7 +486,7 @@ mod tests {
                     let tensors = find(&model).unwrap();
                     let shards = shards(model.config(), world, &|_| tensors.alignment()).unwrap();
                     let weights = tensors.upload(&harness, &shards[rank], &|_, _| {}).unwrap();
-                    weights.layers.iter().map(|layer| words(&layer.qkv.matrix)).collect::<Vec<_>>()
+                    weights.layers.iter().map(|layer| words(&layer.attention.qkv.matrix)).collect::<Vec<_>>()
                 };
                 for rank in 0..world {
                     assert!(of(directory.path(), rank) == of(&file, rank), "{arch}, rank {rank} of {world}");

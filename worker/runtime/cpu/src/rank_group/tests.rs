@@ -6,7 +6,7 @@ use std::sync::Arc;
 use inflight_contract::SamplingParams;
 use inflight_fixtures::{Arch, Checkpoint, Dtype};
 use inflight_kernels::cpu::KvDtype;
-use inflight_models::{ModelDir, ModelSource};
+use inflight_models::{MixerWeights, ModelDir, ModelSource};
 use inflight_runtime::collective::{Collective, GroupFailed, host_group};
 use inflight_runtime::{Batch, Error, NonFiniteRows, Runtime, Sampled, ScoreRow, SlotSetup};
 
@@ -166,13 +166,23 @@ fn vectors(weights: &mut Weights) -> Vec<(String, &mut [f32])> {
     let mut found: Vec<(String, &mut [f32])> = vec![("norm".to_owned(), &mut weights.norm)];
     for (nth, layer) in weights.layers.iter_mut().enumerate() {
         let mut add = |name: &str, vector| found.push((format!("layer {nth} {name}"), vector));
-        add("attention norm", &mut layer.attention_norm[..]);
+        add("attention norm", &mut layer.mixer_norm[..]);
         add("MLP norm", &mut layer.mlp_norm[..]);
-        if let Some((q, k)) = &mut layer.qk_norm {
+        let attention = match &mut layer.mixer {
+            MixerWeights::Attention(attention) => attention,
+            MixerWeights::Delta(delta) => {
+                add("convolution", &mut delta.convolution[..]);
+                add("decays", &mut delta.decay[..]);
+                add("biases of decays", &mut delta.decay_bias[..]);
+                add("norm of outputs", &mut delta.norm[..]);
+                continue;
+            }
+        };
+        if let Some((q, k)) = &mut attention.qk_norm {
             add("query norm", &mut q[..]);
             add("key norm", &mut k[..]);
         }
-        for (name, linear) in [("QKV bias", &mut layer.qkv), ("output bias", &mut layer.output)] {
+        for (name, linear) in [("QKV bias", &mut attention.qkv), ("output bias", &mut attention.output)] {
             linear.bias.iter_mut().for_each(|bias| add(name, &mut bias[..]));
         }
     }

@@ -3,7 +3,7 @@
 use inflight_fixtures::{Arch, Checkpoint, Dtype, TempDir};
 use inflight_kernels::cuda::HalfDtype;
 use inflight_kernels::philox4x32;
-use inflight_models::{LayerSpec, ModelConfig, ModelDir, ModelSource};
+use inflight_models::{AttentionSpec, LayerSpec, Mixer, ModelConfig, ModelDir, ModelSource};
 use serde_json::json;
 
 use super::bytes_of;
@@ -127,7 +127,9 @@ pub(crate) fn with_windows(windows: &[Option<u32>]) -> ModelConfig {
     let folder = Checkpoint::new(Arch::Qwen3, Dtype::Bf16).write_temp().unwrap();
     let model = ModelDir::open(&ModelSource::Directory(folder.path().to_path_buf())).unwrap();
     let mut config = model.config().clone();
-    let layer = config.layers[0];
-    config.layers = windows.iter().map(|window| LayerSpec { window: *window, ..layer }).collect();
+    let layer = |window: &Option<u32>| LayerSpec {
+        mixer: Mixer::Attention(AttentionSpec { window: *window, rope: 0 }),
+    };
+    config.layers = windows.iter().map(layer).collect();
     config
 }
