@@ -210,20 +210,23 @@ impl Batch {
 
     /// Appends a sequence: tokens from `position` on, drafted ones behind them, and its block tables.
     pub fn push(&mut self, tokens: &[u32], drafts: &[u32], position: u32, tables: &Tables) {
-        self.states.extend_from_slice(tables.state());
+        let state = tables.state();
         let tables = tables.groups().iter().map(|table| (table.first_span(), table.blocks()));
-        self.push_tables(tokens, drafts, position, tables);
+        self.push_tables(tokens, drafts, position, tables, state);
     }
 
-    /// Appends a sequence without recurrent layers as [`Batch::push`]. A table consists of its first span and the blocks from there on.
+    /// Appends a sequence as [`Batch::push`]. A table consists of its first span and the blocks from there on; `state` are the blocks of
+    /// the recurrent layers' state.
     pub fn push_tables<'t>(
         &mut self,
         tokens: &[u32],
         drafts: &[u32],
         position: u32,
         tables: impl IntoIterator<Item = (u32, &'t [Block])>,
+        state: &[Block],
     ) {
         self.push_rows(tokens, drafts, position);
+        self.states.extend_from_slice(state);
         for (group, (first_span, blocks)) in tables.into_iter().enumerate() {
             self.table(group).push(first_span, blocks);
         }

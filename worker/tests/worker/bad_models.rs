@@ -234,7 +234,9 @@ fn options_out_of_range_are_rejected_with_the_allowed_values() {
     assert!(refused(CpuOptions { slots: 0, ..OPTIONS }).contains("--max-sequences"));
     assert!(refused(CpuOptions { batch_tokens: 0, ..OPTIONS }).contains("--max-batch-tokens"));
     assert!(refused(CpuOptions { threads: Some(0), ..OPTIONS }).contains("--threads"));
-    assert!(refused(CpuOptions { context_tokens: Some(1 << 20), ..OPTIONS }).contains("--max-context-tokens"));
+    assert!(
+        refused(CpuOptions { context_tokens: Some(1 << 20), ..OPTIONS }).contains("--max-context-tokens")
+    );
     for tensor_parallel in [0, 65, usize::MAX] {
         assert!(refused(CpuOptions { tensor_parallel, ..OPTIONS }).contains("--tensor-parallel"));
     }

@@ -152,8 +152,7 @@ fn alone(runtime: &mut dyn LogitsRuntime, request: &Request) -> Vec<StepBits> {
     let mut tokens = prompt(request, runtime.capabilities().vocab_size);
     attach(runtime, 0, request, &tokens, &[]);
     let shape = runtime.capabilities().shape;
-    let spans = shape.spans((tokens.len() + request.output) as u32);
-    let blocks: Vec<u32> = (0..spans * shape.span_blocks()).collect();
+    let blocks: Vec<u32> = (0..shape.whole_blocks((tokens.len() + request.output) as u32)).collect();
     let (mut batch, mut steps) = (Batch::default(), Vec::new());
     for position in 0..request.prompt + request.output - 1 {
         batch.clear();
@@ -181,6 +180,8 @@ struct RunningSequence {
     fed: usize,
     /// Block table of each group of layers.
     tables: Vec<TestTable>,
+    /// Blocks of the recurrent layers' state.
+    state: Vec<u32>,
 }
 
 /// Block table of a sequence in a group of layers: its first span, and the blocks from there on.
@@ -230,7 +231,7 @@ fn together(
             attach(runtime, slot, &workload.requests[request], &tokens, &[]);
             let prompt = tokens.len();
             let tables = vec![TestTable::default(); bounds.shape.groups().len()];
-            live.push(RunningSequence { request, prompt, slot, tokens, fed: 0, tables });
+            live.push(RunningSequence { request, prompt, slot, tokens, fed: 0, tables, state: Vec::new() });
         }
         if preemptions > 0 && rng.below(8) == 0 {
             preemptions -= 1;
@@ -244,6 +245,7 @@ fn together(
                 free.append(&mut table.blocks);
                 table.first_span = 0;
             }
+            free.append(&mut victim.state);
             victim.fed = 0;
             let request = &workload.requests[victim.request];
             let (prompt, generated) = victim.tokens.split_at(request.prompt);
@@ -273,8 +275,11 @@ fn together(
                 free.extend(table.blocks.drain(..passed * group.blocks as usize));
                 table.first_span += passed as u32;
             }
-            let group = rng.below(sequence.tables.len());
-            let blocks = &mut sequence.tables[group].blocks;
+            let group = rng.below(sequence.tables.len() + usize::from(!sequence.state.is_empty()));
+            let blocks = match sequence.tables.get_mut(group) {
+                Some(table) => &mut table.blocks,
+                None => &mut sequence.state,
+            };
             if !blocks.is_empty() && rng.below(8) == 0 {
                 // Move a block.
                 let at = rng.below(blocks.len());
@@ -289,7 +294,7 @@ fn together(
             if samples && batch.rows() + chunk + 6 <= bounds.batch_tokens as usize {
                 drafts = draft(&mut rng, sequence, &expected[sequence.request], bounds.vocab_size);
                 let room = ((bounds.sample_rows - bounds.slots) as usize).saturating_sub(drafted);
-                drafts.truncate(room);
+                drafts.truncate(room.min(bounds.sequence_drafts as usize));
                 drafted += drafts.len();
             }
             let spans = bounds.shape.spans((end + drafts.len()) as u32);
@@ -298,9 +303,12 @@ fn together(
                     table.blocks.push(free.swap_remove(rng.below(free.len())));
                 }
             }
+            while sequence.state.len() < bounds.shape.state_blocks() as usize {
+                sequence.state.push(free.swap_remove(rng.below(free.len())));
+            }
             let part = &sequence.tokens[sequence.fed..end];
             let tables = sequence.tables.iter().map(|table| (table.first_span, &table.blocks[..]));
-            batch.push_tables(part, &drafts, sequence.fed as u32, tables);
+            batch.push_tables(part, &drafts, sequence.fed as u32, tables, &sequence.state);
             sequence.fed = end;
             if samples {
                 batch.sample_with_drafts(sequence.slot, drafts.len() as u32);
@@ -335,6 +343,7 @@ fn together(
                 runtime.detach(sequence.slot);
                 slots.push(sequence.slot);
                 sequence.tables.iter_mut().for_each(|table| free.append(&mut table.blocks));
+                free.append(&mut sequence.state);
             }
             !done
         });

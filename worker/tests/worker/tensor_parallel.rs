@@ -86,7 +86,7 @@ fn batches(vocab: u32, seed: u32, shape: MemoryShape) -> Vec<Batch> {
                 (first..first + shape.spans(*done + count) * group.blocks).map(block).collect()
             };
             let tables: Vec<Vec<u32>> = shape.groups().iter().map(table).collect();
-            batch.push_tables(&tokens, &[], *done, tables.iter().map(|table| (0, &table[..])));
+            batch.push_tables(&tokens, &[], *done, tables.iter().map(|table| (0, &table[..])), &[]);
             batch.sample_last_row(sequence as u32);
             *done += count;
         }

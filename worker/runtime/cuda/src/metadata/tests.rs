@@ -126,7 +126,7 @@ proptest! {
                 .collect();
             let row = batch.rows() as u32;
             let tables = tables.iter().map(|(first, blocks)| (*first, blocks.as_slice()));
-            batch.push_tables(&tokens, &[], position, tables);
+            batch.push_tables(&tokens, &[], position, tables, &[]);
             if scores {
                 batch.scores.push(ScoreRow { row, token: slot, top: 1 });
             }
