@@ -167,7 +167,7 @@ fn directories() -> Vec<(&'static str, Vec<Change>, &'static str)> {
     for name in [
         "Qwen3MoeForCausalLM",
         "Qwen3NextForCausalLM",
-        "Qwen3_5ForConditionalGeneration",
+        "Qwen3_5MoeForConditionalGeneration",
         "MixtralForCausalLM",
         "GptOssForCausalLM",
         "Gemma2ForCausalLM",

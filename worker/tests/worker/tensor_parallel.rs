@@ -156,7 +156,9 @@ fn biased(tied: bool) -> TempDir {
 #[test]
 fn two_and_four_ranks_agree_with_one_within_1e_5_in_f32() {
     let of = |arch: &Arch| (arch.to_string(), Checkpoint::new(*arch, Dtype::F32).write_temp().unwrap());
-    let mut models: Vec<(String, TempDir)> = Arch::all().iter().map(of).collect();
+    // Recurrent layers are not divided.
+    let divided = Arch::all().iter().filter(|arch| arch.dims().delta.is_none());
+    let mut models: Vec<(String, TempDir)> = divided.map(of).collect();
     models.push(("llama31 with biases".to_owned(), biased(false)));
     models.push(("llama32 with biases".to_owned(), biased(true)));
     let mut compared = 0;
