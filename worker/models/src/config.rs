@@ -289,11 +289,17 @@ fn recurrent_layers(
         }
         return Ok(vec![false; layers]);
     };
-    if let Some(types) = types {
-        return Ok(types.iter().map(|kind| *kind == LayerType::Linear).collect());
-    }
     let interval = fields.count("full_attention_interval", LAYERS_MAX)?.unwrap_or(default);
-    Ok((1..=layers).map(|layer| !layer.is_multiple_of(interval)).collect())
+    let recurrent: Vec<bool> = match types {
+        Some(types) => types.iter().map(|kind| *kind == LayerType::Linear).collect(),
+        None => (1..=layers).map(|layer| !layer.is_multiple_of(interval)).collect(),
+    };
+    // Blocks have the size of a layer's keys and values.
+    if !recurrent.contains(&false) {
+        let field = if types.is_some() { "layer_types" } else { "full_attention_interval" };
+        return Err(fields.bad(field, "such that a layer has full attention"));
+    }
+    Ok(recurrent)
 }
 
 /// Returns the gated delta rule of the recurrent layers.

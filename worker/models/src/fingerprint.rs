@@ -174,9 +174,9 @@ mod tests {
         let added: Vec<String> =
             described(&other).lines().filter(|line| !text.contains(line)).map(str::to_owned).collect();
         let expected = [
+            "layers 3",
             "rope 412e848000000000",
             "rope_linear 4020000000000000",
-            "layers 3",
             "window 1 24",
             "rope_of_layer 1 1",
             "recurrent 2",

@@ -16,7 +16,7 @@ const IGNORED_ENDS: [&str; 6] = [
 
 /// Parts of names that no supported architecture has, and what a tensor of such a name shows the model to be. The first part that
 /// occurs counts.
-const FORMATS: [(&str, &str); 20] = [
+const FORMATS: [(&str, &str); 19] = [
     ("lora_", "an adapter (LoRA), or a model with one that was not merged"),
     (".qweight", "a model quantized by AWQ or GPTQ"),
     (".qzeros", "a model quantized by AWQ or GPTQ"),
@@ -32,7 +32,6 @@ const FORMATS: [(&str, &str); 20] = [
     ("experts.", "a mixture of experts"),
     ("_exps.", "a mixture of experts"),
     ("sinks", "a model with attention sinks"),
-    ("linear_attn.", "a model with recurrent layers"),
     ("language_model.", "a multimodal model"),
     ("vision", "a multimodal model"),
     ("visual.", "a multimodal model"),
@@ -40,7 +39,8 @@ const FORMATS: [(&str, &str); 20] = [
 ];
 
 /// Parts of names that some supported architectures have.
-const FEATURES: [(&str, &str); 3] = [
+const FEATURES: [(&str, &str); 4] = [
+    ("linear_attn.", "a model with recurrent layers"),
     ("q_norm.", "a model with QK norms"),
     ("k_norm.", "a model with QK norms"),
     (".bias", "a model with biases"),

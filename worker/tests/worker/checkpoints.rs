@@ -343,13 +343,30 @@ fn a_rope_factor_without_a_type_scales_linearly() {
 
 /// Wraps a checkpoint of Gemma 3 as the language model of its multimodal model, with the names of this prefix.
 fn multimodal_gemma(prefix: &'static str, more: Vec<Change>) -> TempDir {
-    let inner = Checkpoint::new(Arch::Gemma3, Dtype::Bf16).config();
-    let vision = [
-        Tensor("vision_tower.vision_model.embeddings.patch_embedding.weight", "BF16", &[4, 4]),
-        Tensor("multi_modal_projector.mm_soft_emb_norm.weight", "BF16", &[4]),
-    ];
+    multimodal(Arch::Gemma3, prefix, more)
+}
+
+/// Wraps a checkpoint as the language model of its multimodal model, with the names of this prefix.
+fn multimodal(arch: Arch, prefix: &'static str, more: Vec<Change>) -> TempDir {
+    let inner = Checkpoint::new(arch, Dtype::Bf16).config();
+    let (wrapper, vision) = match arch {
+        Arch::Qwen35 => (
+            "Qwen3_5ForConditionalGeneration",
+            [
+                Tensor("model.visual.patch_embed.proj.weight", "BF16", &[4, 4]),
+                Tensor("mtp.layers.0.input_layernorm.weight", "BF16", &[4]),
+            ],
+        ),
+        _ => (
+            "Gemma3ForConditionalGeneration",
+            [
+                Tensor("vision_tower.vision_model.embeddings.patch_embedding.weight", "BF16", &[4, 4]),
+                Tensor("multi_modal_projector.mm_soft_emb_norm.weight", "BF16", &[4]),
+            ],
+        ),
+    };
     let mut config = json!({
-        "architectures": ["Gemma3ForConditionalGeneration"],
+        "architectures": [wrapper],
         "text_config": inner,
         "vision_config": { "hidden_size": 4 },
         "eos_token_id": [2, 3],
@@ -362,25 +379,57 @@ fn multimodal_gemma(prefix: &'static str, more: Vec<Change>) -> TempDir {
     let mut changes = vec![Names("model.", prefix), File("config.json", file)];
     changes.extend(vision);
     changes.extend(more);
-    directory(Arch::Gemma3, &changes)
+    directory(arch, &changes)
 }
 
 #[test]
 fn the_language_model_of_a_multimodal_one_is_served() {
-    let plain = Checkpoint::new(Arch::Gemma3, Dtype::Bf16).write_temp().unwrap();
     let open = |path: &Path| ModelDir::open(&ModelSource::Directory(path.to_owned())).unwrap();
-    for prefix in ["model.language_model.", "language_model.model."] {
-        let folder = multimodal_gemma(prefix, vec![]);
-        let (wrapped, plain) = (open(folder.path()), open(plain.path()));
-        assert_eq!(wrapped.config().layers, plain.config().layers, "{prefix}");
-        assert_eq!(wrapped.config().ropes, plain.config().ropes, "{prefix}");
-        assert_eq!(wrapped.config().arithmetic, plain.config().arithmetic, "{prefix}");
-        assert_eq!(wrapped.config().eos_token_ids, [2, 3], "{prefix}");
+    for arch in [Arch::Gemma3, Arch::Qwen35] {
+        let plain = Checkpoint::new(arch, Dtype::Bf16).write_temp().unwrap();
+        for prefix in ["model.language_model.", "language_model.model."] {
+            let folder = multimodal(arch, prefix, vec![]);
+            let (wrapped, plain) = (open(folder.path()), open(plain.path()));
+            assert_eq!(wrapped.config().layers, plain.config().layers, "{arch} {prefix}");
+            assert_eq!(wrapped.config().ropes, plain.config().ropes, "{arch} {prefix}");
+            assert_eq!(wrapped.config().delta, plain.config().delta, "{arch} {prefix}");
+            assert_eq!(wrapped.config().arithmetic, plain.config().arithmetic, "{arch} {prefix}");
+            assert_eq!(wrapped.config().eos_token_ids, [2, 3], "{arch} {prefix}");
+        }
     }
     // A tensor that is neither of the language model nor of images is none that may be left out.
     let odd = vec![Tensor("model.audio_tower.weight", "BF16", &[4, 4])];
     let refusal = refusal(multimodal_gemma("model.language_model.", odd).path());
     assert!(refusal.as_ref().is_some_and(|sentence| sentence.contains("audio_tower")), "{refusal:?}");
+}
+
+#[test]
+fn recurrent_layers_have_shapes_that_are_computed() {
+    for (change, clue) in [
+        (json!({ "linear_conv_kernel_dim": 1 }), "`linear_conv_kernel_dim` is 1; it must be from 2 to 16"),
+        (json!({ "linear_conv_kernel_dim": 17 }), "linear_conv_kernel_dim"),
+        (
+            json!({ "linear_key_head_dim": 24 }),
+            "`linear_key_head_dim` is 24; it must be a multiple of 16 up to 256",
+        ),
+        (json!({ "linear_value_head_dim": 272 }), "linear_value_head_dim"),
+        (json!({ "linear_num_value_heads": 3 }), "a multiple of the 2 key heads"),
+        (json!({ "rope_parameters": { "partial_rotary_factor": 0.3 } }), "an even number of the 32 elements"),
+        (json!({ "rope_parameters": { "partial_rotary_factor": 1.5 } }), "above 0 and at most 1"),
+        (json!({ "layer_types": vec!["linear_attention"; 4] }), "such that a layer has full attention"),
+        (json!({ "full_attention_interval": 5 }), "such that a layer has full attention"),
+        (json!({ "full_attention_interval": 2 }), "has no tensor model.layers.1.self_attn.q_proj.weight"),
+        (json!({ "layer_types": vec!["mamba"; 4] }), "full_attention, sliding_attention, linear_attention"),
+        (json!({ "attn_output_gate": false }), "self_attn.q_proj"),
+        (json!({ "num_experts": 4 }), "a mixture of experts"),
+    ] {
+        let refusal = refusal(directory(Arch::Qwen35, &[Config(change.clone())]).path());
+        assert!(refusal.as_ref().is_some_and(|sentence| sentence.contains(clue)), "{change}: {refusal:?}");
+    }
+    // Other architectures have none.
+    let types = json!({ "layer_types": ["linear_attention", "full_attention"] });
+    let refusal = refusal(directory(Arch::Qwen3, &[Config(types)]).path());
+    assert!(refusal.as_ref().is_some_and(|sentence| sentence.contains("linear_attention")), "{refusal:?}");
 }
 
 #[test]
