@@ -101,3 +101,28 @@ pub(super) fn prepare(layer: &mut Delta, taps: usize) {
     layer.convolution = transposed.collect();
     layer.decay = decay_rates(std::mem::take(&mut layer.decay));
 }
+
+#[cfg(test)]
+mod tests {
+    use inflight_runtime::LayerRows;
+
+    use super::*;
+
+    /// The dense 9B of Qwen3.5: 8 layers of attention with 4 heads of 256, 24 recurrent ones; keys and values in bf16.
+    #[test]
+    fn a_sequence_of_qwen_9b_takes_its_state_once() {
+        let spec = DeltaSpec { key_heads: 16, value_heads: 32, key_dim: 128, value_dim: 128, taps: 4 };
+        let pieces = shape(&spec, DRAFTS_MAX).pieces().repeat(24);
+        let rows = [LayerRows { window: None, bytes: 16 * 4 * 256 * 2 * 2 }; 8];
+        let plan = KvPlan::with_states(16, 32_768, &rows, &pieces).unwrap();
+        assert_eq!(
+            plan.to_string(),
+            "8 layers with full attention, 1 block; a state of 165 blocks a sequence (7 % unused)"
+        );
+        // Of it 48 MiB are the matrices; the rest is what positions since the last one and drafts need.
+        let state: u64 = pieces.iter().sum();
+        assert_eq!(state >> 20, 76);
+        let mib = |tokens| (plan.sequence_bytes(tokens) as f64 / f64::from(1 << 20)).round();
+        assert_eq!([1024, 8192, 32_768].map(mib), [115.0, 339.0, 1107.0]);
+    }
+}
