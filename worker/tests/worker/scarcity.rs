@@ -24,7 +24,7 @@ use inflight_harness::SimulatedGpu;
 use inflight_kernels::cpu::{Isa, KvDtype};
 use inflight_models::{ModelDir, ModelSource};
 use inflight_runtime::{PromptLogprobs, Runtime};
-use inflight_runtime_cpu::{CpuOptions, CpuRuntime, kv_bytes_per_token};
+use inflight_runtime_cpu::{CpuOptions, CpuRuntime, kv_bytes_per_token, memory_needs};
 use inflight_runtime_cuda::{CudaOptions, CudaRuntime, KvStore};
 use inflight_worker::PolicyKind;
 use inflight_worker::engine::{
@@ -302,7 +302,7 @@ fn on_cpu(
     let copies = ranks.div_ceil(model.config().kv_heads) as u64;
     let block =
         u64::from(BLOCK_TOKENS) * kv_bytes_per_token(model.config(), format.stored_kv()) as u64 * copies;
-    let options = CpuOptions {
+    let mut options = CpuOptions {
         threads: Some(threads),
         kv_bytes: blocks * block,
         host_bytes: host_blocks * block,
@@ -315,6 +315,13 @@ fn on_cpu(
         kv_dtype: format.kv,
         tensor_parallel: ranks,
     };
+    if model.config().delta.is_some() {
+        // For the states of a few sequences beside.
+        let needs = memory_needs(&model, &options).unwrap();
+        let states = |count: u64| count * u64::from(needs.shape.state_blocks());
+        options.kv_bytes = (blocks + states(3)) * needs.block_bytes;
+        options.host_bytes = (host_blocks + states(2)) * needs.block_bytes;
+    }
     CpuRuntime::load(&model, &options, &|_, _| {}).unwrap()
 }
 
@@ -648,6 +655,37 @@ fn scarcity_never_changes_the_answer() {
         assert!(coverage.accepted > 20 && coverage.drafted > coverage.accepted, "{format:?}: {coverage:?}");
     }
     assert!(host_cached > 0, "no block was found in the host pool");
+}
+
+/// Fewer states than slots: sequences are preempted by recompute and by swap, and their drafts rejected and accepted.
+#[test]
+fn scarcity_of_recurrent_states_never_changes_the_answer() {
+    let workloads = || workload(4..12).prop_map(|workload| Workload { ranks: 1, ..workload });
+    let formats = [FORMATS[0], FORMATS[FORMATS.len() - 1]];
+    let cases = if is_thorough() { CASES } else { CASES / 4 };
+    for seed in seeds() {
+        let mut coverage = RefCell::new(Coverage::default());
+        for (d, format) in formats.into_iter().enumerate() {
+            let folder = Checkpoint::new(Arch::Qwen35, format.dtype).write_temp().unwrap();
+            let config = Config {
+                cases,
+                failure_persistence: None,
+                rng_seed: RngSeed::Fixed(seed << 8 | d as u64),
+                ..Config::default()
+            };
+            let device = TestDevice::Cpu(format, Isa::detect());
+            let outcome = TestRunner::new(config)
+                .run(&workloads(), |workload| check(&workload, &folder, device, &mut coverage.borrow_mut()));
+            if let Err(error) = outcome {
+                panic!("seed {seed} (INFLIGHT_SEEDS={seed}..{}), {format:?}: {error}", seed + 1);
+            }
+        }
+        let coverage = coverage.get_mut();
+        println!("seed {seed}: {coverage:?}");
+        assert!(coverage.recomputed > 0 && coverage.swapped > 0 && coverage.swapped_in > 0, "{coverage:?}");
+        assert!(coverage.accepted > 20 && coverage.drafted > coverage.accepted, "{coverage:?}");
+        assert_eq!((coverage.cached, coverage.host_cached), (0, 0), "nothing of it is cached");
+    }
 }
 
 /// Smaller workloads with more preemptions.
