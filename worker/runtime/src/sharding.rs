@@ -188,14 +188,15 @@ impl Shard {
         let (queries, keys) = (rows(&self.heads), rows(&self.kv_heads));
         let of_delta = |delta: DeltaSpec| (delta.channels(), delta.values(), delta.value_heads);
         let (channels, values, value_heads) = self.delta.map_or((0, 0, 0), of_delta);
+        let whole = |outputs: usize, matrices: usize| Partition::Outputs(vec![0..outputs; matrices]);
         match matrix {
             Matrix::Qkv => {
                 let projected = queries.start * self.query_rows..queries.end * self.query_rows;
                 Partition::Outputs(vec![projected, keys.clone(), keys])
             }
-            Matrix::DeltaInputs => Partition::Outputs(vec![0..channels]),
-            Matrix::DeltaGates => Partition::Outputs(vec![0..values]),
-            Matrix::DeltaScalars => Partition::Outputs(vec![0..value_heads; 2]),
+            Matrix::DeltaInputs => whole(channels, 1),
+            Matrix::DeltaGates => whole(values, 1),
+            Matrix::DeltaScalars => whole(value_heads, 2),
             Matrix::DeltaOutput => Partition::Inputs(0..values),
             Matrix::Output => Partition::Inputs(queries),
             Matrix::GateUp => Partition::Outputs(vec![self.intermediate.clone(); 2]),
