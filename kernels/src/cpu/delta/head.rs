@@ -2,8 +2,8 @@
 
 use super::super::rows::{GateFn as _, Silu, rms_scale};
 use super::super::simd::{self, Kernel, Simd};
+use super::job::{CELL, DeltaJob, DeltaSequence, DeltaShape, HEADER};
 use super::projections::convolve;
-use super::{CELL, DeltaJob, DeltaSequence, DeltaShape, HEADER};
 
 /// Rows of a cell whose products with the state are computed together.
 const TILE: usize = 4;

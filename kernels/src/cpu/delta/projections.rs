@@ -2,7 +2,7 @@
 
 use super::super::rows::{GateFn as _, Silu};
 use super::super::simd::{Kernel, Simd};
-use super::{DeltaJob, DeltaSequence, DeltaShape};
+use super::job::{DeltaJob, DeltaSequence, DeltaShape};
 
 /// Queries and keys of a key head, for all rows of a sequence.
 pub(super) struct KeyRows<'a> {

@@ -1,3 +1,5 @@
+//! The gated delta rule against its recurrence in f64, in chunks, with drafts and beside other sequences.
+
 use super::*;
 use crate::test_size::size;
 use proptest::prelude::*;

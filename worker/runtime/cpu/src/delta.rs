@@ -2,13 +2,12 @@
 
 use inflight_kernels::cpu::{
     Activations, DeltaInputs, DeltaPlace, DeltaSequence, DeltaShape, DeltaWeights, Isa, KvPool, Pool,
-    decay_rates, delta_rule,
+    delta_rule,
 };
 use inflight_models::DeltaSpec;
 use inflight_runtime::{Batch, KvPlan};
 
-use super::forward::linear;
-use super::weights::Linear;
+use super::weights::Delta;
 
 /// Maximum drafts of a sequence in a step: the states keep so many positions more.
 pub(super) const DRAFTS_MAX: u32 = 8;
@@ -30,9 +29,6 @@ pub(super) struct DeltaLayers {
     scalars: Vec<f32>,
     outputs: Vec<f32>,
 }
-
-/// Packed weights of a recurrent layer.
-pub(super) type Delta = inflight_models::DeltaWeights<Vec<f32>, Linear>;
 
 impl DeltaLayers {
     /// Creates buffers for batches of `rows` rows.
@@ -70,9 +66,9 @@ impl DeltaLayers {
         let gates = &mut self.gates[..rows * shape.values()];
         let scalars = &mut self.scalars[..rows * 2 * shape.value_heads];
         let outputs = &mut self.outputs[..rows * shape.values()];
-        linear(pool, &layer.inputs, normed, rows, qkv, activations);
-        linear(pool, &layer.gates, normed, rows, gates, activations);
-        linear(pool, &layer.scalars, normed, rows, scalars, activations);
+        layer.inputs.apply(pool, normed, rows, qkv, activations);
+        layer.gates.apply(pool, normed, rows, gates, activations);
+        layer.scalars.apply(pool, normed, rows, scalars, activations);
         let sequence = |s: usize| DeltaSequence {
             rows: batch.starts[s] as usize..batch.starts[s + 1] as usize,
             position: batch.positions[batch.starts[s] as usize] as usize,
@@ -92,14 +88,6 @@ impl DeltaLayers {
         delta_rule(pool, isa, shape, &weights, &mut inputs, &sequences, states, places, outputs);
         outputs
     }
-}
-
-/// Prepares the vectors of a recurrent layer for the kernels: the convolution as [taps, channels], and A in place of its logarithms.
-pub(super) fn prepare(layer: &mut Delta, taps: usize) {
-    let channels = layer.convolution.len() / taps;
-    let transposed = (0..taps * channels).map(|at| layer.convolution[at % channels * taps + at / channels]);
-    layer.convolution = transposed.collect();
-    layer.decay = decay_rates(std::mem::take(&mut layer.decay));
 }
 
 #[cfg(test)]

@@ -3,6 +3,7 @@
 //! Results are batch invariant, see the invariant of [`inflight_kernels`]: this module only sequences its
 //! kernels. Activations are f32 throughout; by default keys and values are stored in the model's own dtype.
 
+mod attention_layers;
 mod copy_thread;
 mod delta;
 mod forward;

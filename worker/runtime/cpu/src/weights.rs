@@ -7,14 +7,15 @@ use std::io;
 use std::sync::Arc;
 
 use inflight_kernels::Dtype;
-use inflight_kernels::cpu::{Isa, PackedMatrix, Pool, WeightFormat, WeightRows};
+use inflight_kernels::cpu::{
+    AccumulatorInit, Activations, Isa, PackedMatrix, Pool, WeightFormat, WeightRows, decay_rates, gemm,
+};
 use inflight_models::{
     Arithmetic, CheckpointLayer, DecoderLayer, Error, LoadedTensor, Matrix, MixerWeights, ModelConfig,
     ModelDir, StackedLinear, Tensor, VectorKind,
 };
 use inflight_runtime::sharding::{Alignment, Partition, Shard};
 
-use super::delta;
 use super::quantization::{Quantization, kv_dtype, packed_bytes};
 
 /// Packed weights of one rank.
@@ -41,9 +42,30 @@ impl PackedLayers {
 
 pub(super) type Layer = DecoderLayer<Vec<f32>, Linear>;
 
+/// Packed weights of attention.
+pub(super) type Attention = inflight_models::AttentionWeights<Vec<f32>, Linear>;
+
+/// Packed weights of a recurrent layer.
+pub(super) type Delta = inflight_models::DeltaWeights<Vec<f32>, Linear>;
+
 pub(super) struct Linear {
     pub(super) matrix: PackedMatrix,
     pub(super) bias: Option<Vec<f32>>,
+}
+
+impl Linear {
+    /// y = x W^T + bias
+    pub(super) fn apply(
+        &self,
+        pool: &Pool,
+        x: &[f32],
+        rows: usize,
+        y: &mut [f32],
+        scratch: &mut Activations,
+    ) {
+        let start = self.bias.as_deref().map_or(AccumulatorInit::Zero, AccumulatorInit::Bias);
+        gemm(pool, &self.matrix, x, rows, start, y, scratch);
+    }
 }
 
 impl Weights {
@@ -277,7 +299,7 @@ impl CheckpointWeights {
             MixerWeights::Attention(_) => None,
         });
         if let Some(spec) = shard.delta {
-            recurrent.for_each(|layer| delta::prepare(layer, spec.taps));
+            recurrent.for_each(|layer| prepare(layer, spec.taps));
         }
         let head = match tied_embedding {
             Some(embedding) => {
@@ -298,6 +320,14 @@ impl CheckpointWeights {
     }
 }
 
+/// Prepares the vectors of a recurrent layer for the kernels: the convolution as [taps, channels], and A in place of its logarithms.
+fn prepare(layer: &mut Delta, taps: usize) {
+    let channels = layer.convolution.len() / taps;
+    let transposed = (0..taps * channels).map(|at| layer.convolution[at % channels * taps + at / channels]);
+    layer.convolution = transposed.collect();
+    layer.decay = decay_rates(std::mem::take(&mut layer.decay));
+}
+
 fn least_common_multiple(a: usize, b: usize) -> usize {
     let (mut divisor, mut rest) = (a, b);
     while rest > 0 {
@@ -309,7 +339,6 @@ fn least_common_multiple(a: usize, b: usize) -> usize {
 #[cfg(test)]
 mod tests {
     use inflight_fixtures::{Arch, Checkpoint, Dtype};
-    use inflight_kernels::cpu::{AccumulatorInit, Activations, gemm};
     use inflight_models::ModelSource;
     use inflight_runtime::sharding::shards;
 

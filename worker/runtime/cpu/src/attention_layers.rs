@@ -1,0 +1,189 @@
+//! Layers with attention of a forward pass: their buffers, rotary tables, and the places of their keys and values.
+
+use inflight_kernels::cpu::{
+    Activations, Isa, KvLayout, KvPool, KvSlot, Pool, QkvShape, Ragged, RopeTable, attention, finish_qkv,
+    inverse_frequencies, sigmoid_gate,
+};
+use inflight_models::{AttentionSpec, ModelConfig, Rope};
+use inflight_runtime::sharding::Shard;
+use inflight_runtime::{Batch, Capabilities, Error, KvPlan, LayerPlace};
+
+use super::weights::Attention;
+
+/// What the layers whose rows are in the same blocks share.
+struct BlockView {
+    /// Index of their group, and of the block among those of a span.
+    group: usize,
+    part: usize,
+    ragged: Ragged,
+    /// Block and offset of each row.
+    places: Vec<KvSlot>,
+}
+
+impl BlockView {
+    /// Sets the rows that the layers of the view see in a batch, which [`Batch::check`] has passed.
+    fn set(&mut self, batch: &Batch, bounds: &Capabilities) {
+        let (group, tables) = (bounds.shape.groups()[self.group], &batch.tables[self.group]);
+        self.ragged.clear(group.window);
+        for s in 0..batch.sequences() {
+            let positions = &batch.positions[batch.starts[s] as usize..batch.starts[s + 1] as usize];
+            let blocks = tables.of(s).iter().copied().skip(self.part).step_by(group.blocks as usize);
+            let block_tokens = bounds.shape.block_tokens() as usize;
+            self.ragged.push(positions, tables.first_spans[s], blocks, block_tokens);
+        }
+    }
+}
+
+/// Layers with attention of a rank.
+pub(super) struct AttentionLayers {
+    shape: QkvShape,
+    norm_eps: f32,
+    score_size: f64,
+    /// Rotary tables, by index of [`ModelConfig::ropes`].
+    ropes: Vec<RopeTable>,
+    views: Vec<BlockView>,
+    /// View and layout of the keys and values of each layer.
+    kv_layers: Vec<(usize, KvLayout)>,
+    /// Outputs of a query projection that has rows of gates; empty if it has none.
+    projected: Vec<f32>,
+    /// Gates of the outputs, likewise.
+    gates: Vec<f32>,
+    qkv: Vec<f32>,
+    attended: Vec<f32>,
+}
+
+impl AttentionLayers {
+    /// Creates buffers for batches of `rows` rows.
+    pub(super) fn new(
+        config: &ModelConfig,
+        shard: &Shard,
+        kv: &KvPlan,
+        layout: KvLayout,
+        rows: usize,
+    ) -> Self {
+        let Shard { head_dim, .. } = *shard;
+        let shape = QkvShape { heads: shard.heads.len(), kv_heads: shard.kv_heads.len(), head_dim };
+        let kv_shape = kv.shape();
+        let groups = kv_shape.groups().iter().enumerate();
+        let views: Vec<BlockView> = groups
+            .flat_map(|(group, blocks)| (0..blocks.blocks as usize).map(move |part| (group, part)))
+            .map(|(group, part)| BlockView {
+                group,
+                part,
+                ragged: Ragged::default(),
+                places: Vec::with_capacity(rows),
+            })
+            .collect();
+        let view = |place: &LayerPlace| {
+            views.iter().position(|view| (view.group, view.part) == (place.group, place.part)).unwrap_or(0)
+        };
+        let layer = |place: &LayerPlace| {
+            (view(place), layout.within(kv.block_bytes() as usize, place.offset as usize))
+        };
+        let kv_layers = kv.places().iter().map(layer).collect();
+        let rotated = config.rotated_dim;
+        let table = |rope: &Rope| RopeTable::new(inverse_frequencies(rotated, rope.theta, &rope.scaling));
+        let gates = if config.arithmetic.output_gate { shape.heads * head_dim } else { 0 };
+        let projected = if gates > 0 { shape.width() + gates } else { 0 };
+        Self {
+            shape,
+            norm_eps: config.norm_eps,
+            score_size: config.arithmetic.score_size,
+            ropes: config.ropes.iter().map(table).collect(),
+            views,
+            kv_layers,
+            projected: vec![0.0; rows * projected],
+            gates: vec![0.0; rows * gates],
+            qkv: vec![0.0; rows * shape.width()],
+            attended: vec![0.0; rows * shape.heads * head_dim],
+        }
+    }
+
+    /// Computes block and offset of each row's key and value. `writes` notes that a block is written in this step, and returns true if
+    /// it is already.
+    ///
+    /// # Errors
+    /// [`Error::Malformed`] if two sequences write to one block.
+    pub(super) fn place(
+        &mut self,
+        batch: &Batch,
+        bounds: &Capabilities,
+        mut writes: impl FnMut(u32) -> bool,
+    ) -> Result<(), Error> {
+        let block_tokens = bounds.shape.block_tokens();
+        for view in &mut self.views {
+            let (stride, tables) = (bounds.shape.groups()[view.group].blocks, &batch.tables[view.group]);
+            view.places.clear();
+            for s in 0..batch.sequences() {
+                let (table, first) = (tables.of(s), tables.first_spans[s]);
+                let positions = &batch.positions[batch.starts[s] as usize..batch.starts[s + 1] as usize];
+                for (i, position) in positions.iter().enumerate() {
+                    let span = (position / block_tokens - first) * stride;
+                    let block = table[span as usize + view.part];
+                    let offset = position % block_tokens;
+                    if (i == 0 || offset == 0) && writes(block) {
+                        return Err(Error::Malformed(format!("block {block} is written from two places")));
+                    }
+                    view.places.push(KvSlot { block, offset });
+                }
+            }
+            view.set(batch, bounds);
+        }
+        Ok(())
+    }
+
+    /// Computes cosines and sines of all positions below `positions`.
+    pub(super) fn ensure(&mut self, positions: usize) {
+        self.ropes.iter_mut().for_each(|rope| rope.ensure(positions));
+    }
+
+    /// Computes the layer `index`, counted among those with attention, of `normed`, the normalized hidden states, up to the inputs of its
+    /// output projection.
+    pub(super) fn run(
+        &mut self,
+        index: usize,
+        (layer, spec): (&Attention, AttentionSpec),
+        (batch, normed): (&Batch, &[f32]),
+        kv: &mut KvPool,
+        (pool, isa, activations): (&Pool, Isa, &mut Activations),
+    ) -> &[f32] {
+        let (rows, shape) = (batch.rows(), self.shape);
+        let qkv = &mut self.qkv[..rows * shape.width()];
+        let queries = shape.heads * shape.head_dim;
+        let attended = &mut self.attended[..rows * queries];
+        let is_gated = !self.gates.is_empty();
+        if is_gated {
+            let projected = &mut self.projected[..rows * (shape.width() + queries)];
+            layer.qkv.apply(pool, normed, rows, projected, activations);
+            part_gates(shape, projected, qkv, &mut self.gates);
+        } else {
+            layer.qkv.apply(pool, normed, rows, qkv, activations);
+        }
+        let norms = layer.qk_norm.as_ref().map(|(q, k)| (q.as_slice(), k.as_slice(), self.norm_eps));
+        let (view, layout) = &self.kv_layers[index];
+        let BlockView { ragged, places, .. } = &self.views[*view];
+        let rope = &self.ropes[spec.rope];
+        finish_qkv(pool, isa, shape, qkv, norms, rope, &batch.positions, places, kv, layout);
+        attention(pool, isa, shape, qkv, ragged, kv, layout, self.score_size, attended);
+        if is_gated {
+            sigmoid_gate(pool, isa, &self.gates[..attended.len()], attended);
+        }
+        attended
+    }
+}
+
+/// Parts rows of a query projection with gates, [heads, (query, gate)] before keys and values, into rows of queries, keys and values
+/// and those of gates.
+fn part_gates(shape: QkvShape, projected: &[f32], qkv: &mut [f32], gates: &mut [f32]) {
+    let QkvShape { heads, head_dim, .. } = shape;
+    let queries = heads * head_dim;
+    let rows = projected.chunks_exact(shape.width() + queries).zip(qkv.chunks_exact_mut(shape.width()));
+    for ((projected, qkv), gates) in rows.zip(gates.chunks_exact_mut(queries)) {
+        let (of_heads, rest) = projected.split_at(2 * queries);
+        for (head, both) in of_heads.chunks_exact(2 * head_dim).enumerate() {
+            qkv[head * head_dim..(head + 1) * head_dim].copy_from_slice(&both[..head_dim]);
+            gates[head * head_dim..(head + 1) * head_dim].copy_from_slice(&both[head_dim..]);
+        }
+        qkv[queries..].copy_from_slice(rest);
+    }
+}
