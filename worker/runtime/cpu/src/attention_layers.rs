@@ -132,9 +132,10 @@ impl AttentionLayers {
         Ok(())
     }
 
-    /// Computes cosines and sines of all positions below `positions`.
-    pub(super) fn ensure(&mut self, positions: usize) {
-        self.ropes.iter_mut().for_each(|rope| rope.ensure(positions));
+    /// Computes cosines and sines of all positions up to the largest of these.
+    pub(super) fn ensure(&mut self, positions: &[u32]) {
+        let longest = positions.iter().max().map_or(0, |last| *last as usize + 1);
+        self.ropes.iter_mut().for_each(|rope| rope.ensure(longest));
     }
 
     /// Computes the layer `index`, counted among those with attention, of `normed`, the normalized hidden states, up to the inputs of its

@@ -144,9 +144,7 @@ impl Forward {
         let gated = &mut self.gated[..];
         let delta = &mut self.delta[..];
 
-        let longest = batch.positions.iter().max().map_or(0, |last| *last as usize + 1);
-        attention_layers.ensure(longest);
-
+        attention_layers.ensure(&batch.positions);
         let embedding = &weights.embedding;
         for (token, out) in batch.tokens.iter().zip(hidden.chunks_exact_mut(width)) {
             embedding.row(*token as usize, out);
