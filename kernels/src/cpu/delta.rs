@@ -1,4 +1,5 @@
-//! Gated delta rule (Yang et al., 2024): layers whose memory of a sequence is a matrix a head, whatever its length.
+//! Gated delta rule (Gated DeltaNet, Yang et al., 2024): layers whose memory of a sequence is a matrix a head, whatever its length. This is
+//! its chunkwise form with chunks of 16 positions at absolute multiples, and the causal convolution before it.
 //!
 //! The state S of a head, [key_dim, value_dim], follows S <- e^g S; u = beta (v - S^T k); S <- S + k u^T; o = S^T q. Here the state
 //! changes at multiples of [`CELL`] positions only. Between them, a log has what each position adds: with b the last multiple and
@@ -7,7 +8,7 @@
 //! ```text
 //! u_t = beta_t (v_t - e^(c_t) S_b^T k_t - sum over b <= j < t of e^(c_t - c_j) (k_t . k_j) u_j)
 //! o_t = e^(c_t) S_b^T q_t + sum over b <= j <= t of e^(c_t - c_j) (q_t . k_j) u_j
-//! S_(b + CELL) = e^c S_b + sum of e^(c - c_j) k_j u_j^T
+//! S_(b + CELL) = e^c S_b + sum of e^(c - c_j) k_j u_j^T, with c = c_(b + CELL - 1)
 //! ```
 //!
 //! Each sum has one order, so that the bits of a position depend on the positions before it and not on the rows that are computed
@@ -33,8 +34,8 @@ use projections::KeyRows;
 /// Computes y = norm(o) * silu(gates) for all rows, [rows, value_heads * value_dim], and updates the states of the sequences.
 ///
 /// # Panics
-/// If shapes do not match, a block is out of the pool or a piece beyond its block, or a sequence has more drafts than the shape allows
-/// or no other row.
+/// If shapes do not match, a block is out of the pool or of two sequences, a piece is beyond its block, or a sequence has more drafts than
+/// the shape allows or no other row, or a state that does not precede its first position.
 #[allow(clippy::too_many_arguments, reason = "the operands of a layer")]
 pub fn delta_rule(
     pool: &Pool,
@@ -97,7 +98,11 @@ fn check(
         let end = place.offset + *bytes as usize;
         assert!(end <= states.block_bytes() && place.offset.is_multiple_of(64), "a piece beyond its block");
     }
+    assert!(states.block_bytes().is_multiple_of(4), "blocks of a state are not aligned");
     let parts = places.iter().map(|place| place.part + 1).max().unwrap_or(0);
+    let mut blocks: Vec<u32> = sequences.iter().flat_map(|sequence| sequence.blocks).copied().collect();
+    blocks.sort_unstable();
+    assert!(blocks.windows(2).all(|pair| pair[0] < pair[1]), "a block of two states");
     for (index, sequence) in sequences.iter().enumerate() {
         let before = index.checked_sub(1).map_or(0, |before| sequences[before].rows.end);
         assert_eq!(sequence.rows.start, before, "the rows of a sequence follow those of the one before");

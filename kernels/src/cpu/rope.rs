@@ -122,7 +122,8 @@ impl QkvShape {
 }
 
 /// Finishes rows of the QKV projection: normalises queries and keys per head where `norms` (weights for
-/// queries and keys, and epsilon) are given, applies RoPE to both, to as many elements as the table has, and writes keys and values to the pool,
+/// queries and keys, and epsilon) are given, applies RoPE to the first elements of both, two for
+/// each frequency of the table, and writes keys and values to the pool,
 /// rounded to its dtype. `places` must be distinct.
 ///
 /// # Panics

@@ -250,15 +250,19 @@ impl Journal {
 
     /// Returns the KV blocks needed to admit the running choices, prompt included.
     pub fn blocks(&self, prompt_tokens: usize, shape: MemoryShape) -> u32 {
-        let own = self.choice_blocks(shape).map(|(_, blocks)| blocks);
+        let own = self.choice_blocks(prompt_tokens, shape).map(|(_, blocks)| blocks);
         own.fold(AdmissionCost::new(shape).prompt(prompt_tokens), u32::saturating_add)
     }
 
     /// Returns the running choices with the KV blocks that each needs for itself at admission.
-    pub fn choice_blocks(&self, shape: MemoryShape) -> impl Iterator<Item = (u32, u32)> + '_ {
+    pub fn choice_blocks(
+        &self,
+        prompt_tokens: usize,
+        shape: MemoryShape,
+    ) -> impl Iterator<Item = (u32, u32)> + '_ {
         let cost = AdmissionCost::new(shape);
         let open = self.choices.iter().enumerate().filter(|(_, choice)| choice.end.is_none());
-        open.map(move |(i, choice)| (i as u32, cost.choice(choice.tokens.len())))
+        open.map(move |(i, choice)| (i as u32, cost.choice(prompt_tokens, choice.tokens.len())))
     }
 }
 

@@ -457,6 +457,9 @@ pub(super) fn check_hello(hello: &v1::Hello) -> Result<(ModelLimits, MemoryShape
     }
     let groups: Vec<LayerGroup> = hello.layer_groups.iter().map(layer_group).collect();
     let shape = match groups.as_slice() {
+        [] if hello.state_blocks > 0 => {
+            return violation("hello with a state and no groups of layers".to_owned());
+        }
         [] => MemoryShape::uniform(block_tokens),
         groups => match MemoryShape::new(block_tokens, groups)
             .and_then(|shape| shape.with_state(hello.state_blocks))

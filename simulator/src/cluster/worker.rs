@@ -209,7 +209,8 @@ impl SimulatedWorker {
         );
         let id = submitted.map_err(|error| ClusterError::Refused(index, error.to_string()))?;
         let cost = AdmissionCost::new(self.scheduler.limits().shape);
-        let blocks = cost.prompt(request.prompt_tokens as usize) + cost.choice(0);
+        let prompt = request.prompt_tokens as usize;
+        let blocks = cost.prompt(prompt) + cost.choice(prompt, 0);
         let cost = Grant { sequences: 1, blocks };
         self.grants.charge(router, cost);
         if self.live.len() <= id.index() {

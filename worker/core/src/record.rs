@@ -13,7 +13,7 @@ use crate::{
 };
 
 /// First bytes of a log, including the format version.
-pub(crate) const MAGIC: &[u8; 8] = b"inflrec6";
+pub(crate) const MAGIC: &[u8; 8] = b"inflrec7";
 
 /// Record type: one scheduler input. The values are part of the format.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

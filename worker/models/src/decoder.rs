@@ -66,7 +66,7 @@ pub struct AttentionWeights<V, L> {
     pub output: L,
 }
 
-/// Weights of the gated delta rule.
+/// Weights of the gated delta rule; shapes and values as in a checkpoint, from which a runtime may make others.
 pub struct DeltaWeights<V, L> {
     /// Projection to the inputs of the convolution: queries, keys and values.
     pub inputs: L,

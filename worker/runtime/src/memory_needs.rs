@@ -23,8 +23,8 @@ impl MemoryNeeds {
         self.shape.pool_tokens(bytes / self.block_bytes.max(1), self.context_tokens)
     }
 
-    /// Returns the bytes of the smallest KV block pool: it holds a span.
+    /// Returns the bytes of the smallest KV block pool: it holds a span, and the state of recurrent layers.
     pub fn least_pool(&self) -> u64 {
-        self.block_bytes.saturating_mul(self.shape.span_blocks().into())
+        self.block_bytes.saturating_mul(self.shape.blocks(1, 1).into())
     }
 }

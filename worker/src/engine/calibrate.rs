@@ -41,17 +41,28 @@ impl Engine {
                 let fits = sequences <= capabilities.slots
                     && sequences * len <= capabilities.batch_tokens
                     && context + len < capabilities.context_tokens
-                    && sequences * blocks_each <= capabilities.blocks;
+                    && sequences * blocks_each <= capabilities.blocks
+                    && (shape.state_blocks() == 0 || sequences * context <= capabilities.batch_tokens);
                 if !fits || spent > TOTAL_TIME_MAX {
                     continue;
+                }
+                let blocks_of = |sequence: u32| -> Vec<u32> {
+                    let first = sequence * blocks_each;
+                    (first..first + blocks_each).collect()
+                };
+                // Attention reads whatever its blocks hold, recurrent layers only a state of the positions before.
+                if shape.state_blocks() > 0 && context > 0 {
+                    self.batch.clear();
+                    for sequence in 0..sequences {
+                        self.batch.push_whole(&vec![0; context as usize], 0, &shape, &blocks_of(sequence));
+                    }
+                    spent += self.runtime.execute(&mut self.batch, &mut sampled)?;
                 }
                 self.batch.clear();
                 let mut work = StepWork::default();
                 for sequence in 0..sequences {
                     self.runtime.attach(sequence, &setup)?;
-                    let first = sequence * blocks_each;
-                    let blocks: Vec<u32> = (first..first + blocks_each).collect();
-                    self.batch.push_whole(&vec![0; len as usize], context, &shape, &blocks);
+                    self.batch.push_whole(&vec![0; len as usize], context, &shape, &blocks_of(sequence));
                     self.batch.sample_last_row(sequence);
                     work.add(context, len);
                 }

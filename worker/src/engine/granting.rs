@@ -57,9 +57,9 @@ impl Granting {
         self.grants.set_backlog(session, has_waiting);
     }
 
-    /// Returns what a choice with this number of resumed tokens uses of a grant, beside the prompt.
-    pub fn cost_of_choice(&self, resumed_tokens: usize) -> Grant {
-        Grant { sequences: 1, blocks: self.cost.choice(resumed_tokens) }
+    /// Returns what a choice with this number of resumed tokens uses of a grant, beside what it shares of the prompt.
+    pub fn cost_of_choice(&self, prompt_tokens: usize, resumed_tokens: usize) -> Grant {
+        Grant { sequences: 1, blocks: self.cost.choice(prompt_tokens, resumed_tokens) }
     }
 
     fn cost_of_prompt(&self, prompt_tokens: usize) -> Grant {

@@ -119,7 +119,7 @@ impl Engine {
             );
             match submitted {
                 Ok(id) => {
-                    let cost = self.granting.cost_of_choice(resumed.tokens.len());
+                    let cost = self.granting.cost_of_choice(request.prompt.len(), resumed.tokens.len());
                     let choice = choice as u32;
                     let live =
                         LiveChoice::new(request, choice, tokens, constraint, root, chain, cost, scored);

@@ -409,7 +409,7 @@ proptest! {
                     for (choice, resumed) in request.choices.iter().enumerate() {
                         outputs.insert((request.key.request, choice as u32), (resumed.tokens.clone(), None));
                     }
-                    let own = request.choices.iter().map(|resumed| cost.choice(resumed.tokens.len()));
+                    let own = request.choices.iter().map(|resumed| cost.choice(request.prompt.len(), resumed.tokens.len()));
                     let own = own.enumerate().map(|(choice, blocks)| (choice as u32, blocks)).collect();
                     ledger.insert(request.key, (cost.prompt(request.prompt.len()), own));
                     engine.command(Command::Submit(Box::new(request.clone())), NOW, &mut events);

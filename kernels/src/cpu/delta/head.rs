@@ -54,6 +54,10 @@ impl Kernel for HeadRows<'_> {
                 kept.state.write_bytes(0, key_dim * value_dim);
             } else {
                 base = (*kept.header).to_bits() as usize;
+                // Nothing else bounds the log's indices.
+                let known =
+                    base.is_multiple_of(CELL) && base <= position && position - base < self.job.shape.log();
+                assert!(known, "a state at {base} does not precede position {position}");
             }
             let (updates, products) = (vec![0.0; CELL * value_dim], vec![0.0; 2 * CELL * value_dim]);
             let mut cell = Cell { base, updates, sums: [0.0; CELL], products };

@@ -21,7 +21,7 @@ pub struct DeltaShape {
     pub key_dim: usize,
     /// Elements of a value; a multiple of 16.
     pub value_dim: usize,
-    /// Positions that the convolution before the rule sees, its own included; at least 2.
+    /// Kernel size of the convolution before the rule: positions that it sees, its own included; at least 2.
     pub taps: usize,
     /// Maximum drafts of a sequence in a step.
     pub drafts: usize,

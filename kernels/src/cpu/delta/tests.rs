@@ -198,7 +198,11 @@ fn run(isa: Isa, threads: usize, cases: &[Case], chunks: &[Vec<Chunk>], rows: us
 }
 
 fn shapes() -> impl Strategy<Value = DeltaShape> {
-    (1usize..=2, 1usize..=2, 1usize..=3, 1usize..=3, 2usize..=4, 0usize..=20).prop_map(
+    // Up to the largest head and convolution of a model; more than one strip of columns on every instruction set.
+    let keys = prop_oneof![4 => 1usize..=3, 1 => Just(size(16, 2))];
+    let values = prop_oneof![4 => 1usize..=3, 1 => Just(size(16, 2)), 1 => 4usize..=size(9, 4)];
+    let taps = prop_oneof![4 => 2usize..=4, 1 => Just(16)];
+    (1usize..=2, 1usize..=3, keys, values, taps, 0usize..=20).prop_map(
         |(key_heads, each, keys, values, taps, drafts)| DeltaShape {
             key_heads,
             value_heads: key_heads * each,

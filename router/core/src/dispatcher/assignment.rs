@@ -178,8 +178,9 @@ impl Dispatcher {
             virtual_start_time,
             min_waiting_virtual_time,
         };
-        let prompt_blocks = AdmissionCost::new(session.shape).prompt(request.spec.prompt_tokens as usize);
-        let choices = request.journal.choice_blocks(session.shape);
+        let prompt_tokens = request.spec.prompt_tokens as usize;
+        let prompt_blocks = AdmissionCost::new(session.shape).prompt(prompt_tokens);
+        let choices = request.journal.choice_blocks(prompt_tokens, session.shape);
         let placed = RequestPlaced { worker, fingerprint, changed_after, tokens, cached_tokens };
         request.send(ClientCommand::Placed(placed), commands);
         let RequestSpec { priority, tenant, .. } = &request.spec;

@@ -261,7 +261,8 @@ impl Scheduler {
     fn may_admit_ahead(&self, index: u32) -> bool {
         let uncomputed = self.buffers.prefills.iter().map(|(_, uncomputed)| *uncomputed);
         let tokens = uncomputed.fold(self.sequences[index].known_tokens, u32::saturating_add);
-        self.limits.shape.blocks(tokens, 1) <= self.memory.total() / AHEAD_BLOCKS_DIVISOR
+        let states = self.limits.shape.state_blocks() * self.buffers.prefills.len() as u32;
+        self.limits.shape.blocks(tokens, 1) + states <= self.memory.total() / AHEAD_BLOCKS_DIVISOR
             && self.buffers.prefills.len() < self.limits.running_max as usize / AHEAD_SLOTS_DIVISOR
     }
 

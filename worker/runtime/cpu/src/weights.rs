@@ -115,6 +115,8 @@ pub(super) fn find(model: &ModelDir) -> Result<CheckpointWeights, Error> {
 
 /// Returns the packed format of a linear layer for `ranks` ranks.
 fn packed_format(linear: &StackedLinear, quantization: Option<Quantization>, ranks: usize) -> WeightFormat {
+    // Few, and their errors would add up over all positions.
+    let quantization = quantization.filter(|_| linear.matrix != Matrix::DeltaScalars);
     let Some(quantization) = quantization else {
         // The format depends on the encodings alone.
         let source = |matrix: &Tensor| WeightRows {

@@ -7,7 +7,7 @@ use inflight_kernels::Encoding;
 use inflight_kernels::cuda::{DeviceError, HalfDtype};
 use inflight_models::{
     self as models, Arithmetic, AttentionWeights, CheckpointDecoder, CheckpointLayer, DecoderLayer,
-    MixerWeights, ModelDir, StackedLinear, Tensor, VectorKind,
+    MixerWeights, ModelConfig, ModelDir, StackedLinear, Tensor, VectorKind,
 };
 use inflight_runtime::sharding::{Alignment, Partition, Shard};
 
@@ -122,7 +122,8 @@ const MATRIX_ALIGN: u64 = 256;
 /// # Errors
 /// [`models::Error`]; also for layers without kernels.
 pub(super) fn find(model: &ModelDir) -> Result<SourceTensors, models::Error> {
-    if model.config().delta.is_some() {
+    let ModelConfig { delta, arithmetic, rotated_dim, head_dim, .. } = *model.config();
+    if delta.is_some() || arithmetic.output_gate || rotated_dim != head_dim {
         return Err(no_kernels(model));
     }
     Ok(SourceTensors { decoder: model.decoder()?, arithmetic: model.config().arithmetic })
@@ -259,13 +260,14 @@ pub(super) enum UploadError {
     Device(#[from] DeviceError),
 }
 
-/// Returns the error for a model with recurrent layers.
+/// Returns the error for a model with recurrent layers, gated attention or a partial rotary embedding.
 fn no_kernels(model: &ModelDir) -> models::Error {
     models::Error::Unsupported {
         file: model.name().to_owned(),
-        field: "layer_types".to_owned(),
-        found: "recurrent layers on a GPU".to_owned(),
-        supported: "full_attention and sliding_attention; --device cpu computes recurrent layers".to_owned(),
+        field: "architectures".to_owned(),
+        found: format!("{} on a GPU", model.config().architecture.name()),
+        supported: "models without recurrent layers, gated attention and partial rotary embedding; --device cpu computes this one"
+            .to_owned(),
     }
 }
 
