@@ -70,7 +70,9 @@ impl BlockStore {
 
     /// Returns the number of blocks that only this sequence owns.
     pub fn exclusive(&self, tables: &Tables) -> u32 {
-        tables.blocks().filter(|block| self.pool.owners(*block) == 1).count() as u32
+        let owned = |block: &&Block| self.pool.owners(**block) == 1;
+        let of = |blocks: &[Block]| blocks.iter().filter(owned).count() as u32;
+        tables.groups().iter().map(|table| of(table.blocks())).sum::<u32>() + of(tables.state())
     }
 
     /// Returns the spans that hold `tokens` tokens, by group.
