@@ -45,7 +45,7 @@ async fn with_tls(acceptor: TlsAcceptor, to: SocketAddr) -> Result<SocketAddr> {
     Ok(address)
 }
 
-/// Proxy of HTTP's method CONNECT, which knows some hosts.
+/// HTTP CONNECT proxy that resolves a fixed list of hosts.
 struct Proxy {
     address: SocketAddr,
     /// Hosts and ports that clients asked for.

@@ -156,14 +156,14 @@ fn replay_worker(
     replayed
 }
 
-/// Describes the KV pool of a worker whose layers are in several groups; nothing where a block holds a span of all layers.
+/// Describes the KV pool of a worker with several groups of layers or a recurrent state; empty where a block holds a span of all layers.
 fn pool_line(limits: &SchedulerLimits) -> String {
     if limits.shape.is_uniform() {
         return String::new();
     }
     let (blocks, tokens) = (limits.blocks, limits.block_tokens());
     format!(
-        "{blocks} KV blocks; each {tokens} tokens of a sequence take, by group of layers: {}\n",
+        "pool of {blocks} KV blocks; blocks of a span of {tokens} tokens by group of layers: {}\n",
         limits.shape
     )
 }

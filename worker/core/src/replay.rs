@@ -1,4 +1,4 @@
-//! Replay of the log of a scheduler's inputs: its plans, bit by bit.
+//! Replay of a scheduler's recorded inputs, which reproduces its plans bit by bit.
 
 use std::time::Duration;
 

@@ -29,7 +29,7 @@ pub struct LayerPlace {
     pub offset: u64,
 }
 
-/// Where a piece of a state is: it never straddles two blocks.
+/// Place of an indivisible part of a recurrent state, such as that of a head, within one block.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct StatePlace {
     /// Index of the block among those of the state.
@@ -38,15 +38,14 @@ pub struct StatePlace {
     pub offset: u64,
 }
 
-/// Bytes of the blocks of a sequence's state, for operators.
+/// Bytes of the blocks of a sequence's state, for the plan's text.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct StateMemory {
-    /// Blocks.
-    pub blocks: u32,
+struct StateMemory {
+    blocks: u32,
     /// Bytes of its pieces.
-    pub bytes: u64,
+    bytes: u64,
     /// Bytes of its blocks that hold nothing.
-    pub unused: u64,
+    unused: u64,
 }
 
 /// Bytes of a group's blocks, for operators.
@@ -175,11 +174,6 @@ impl KvPlan {
     /// Returns the place of each piece of the states.
     pub fn state_places(&self) -> &[StatePlace] {
         &self.state_places
-    }
-
-    /// Returns the memory of a sequence's state; `None` without recurrent layers.
-    pub fn state(&self) -> Option<StateMemory> {
-        self.state
     }
 
     /// Returns the memory of each group.

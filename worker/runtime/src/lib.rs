@@ -26,7 +26,7 @@ mod token_masks;
 pub use batch::{Batch, BatchTables, BlockCopy, DRAFT_ROWS, Feedback, SCORES_MAX, SampleRow, ScoreRow};
 pub use command_thread::{CommandQueue, CommandThread, CommandThreadOptions, ThreadEnded};
 pub use host_memory::{HostMemory, MemoryGroup, MemoryLimit, Readable};
-pub use kv_plan::{GroupMemory, KvPlan, KvPlanError, LayerPlace, LayerRows, StateMemory, StatePlace};
+pub use kv_plan::{GroupMemory, KvPlan, KvPlanError, LayerPlace, LayerRows, StatePlace};
 pub use memory_ledger::{MemoryLedger, OverLimit, PROMISED_BYTES};
 pub use memory_needs::MemoryNeeds;
 pub use non_finite_rows::NonFiniteRows;

@@ -50,7 +50,7 @@ impl Engine {
                     let first = sequence * blocks_each;
                     (first..first + blocks_each).collect()
                 };
-                // Attention reads whatever its blocks hold, recurrent layers only a state of the positions before.
+                // Attention may read stale blocks while it is timed; recurrent layers need the state of the context, computed first.
                 if shape.state_blocks() > 0 && context > 0 {
                     self.batch.clear();
                     for sequence in 0..sequences {

@@ -15,7 +15,7 @@ pub(super) struct HeadRows<'a> {
     pub head: usize,
 }
 
-/// What a sequence keeps of a head.
+/// State, log and convolution inputs of a value head, in the blocks of a sequence.
 struct Kept {
     header: *mut f32,
     state: *mut f32,
@@ -26,7 +26,7 @@ struct Kept {
     inputs: *mut f32,
 }
 
-/// Log of a cell, and products of its rows with the state.
+/// Log of one chunk of [`CELL`] positions, and the products of its rows with the state before it.
 struct Cell {
     /// Position of its state.
     base: usize,
@@ -190,7 +190,7 @@ impl HeadRows<'_> {
             while column < value_dim {
                 let out = first.add((at - cell.base) * 2 * value_dim + column);
                 let strip = Strip { keys, queries, state: state.add(column), key_dim, value_dim, out };
-                // As many accumulators as registers hold.
+                // The widest strip whose accumulators fit the registers.
                 if S::REGISTERS >= 32 && R == 1 && column + 4 * S::LANES <= value_dim {
                     strip.run::<S, 4>();
                     column += 4 * S::LANES;

@@ -322,7 +322,7 @@ impl CheckpointWeights {
     }
 }
 
-/// Prepares the vectors of a recurrent layer for the kernels: the convolution as [taps, channels], and A in place of its logarithms.
+/// Prepares the vectors of a recurrent layer for the kernels: convolution weights transposed to [taps, channels], A from its logarithm.
 fn prepare(layer: &mut Delta, taps: usize) {
     let channels = layer.convolution.len() / taps;
     let transposed = (0..taps * channels).map(|at| layer.convolution[at % channels * taps + at / channels]);
