@@ -1,5 +1,7 @@
 //! The delta rule of a value head, for all rows of a sequence.
 
+use std::cell::Cell as Slot;
+
 use super::super::rows::{GateFn as _, Silu, rms_scale};
 use super::super::simd::{self, Kernel, Simd};
 use super::job::{CELL, DeltaJob, DeltaSequence, DeltaShape, HEADER};
@@ -38,6 +40,19 @@ struct Cell {
     products: Vec<f32>,
 }
 
+/// Buffers that a thread keeps from head to head, so that they are allocated once.
+#[derive(Default)]
+struct Scratch {
+    updates: Vec<f32>,
+    products: Vec<f32>,
+    /// State after drafts.
+    tentative: Vec<f32>,
+}
+
+thread_local! {
+    static SCRATCH: Slot<Scratch> = Slot::new(Scratch::default());
+}
+
 impl Kernel for HeadRows<'_> {
     #[inline(always)]
     unsafe fn run<S: Simd>(self) {
@@ -59,7 +74,10 @@ impl Kernel for HeadRows<'_> {
                     base.is_multiple_of(CELL) && base <= position && position - base < self.job.shape.log();
                 assert!(known, "a state at {base} does not precede position {position}");
             }
-            let (updates, products) = (vec![0.0; CELL * value_dim], vec![0.0; 2 * CELL * value_dim]);
+            // What a thread's last head left is overwritten before it is read.
+            let Scratch { mut updates, mut products, mut tentative } = SCRATCH.take();
+            updates.resize(CELL * value_dim, 0.0);
+            products.resize(2 * CELL * value_dim, 0.0);
             let mut cell = Cell { base, updates, sums: [0.0; CELL], products };
             self.load(&kept, &mut cell, position);
             // Drafts that were accepted since.
@@ -68,8 +86,7 @@ impl Kernel for HeadRows<'_> {
                 cell.base += CELL;
                 self.load(&kept, &mut cell, position);
             }
-            // The state after drafts, which may be rejected.
-            let mut tentative = Vec::new();
+            // Becomes that after drafts, which may be rejected.
             let mut state = kept.state;
             let (mut at, keep) = (position, certain / CELL * CELL);
             while at < end {
@@ -89,6 +106,7 @@ impl Kernel for HeadRows<'_> {
                 cell.base += CELL;
             }
             *kept.header = f32::from_bits(keep as u32);
+            SCRATCH.set(Scratch { updates: cell.updates, products: cell.products, tentative });
         }
     }
 }
