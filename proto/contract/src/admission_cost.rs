@@ -5,8 +5,8 @@ use crate::MemoryShape;
 /// Cost of a request's admission in KV blocks, computed alike by router and worker.
 ///
 /// The blocks of the prompt count once, from submission until the last choice has finished; those of a choice
-/// from submission until that choice has finished. Choices of a model with recurrent layers share nothing: each has a state and the blocks
-/// of the prompt for itself.
+/// from submission until that choice has finished. Choices of a model with recurrent layers have a state each, and share blocks of the
+/// prompt only while a snapshot of the state behind them is cached: they count as if they shared nothing.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct AdmissionCost {
     shape: MemoryShape,
@@ -43,7 +43,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn choices_with_states_share_nothing() {
+    fn choices_with_states_count_as_if_they_shared_nothing() {
         let plain = AdmissionCost::new(MemoryShape::uniform(16));
         assert_eq!((plain.prompt(33), plain.choice(33, 0), plain.choice(33, 20)), (3, 1, 3));
         let recurrent = AdmissionCost::new(MemoryShape::uniform(16).with_state(10).unwrap());

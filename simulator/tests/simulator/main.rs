@@ -10,6 +10,7 @@ mod drafts;
 mod fairness;
 mod fairness_bound;
 mod first_token;
+mod hybrids;
 mod knobs;
 mod kv_memory;
 mod placement;

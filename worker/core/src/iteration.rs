@@ -25,6 +25,13 @@ pub struct Chunk {
     pub drafts: u32,
 }
 
+impl Chunk {
+    /// Returns the position behind the last token that is no draft.
+    pub(crate) fn certain_end(&self) -> u32 {
+        self.start + self.len - self.drafts
+    }
+}
+
 /// Id of a transfer between device and host, valid until its completion is reported.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct TransferId(pub u64);

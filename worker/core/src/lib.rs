@@ -28,6 +28,7 @@ mod scheduler;
 mod scheduler_limits;
 mod scheduling_options;
 mod sequence;
+mod state_progress;
 mod step_target;
 mod time;
 
@@ -44,7 +45,7 @@ pub use iteration::{
     Blocked, BlockedBy, Chunk, Copy, Direction, Iteration, IterationOutcome, PredictedPreemption, Preempted,
     Preemption, TokenVerdict, Transfer, TransferId,
 };
-pub use memory::{Block, CacheEvent, CacheTier, GroupTable, Tables};
+pub use memory::{Block, CacheEvent, CacheTier, GroupTable, SnapshotShape, Tables};
 pub use prefill_load::PrefillLoad;
 pub use profile::{DeviceProfile, ProfileError};
 pub use replay::{ReplayError, ReplayEvent, replay};

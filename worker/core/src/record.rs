@@ -13,7 +13,7 @@ use crate::{
 };
 
 /// First bytes of a log, including the format version.
-pub(crate) const MAGIC: &[u8; 8] = b"inflrec7";
+pub(crate) const MAGIC: &[u8; 8] = b"inflrec8";
 
 /// Record type: one scheduler input. The values are part of the format.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -50,6 +50,8 @@ impl RecordLog {
             log.option(group.window.map(u64::from));
         }
         log.number(limits.shape.state_blocks().into());
+        let snapshot = limits.snapshot.map_or([0, 0], |snapshot| [snapshot.blocks, snapshot.every]);
+        snapshot.into_iter().for_each(|value| log.number(value.into()));
         for value in [
             limits.blocks,
             limits.host_blocks,

@@ -12,7 +12,8 @@ use crate::policy::Policy;
 use crate::record::{MAGIC, RecordKind, digest};
 use crate::{
     CostModel, CostPrior, Ended, Iteration, IterationOutcome, LatencyObjectives, NewSequence, Scheduler,
-    SchedulerLimits, ScoredRange, SequenceId, StepTarget, StepWork, Time, TokenVerdict, TransferId,
+    SchedulerLimits, ScoredRange, SequenceId, SnapshotShape, StepTarget, StepWork, Time, TokenVerdict,
+    TransferId,
 };
 
 /// Maximum blocks of a pool, and maximum running sequences, of a replay: more than any device has, so that a damaged
@@ -156,6 +157,7 @@ impl RecordReader<'_> {
         }
         let limits = SchedulerLimits {
             shape: self.shape()?,
+            snapshot: self.snapshot()?,
             blocks: self.at_most(BLOCKS_MAX)?,
             host_blocks: self.at_most(BLOCKS_MAX)?,
             running_max: self.at_most(RUNNING_MAX)?,
@@ -204,6 +206,11 @@ impl RecordReader<'_> {
         let state = self.small()?;
         let shape = MemoryShape::new(block_tokens, &groups).and_then(|shape| shape.with_state(state));
         shape.map_err(|_| self.malformed("groups of layers"))
+    }
+
+    fn snapshot(&mut self) -> Result<Option<SnapshotShape>, ReplayError> {
+        let snapshot = SnapshotShape { blocks: self.small()?, every: self.small()? };
+        Ok((snapshot.blocks > 0).then_some(snapshot))
     }
 
     fn sequence_id(&mut self) -> Result<SequenceId, ReplayError> {

@@ -2,14 +2,16 @@
 
 use inflight_contract::{GROUPS_MAX, MemoryShape};
 
-use crate::StepTarget;
 use crate::memory::Spans;
+use crate::{SnapshotShape, StepTarget};
 
 /// Hard limits of a scheduler.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct SchedulerLimits {
     /// Groups of layers, and tokens of a span.
     pub shape: MemoryShape,
+    /// What of a recurrent state is kept in the prefix cache; `None`: no prefix of a model with recurrent layers is cached.
+    pub snapshot: Option<SnapshotShape>,
     /// KV blocks in the device pool.
     pub blocks: u32,
     /// KV blocks in the host pool; 0 disables swapping.
@@ -69,6 +71,18 @@ pub enum LimitsError {
     /// Number of iterations in flight is not 1 or 2.
     #[error("depth is {0}; it must be 1 or 2")]
     Depth(u32),
+    /// A snapshot is no part of a state, or has no positions.
+    #[error(
+        "a snapshot has 1 to {state} blocks, those of a state, every 1 or more positions; not {blocks} every {every}"
+    )]
+    Snapshot {
+        /// Given blocks.
+        blocks: u32,
+        /// Given positions between two of them.
+        every: u32,
+        /// Blocks of a state.
+        state: u32,
+    },
 }
 
 impl SchedulerLimits {
@@ -80,6 +94,9 @@ impl SchedulerLimits {
     /// Default of `preemption_threshold`.
     pub const PREEMPTION_THRESHOLD: u32 = 1;
 
+    /// A snapshot saves at least one in so many of the tokens that its blocks could hold.
+    const SNAPSHOT_WORTH: u32 = 16;
+
     /// Returns the blocks that admission keeps free, as a share of the pool, rounded down.
     pub fn watermark_of(blocks: u32, share: f64) -> u32 {
         // A share such as 0.29 is a little less in binary; 100 blocks of it are 29.
@@ -90,6 +107,7 @@ impl SchedulerLimits {
     pub fn new(block_tokens: u32, blocks: u32, running_max: u32, iteration_tokens: u32) -> Self {
         Self {
             shape: MemoryShape::uniform(block_tokens),
+            snapshot: None,
             blocks,
             host_blocks: 0,
             running_max,
@@ -139,6 +157,12 @@ impl SchedulerLimits {
                 running_max: self.running_max,
             });
         }
+        if let Some(SnapshotShape { blocks, every }) = self.snapshot {
+            let state = self.shape.state_blocks();
+            if blocks == 0 || blocks > state || every == 0 {
+                return Err(LimitsError::Snapshot { blocks, every, state });
+            }
+        }
         Ok(())
     }
 
@@ -155,6 +179,25 @@ impl SchedulerLimits {
     /// Returns the maximum length of a sequence in tokens: bounded by the limit and by the whole pool.
     pub fn sequence_tokens_max(&self) -> u32 {
         self.sequence_tokens.min(self.pool_tokens())
+    }
+
+    /// Returns the positions between two ends of spans at which a state can be kept; `None` if no prefix is cached, or for a model without
+    /// recurrent layers.
+    pub(crate) fn snapshot_every(&self) -> Option<u32> {
+        let every = self.snapshot.filter(|_| self.prefix_cache)?.every;
+        // The least common multiple.
+        let (mut a, mut b) = (every, self.block_tokens());
+        while b > 0 {
+            (a, b) = (b, a % b);
+        }
+        (every / a.max(1)).checked_mul(self.block_tokens())
+    }
+
+    /// Returns the tokens behind an earlier state, or the start, that a snapshot must save to be worth its blocks: one in
+    /// [`SNAPSHOT_WORTH`](Self::SNAPSHOT_WORTH) of those whose keys and values they could hold.
+    pub(crate) fn snapshot_worth(&self) -> u32 {
+        let blocks = self.snapshot.map_or(0, |snapshot| snapshot.blocks);
+        (blocks / self.shape.span_blocks()).saturating_mul(self.block_tokens()) / Self::SNAPSHOT_WORTH
     }
 
     /// Returns the maximum number of tokens behind the committed ones for which a sequence holds blocks in groups with a window.

@@ -4,6 +4,7 @@ use inflight_contract::{BlockHash, Service, Tenant, Weight};
 
 use crate::drafts::{Acceptance, DraftKind};
 use crate::memory::{Spans, Tables};
+use crate::state_progress::StateProgress;
 use crate::{Time, TransferId};
 
 /// Id of a sequence from submission to end. Indices are reused, with a new generation each time.
@@ -156,6 +157,8 @@ pub(crate) struct Sequence {
     /// Number of spans that the prompt shares with an earlier one, if it could not resume behind them for lack of windowed rows, else 0:
     /// the rows before that boundary are kept for later prompts.
     pub junction: u32,
+    /// Progress of its recurrent state, of which snapshots are kept.
+    pub progress: StateProgress,
     pub group: Option<u64>,
     /// Positions whose logits are wanted and not committed.
     pub scored: ScoredRange,

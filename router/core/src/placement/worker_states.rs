@@ -225,10 +225,11 @@ impl Member {
         let on_device = |block: &&u64| {
             self.index.holds(Tier::Device, **block) || self.in_flight_blocks.contains_key(*block)
         };
-        // With windows a sequence can resume behind a block although earlier ones are gone; the host pool has no prefixes then. With
-        // recurrent states nothing is cached: blocks in flight are of no use to others.
+        let announced = |block: &u64| self.index.holds(Tier::Device, *block);
+        // With windows or recurrent states a sequence can resume behind a block although there is no announcement of earlier ones; the host
+        // pool has no prefixes then. Of prompts in flight, few blocks will have a snapshot behind them.
         let (device, host) = if self.shape.state_blocks() > 0 {
-            (0, 0)
+            (chain.blocks.iter().rposition(announced).map_or(0, |last| last + 1), 0)
         } else if self.shape.has_windows() {
             (chain.blocks.iter().rposition(|block| on_device(&block)).map_or(0, |last| last + 1), 0)
         } else {

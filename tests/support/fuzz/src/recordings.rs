@@ -32,18 +32,29 @@ pub fn router_recording(data: &[u8]) -> bool {
     check(data, replay, |result| result.as_ref().ok().copied())
 }
 
-/// Whether the limits in the header of a recording are small: large pools take time, and find nothing more. The second to fourth
-/// number (unsigned LEB128) are device blocks, host blocks and running sequences.
+/// Whether the limits in the header of a recording are small: large pools take time, and find nothing more. Behind the groups of layers, the
+/// state and the snapshot are the numbers (unsigned LEB128) of device blocks, host blocks and running sequences.
 fn has_small_pools(data: &[u8]) -> bool {
     let mut rest = data.get(8..).unwrap_or_default();
     let mut number = || {
         let end = rest.iter().position(|byte| *byte < 0x80).map_or(rest.len(), |at| at + 1);
         let (number, behind) = rest.split_at(end);
         rest = behind;
-        number.len()
+        number
     };
+    // Tokens of a span, and the groups, each with its blocks and perhaps a window.
     number();
-    (0..3).all(|_| number() <= 2)
+    for _ in 0..number().first().copied().unwrap_or(0).min(4) {
+        number();
+        if number() == [1] {
+            number();
+        }
+    }
+    // Blocks of a state and of a snapshot, and positions between two of those.
+    for _ in 0..3 {
+        number();
+    }
+    (0..3).all(|_| number().len() <= 2)
 }
 
 fn check<R: PartialEq + std::fmt::Debug>(

@@ -11,7 +11,8 @@ pub(crate) const NONE: Block = Block::MAX;
 enum List {
     /// Without content that is of use.
     Empty = 0,
-    /// With cached content outside the sliding window of the sequence that computed it, which no other sequence has hit.
+    /// With cached content that is of less use than other: outside the sliding window of the sequence that computed it and not hit by another
+    /// one, or a state behind which there is a later one.
     Passed = 1,
     /// With cached content.
     Cached = 2,
@@ -156,6 +157,14 @@ impl BlockPool {
     /// If the block has no owner (double release).
     pub fn release_passed(&mut self, block: Block) {
         self.release_to(block, if self.meta[block as usize].hit { List::Cached } else { List::Passed });
+    }
+
+    /// Releases one reference to a block; `demoted`: it is allocated before other cached ones.
+    ///
+    /// # Panics
+    /// If the block has no owner (double release).
+    pub fn release_kept(&mut self, block: Block, demoted: bool) {
+        self.release_to(block, if demoted { List::Passed } else { List::Cached });
     }
 
     fn release_to(&mut self, block: Block, list: List) {

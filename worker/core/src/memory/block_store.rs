@@ -4,6 +4,7 @@ use inflight_contract::{BlockHash, MemoryShape};
 
 use super::block_pool::{Block, BlockPool};
 use super::prefix_cache::{CacheEvent, PrefixCache, SealedSpan};
+use super::snapshots::{SnapshotKind, SnapshotShape};
 use super::tables::{Spans, Tables};
 
 /// Result of a lookup of a prefix.
@@ -13,6 +14,8 @@ pub(crate) struct FoundPrefix {
     pub spans: u32,
     /// Number of their blocks without an owner.
     pub unowned: u32,
+    /// Number of blocks without an owner of the snapshot at their end, if other sequences will resume from it, too.
+    pub pinned: u32,
     /// Number of leading spans that the first group has: a sequence that computes up to there can be resumed from.
     pub cached: u32,
 }
@@ -26,9 +29,9 @@ pub(crate) struct BlockStore {
 }
 
 impl BlockStore {
-    /// Creates a store of `total` free blocks with an empty cache.
-    pub fn new(shape: MemoryShape, total: u32) -> Self {
-        Self { shape, pool: BlockPool::new(total), cache: PrefixCache::new(shape, total) }
+    /// Creates a store of `total` free blocks with an empty cache, which keeps snapshots of this shape.
+    pub fn new(shape: MemoryShape, snapshot: Option<SnapshotShape>, total: u32) -> Self {
+        Self { shape, pool: BlockPool::new(total), cache: PrefixCache::new(shape, snapshot, total) }
     }
 
     /// Returns the store with a memory of the evicted hashes, as many as it has blocks.
@@ -72,7 +75,8 @@ impl BlockStore {
     pub fn exclusive(&self, tables: &Tables) -> u32 {
         let owned = |block: &&Block| self.pool.owners(**block) == 1;
         let of = |blocks: &[Block]| blocks.iter().filter(owned).count() as u32;
-        tables.groups().iter().map(|table| of(table.blocks())).sum::<u32>() + of(tables.state())
+        let of_groups = tables.groups().iter().map(|table| of(table.blocks())).sum::<u32>();
+        of_groups + of(tables.state()) + of(tables.snapshot())
     }
 
     /// Returns the spans that hold `tokens` tokens, by group.
@@ -127,20 +131,59 @@ impl BlockStore {
         self.pool.share(block);
     }
 
-    /// Looks up the longest prefix behind which a sequence can resume: the highest boundary at which every group has the spans that
-    /// the next token sees. `hashes` are those of the sequence's spans, from the first one on.
-    pub fn find_prefix(&self, hashes: &[BlockHash]) -> FoundPrefix {
-        // The states at ends of prefixes are not kept.
-        if self.shape.state_blocks() > 0 {
-            return FoundPrefix { spans: 0, unowned: 0, cached: 0 };
+    /// Makes a sequence an owner of the snapshot at the end of a cached span, to copy it. Returns true if the sequence makes it superfluous.
+    pub fn share_snapshot(&mut self, tables: &mut Tables, leader: Block) -> bool {
+        for block in self.cache.snapshot(leader) {
+            self.pool.share_hit(*block);
+            tables.push_snapshot(*block);
         }
+        self.cache.hit_snapshot(leader)
+    }
+
+    /// Makes the blocks of the snapshot at the end of a cached span, which have no owner, the first ones of a sequence's state.
+    pub fn take_snapshot(&mut self, tables: &mut Tables, leader: Block) {
+        let pool = &mut self.pool;
+        self.cache.hit_snapshot(leader);
+        self.cache.drop_snapshot(leader, |block| {
+            pool.forget(block);
+            pool.share(block);
+            tables.push_state(block);
+        });
+    }
+
+    /// Takes free blocks for a snapshot of `blocks` blocks, of which at least `kept` others stay free. Returns false if there are too few.
+    pub fn take_for_snapshot(&mut self, tables: &mut Tables, blocks: u32, kept: u32) -> bool {
+        let fits = self.pool.free() >= blocks.saturating_add(kept);
+        for _ in 0..if fits { blocks } else { 0 } {
+            self.take().into_iter().for_each(|block| tables.push_snapshot(block));
+        }
+        fits
+    }
+
+    /// Adds owned blocks as the snapshot at the end of the cached span with this hash, unless it has one or is not cached. Returns true if it
+    /// is to be evicted before others.
+    pub fn keep_snapshot(&mut self, hash: BlockHash, blocks: &[Block], kind: SnapshotKind) -> bool {
+        self.cache.keep_snapshot(hash, blocks, kind, |block| self.pool.keep(block));
+        self.cache.is_demoted(kind)
+    }
+
+    /// Releases the snapshot that a sequence holds; `demoted`: to be evicted before others.
+    pub fn release_snapshot(&mut self, tables: &mut Tables, demoted: bool) {
+        while let Some(block) = tables.pop_snapshot() {
+            self.pool.release_kept(block, demoted);
+        }
+    }
+
+    /// Looks up the longest prefix behind which a sequence can resume: the highest boundary at which every group has the spans that
+    /// the next token sees and, with recurrent layers, a snapshot is kept. `hashes` are those of the sequence's spans, from the first one on.
+    pub fn find_prefix(&self, hashes: &[BlockHash]) -> FoundPrefix {
         if self.shape.is_uniform() {
             let (mut spans, mut unowned) = (0, 0);
             for leader in hashes.iter().map_while(|hash| self.cache.lookup(*hash)) {
                 spans += 1;
                 unowned += u32::from(self.owners(leader) == 0);
             }
-            return FoundPrefix { spans, unowned, cached: spans };
+            return FoundPrefix { spans, unowned, pinned: 0, cached: spans };
         }
         let lookup = |position: u32| self.cache.lookup(hashes[position as usize]);
         let groups = self.shape.groups();
@@ -164,8 +207,12 @@ impl BlockStore {
             };
             // The first group has no gap if it needs all spans.
             let windowed = (0..groups.len()).filter(|group| groups[*group].window.is_some());
+            let has_state =
+                |position: &u32| lookup(*position).is_some_and(|leader| self.cache.has_state(leader));
+            let with_state = (0..spans).rev().find(has_state).map_or(0, |last| last + 1);
             match windowed.filter_map(gap).min() {
                 Some(position) => spans = position,
+                None if with_state < spans => spans = with_state,
                 None => break,
             }
         }
@@ -175,12 +222,21 @@ impl BlockStore {
                 unowned += self.cache.blocks(leader, group).filter(|block| self.owners(*block) == 0).count();
             }
         }
-        FoundPrefix { spans, unowned: unowned as u32, cached }
+        let snapshot = spans.checked_sub(1).and_then(lookup).filter(|leader| self.cache.is_junction(*leader));
+        let snapshot = snapshot.map_or(&[][..], |leader| self.cache.snapshot(leader));
+        let pinned = snapshot.iter().filter(|block| self.owners(**block) == 0).count();
+        FoundPrefix { spans, unowned: unowned as u32, pinned: pinned as u32, cached }
     }
 
     /// Adds a span of a sequence to the prefix cache, or the blocks of it that are not there.
     pub fn seal(&mut self, span: &SealedSpan, tables: &Tables) {
         let blocks = |group: usize| tables.groups()[group].span(span.position);
+        // A sequence that could not resume behind cached spans computes them again. Its own blocks are used last, so the span gets these.
+        let cold = self.cache.lookup(span.hash).filter(|leader| self.pool.owners(*leader) == 0);
+        if let Some(cold) = cold.filter(|_| self.shape.state_blocks() > 0 && !self.shape.has_windows()) {
+            self.cache.replace(cold, blocks, &mut self.pool);
+            return;
+        }
         self.cache.insert(span, blocks, |block| self.pool.keep(block));
     }
 
@@ -230,10 +286,13 @@ impl BlockStore {
         }
     }
 
-    /// Releases all blocks of a sequence, from the last span on, so that the tails of prefixes are evicted before their heads.
-    pub fn release_all(&mut self, tables: &mut Tables) {
+    /// Releases all blocks of a sequence, from the last span on, so that the tails of prefixes are evicted before their heads. `demoted`: a
+    /// snapshot of its state is to be evicted before others.
+    pub fn release_all(&mut self, tables: &mut Tables, demoted: bool) {
+        self.release_snapshot(tables, false);
+        // A snapshot is evicted before the spans up to it.
         while let Some(block) = tables.pop_state() {
-            self.pool.release(block);
+            self.pool.release_kept(block, demoted);
         }
         let last = tables.ends().into_iter().max().unwrap_or(0);
         if tables.groups().len() == 1 {
@@ -284,7 +343,7 @@ mod tests {
 
     fn store(total: u32) -> (BlockStore, Tables) {
         let shape = MemoryShape::uniform(4);
-        (BlockStore::new(shape, total), Tables::new(&shape, 4 * total, 1))
+        (BlockStore::new(shape, None, total), Tables::new(&shape, 4 * total, 1))
     }
 
     /// Seals the spans of a sequence whose hashes are their positions.
@@ -301,7 +360,7 @@ mod tests {
         assert!(store.extend(&mut tables, &[3; 4]));
         let prefix: Vec<Block> = tables.blocks().collect();
         seal(&mut store, &tables, 3);
-        store.release_all(&mut tables);
+        store.release_all(&mut tables, false);
         assert_eq!((store.free(), store.cold()), (4, 3));
         let taken: Vec<_> = (0..3).filter_map(|_| store.take()).collect();
         assert_eq!(taken, [3, prefix[2], prefix[1]]);
@@ -315,7 +374,7 @@ mod tests {
             let (mut store, mut tables) = store(6);
             assert!(store.extend(&mut tables, &[4; 4]));
             seal(&mut store, &tables, 4);
-            store.release_all(&mut tables);
+            store.release_all(&mut tables, false);
             store
         };
         let taken = |mut store: BlockStore| std::iter::from_fn(|| store.take()).collect::<Vec<_>>();
@@ -333,7 +392,7 @@ mod tests {
         // A window of 5 tokens needs the last span before a boundary.
         let groups = [LayerGroup { blocks: 1, window: None }, LayerGroup { blocks: 2, window: Some(5) }];
         let shape = MemoryShape::new(4, &groups).unwrap();
-        let mut store = BlockStore::new(shape, 12);
+        let mut store = BlockStore::new(shape, None, 12);
         let hashes: Vec<BlockHash> = (0..4).map(hash).collect();
         let run = |store: &mut BlockStore, junction: u32| {
             let found = store.find_prefix(&hashes);
@@ -369,11 +428,11 @@ mod tests {
         assert_eq!(store.find_prefix(&hashes[..1]).spans, 0);
         assert_eq!((store.find_prefix(&hashes[..1]).cached, store.find_prefix(&hashes[..3]).spans), (1, 3));
         taken.into_iter().for_each(|block| store.release(block));
-        store.release_all(&mut tables);
+        store.release_all(&mut tables, false);
         // The next sequence hits all of it, so nothing is passed that others would not want.
         let (found, mut tables) = run(&mut store, 0);
         assert_eq!((found.spans, found.unowned), (4, 4 + 2));
-        store.release_all(&mut tables);
+        store.release_all(&mut tables, false);
         store.assert_consistent(&[0; 12]);
     }
 

@@ -2,8 +2,9 @@
 
 use inflight_contract::{BlockHash, MemoryShape};
 
-use super::block_pool::{Block, NONE};
+use super::block_pool::{Block, BlockPool, NONE};
 use super::chain::Chain;
+use super::snapshots::{SnapshotKind, SnapshotShape, Snapshots};
 use crate::evicted_hashes::EvictedHashes;
 use crate::hash_index::{HashIndex, Indexed};
 
@@ -40,8 +41,10 @@ pub(crate) struct SealedSpan {
 /// is the one that needs a span longest, so a span is forgotten with a block of it, and a block of another group takes with it the
 /// blocks of that group only: the span then remains for sequences whose windows are past it.
 ///
-/// **Invariants**: `index` holds exactly the hashes of the leaders, so hashes are unique. Every block of a cached span names its
-/// leader, and no other block does.
+/// With recurrent layers a sequence resumes at the end of a span that has a snapshot. It is forgotten with a block of it, and with its span.
+///
+/// **Invariants**: `index` holds exactly the hashes of the leaders, so hashes are unique. Every block of a cached span or of its snapshot
+/// names the leader, and no other block does.
 #[derive(Debug)]
 pub(crate) struct PrefixCache {
     shape: MemoryShape,
@@ -55,14 +58,16 @@ pub(crate) struct PrefixCache {
     companions: Vec<Block>,
     /// Order of the spans in their sequences; `None` if every span's end can be resumed from.
     chain: Option<Chain>,
+    /// States at the ends of spans, by leader.
+    snapshots: Snapshots,
     events: Vec<CacheEvent>,
     /// Hashes evicted last; `None`: not kept.
     evicted: Option<EvictedHashes>,
 }
 
 impl PrefixCache {
-    /// Creates an empty cache in a pool of `total` blocks.
-    pub fn new(shape: MemoryShape, total: u32) -> Self {
+    /// Creates an empty cache in a pool of `total` blocks, which keeps snapshots of this shape.
+    pub fn new(shape: MemoryShape, snapshot: Option<SnapshotShape>, total: u32) -> Self {
         let others = shape.span_blocks() as usize - 1;
         Self {
             shape,
@@ -71,6 +76,7 @@ impl PrefixCache {
             leaders: vec![NONE; total as usize],
             companions: vec![NONE; total as usize * others],
             chain: shape.has_windows().then(|| Chain::new(&shape, total)),
+            snapshots: Snapshots::new(snapshot, total),
             events: Vec::new(),
             evicted: None,
         }
@@ -103,9 +109,11 @@ impl PrefixCache {
 
     /// Returns the hashes of the spans behind which a sequence can resume; at most one per block.
     pub fn contents(&self) -> impl Iterator<Item = BlockHash> + '_ {
-        let announced =
-            |block: usize| self.chain.as_ref().is_none_or(|chain| chain.is_announced(block as Block));
-        let spans = self.hashes.iter().enumerate().filter(move |(block, _)| announced(*block));
+        let announced = |block: Block| match &self.chain {
+            Some(chain) => chain.is_announced(block),
+            None => self.has_state(block),
+        };
+        let spans = self.hashes.iter().enumerate().filter(move |(block, _)| announced(*block as Block));
         spans.filter_map(|(_, hash)| *hash)
     }
 
@@ -124,6 +132,75 @@ impl PrefixCache {
     /// Returns true if a cached span has its blocks of a group.
     pub fn has(&self, leader: Block, group: usize) -> bool {
         group == 0 || self.companions(leader, group).first() != Some(&NONE)
+    }
+
+    /// Returns the blocks of the snapshot at the end of a cached span; none if there is none.
+    pub fn snapshot(&self, leader: Block) -> &[Block] {
+        self.snapshots.of(leader)
+    }
+
+    /// Returns the number of snapshots.
+    pub fn snapshots(&self) -> u32 {
+        self.snapshots.len()
+    }
+
+    /// Returns true if a cached span has a snapshot where prompts part.
+    pub fn is_junction(&self, leader: Block) -> bool {
+        self.snapshots.kind(leader) == Some(SnapshotKind::Junction)
+    }
+
+    /// Returns true if snapshots of this kind are to be evicted before others.
+    pub fn is_demoted(&self, kind: SnapshotKind) -> bool {
+        self.snapshots.is_demoted(kind)
+    }
+
+    /// Notes that a sequence resumes from the snapshot at the end of a cached span. Returns true if it makes it superfluous.
+    pub fn hit_snapshot(&mut self, leader: Block) -> bool {
+        self.snapshots.hit(leader)
+    }
+
+    /// Returns true if a sequence has the state to resume at the end of a cached span.
+    pub fn has_state(&self, leader: Block) -> bool {
+        self.shape.state_blocks() == 0 || !self.snapshots.of(leader).is_empty()
+    }
+
+    /// Adds the snapshot at the end of the cached span with this hash, unless it has one or is not cached. Calls `keep` with each block.
+    pub fn keep_snapshot(
+        &mut self,
+        hash: BlockHash,
+        blocks: &[Block],
+        kind: SnapshotKind,
+        keep: impl FnMut(Block),
+    ) {
+        let Some(leader) = self.lookup(hash) else { return };
+        let is_used = |block: &Block| self.leaders[*block as usize] != NONE;
+        let known = !self.snapshots.of(leader).is_empty() || blocks.iter().any(is_used);
+        if known || !self.snapshots.insert(leader, blocks, kind) {
+            return;
+        }
+        blocks.iter().for_each(|block| self.leaders[*block as usize] = leader);
+        blocks.iter().copied().for_each(keep);
+        let resumes = self.chain.as_ref().is_none_or(|chain| {
+            !chain.is_announced(leader) && chain.can_resume(leader, |block, group| self.has(block, group))
+        });
+        if resumes {
+            self.chain.iter_mut().for_each(|chain| chain.announce(leader));
+            self.events.push(CacheEvent::Stored(hash));
+        }
+    }
+
+    /// Forgets the snapshot at the end of a cached span, if there is one. Calls `forget` with each of its blocks.
+    pub fn drop_snapshot(&mut self, leader: Block, mut forget: impl FnMut(Block)) {
+        if self.snapshots.of(leader).is_empty() {
+            return;
+        }
+        let leaders = &mut self.leaders;
+        self.snapshots.remove(leader, |block| {
+            leaders[block as usize] = NONE;
+            forget(block);
+        });
+        let announced = self.chain.as_mut().is_none_or(|chain| chain.withdraw(leader));
+        self.events.extend(self.hashes[leader as usize].filter(|_| announced).map(CacheEvent::Removed));
     }
 
     /// Adds a span, or blocks that a cached span with the same hash lacks. `blocks` returns the blocks of a group. Calls `keep` with
@@ -155,16 +232,51 @@ impl PrefixCache {
             }
         }
         let Some(mut chain) = self.chain.take() else {
-            self.events.extend((!known).then_some(CacheEvent::Stored(span.hash)));
+            self.events.extend((!known && self.has_state(leader)).then_some(CacheEvent::Stored(span.hash)));
             return;
         };
         let parent = span.parent.and_then(|parent| self.index.get(parent));
         chain.link(leader, span.position, parent);
-        if !chain.is_announced(leader) && chain.can_resume(leader, |block, group| self.has(block, group)) {
+        let resumes =
+            self.has_state(leader) && chain.can_resume(leader, |block, group| self.has(block, group));
+        if resumes && !chain.is_announced(leader) {
             chain.announce(leader);
             self.events.push(CacheEvent::Stored(span.hash));
         }
         self.chain = Some(chain);
+    }
+
+    /// Puts a cached span whose blocks have no owner, in a pool without windows, into other blocks, and gives up the old ones. `blocks` returns
+    /// the owned blocks of a group.
+    pub fn replace<'p>(
+        &mut self,
+        leader: Block,
+        blocks: impl Fn(usize) -> &'p [Block],
+        pool: &mut BlockPool,
+    ) {
+        let groups = self.shape.groups().len();
+        let used = |block: &Block| self.leaders[*block as usize] != NONE;
+        let (Some(hash), Some(first)) = (self.hash_of(leader), blocks(0).first().copied()) else { return };
+        if self.chain.is_some() || (0..groups).any(|group| blocks(group).iter().any(used)) {
+            return;
+        }
+        for group in 0..groups {
+            for (old, new) in self.blocks(leader, group).zip(blocks(group)).collect::<Vec<_>>() {
+                self.leaders[old as usize] = NONE;
+                pool.forget(old);
+                self.leaders[*new as usize] = first;
+                pool.keep(*new);
+            }
+            let (from, to) = (self.range(leader, group), self.range(first, group));
+            let skipped = usize::from(group == 0);
+            self.companions[from].fill(NONE);
+            self.companions[to].copy_from_slice(&blocks(group)[skipped..]);
+        }
+        self.index.remove(hash);
+        self.index.insert(hash, first);
+        (self.hashes[leader as usize], self.hashes[first as usize]) = (None, Some(hash));
+        let leaders = &mut self.leaders;
+        self.snapshots.rename(leader, first, |block| leaders[block as usize] = first);
     }
 
     fn add_companions(
@@ -196,6 +308,12 @@ impl PrefixCache {
                 forget(other);
             }
         };
+        if self.snapshots.of(leader).contains(&block) {
+            if let (Some(evicted), Some(hash)) = (&mut self.evicted, self.hashes[leader as usize]) {
+                evicted.push(hash);
+            }
+            return self.drop_snapshot(leader, other);
+        }
         match (1..self.shape.groups().len()).find(|group| self.companions(leader, *group).contains(&block)) {
             Some(group) => self.drop_group(leader, group, other),
             None => {
@@ -216,6 +334,8 @@ impl PrefixCache {
 
     /// Forgets a span in all groups.
     fn drop_span(&mut self, leader: Block, mut forget: impl FnMut(Block)) {
+        // With its removal, if a sequence could resume there.
+        self.drop_snapshot(leader, &mut forget);
         let Some(hash) = self.hashes[leader as usize].take() else { return };
         self.index.remove(hash);
         self.leaders[leader as usize] = NONE;
@@ -229,6 +349,7 @@ impl PrefixCache {
             }
         }
         match &mut self.chain {
+            None if self.shape.state_blocks() > 0 => {}
             None => self.events.push(CacheEvent::Removed(hash)),
             Some(chain) => {
                 if chain.withdraw(leader) {
@@ -282,6 +403,11 @@ impl PrefixCache {
             };
             leaders += 1;
             assert_eq!(self.index.get(*hash), Some(block), "the index misses block {block}");
+            let snapshot = self.snapshots.of(block);
+            assert!(
+                snapshot.iter().all(|other| self.leaders[*other as usize] == block),
+                "a snapshot is shared"
+            );
             for group in 0..self.shape.groups().len() {
                 let blocks: Vec<Block> = self.blocks(block, group).collect();
                 let whole = blocks.len() as u32 == self.shape.groups()[group].blocks;
@@ -296,7 +422,8 @@ impl PrefixCache {
             "a block of a forgotten span"
         );
         let of_spans = |leader: Block| -> usize {
-            (0..self.shape.groups().len()).map(|group| self.blocks(leader, group).count()).sum()
+            let of_groups = (0..self.shape.groups().len()).map(|group| self.blocks(leader, group).count());
+            of_groups.sum::<usize>() + self.snapshots.of(leader).len()
         };
         let spans = self.hashes.iter().enumerate().filter(|(_, hash)| hash.is_some());
         let blocks: usize = spans.map(|(leader, _)| of_spans(leader as Block)).sum();

@@ -49,11 +49,13 @@ pub struct Tables {
     state: Vec<Block>,
     /// Number of blocks of a state.
     state_blocks: u32,
+    /// Blocks of a snapshot from which the state is copied, or to which it is.
+    snapshot: Vec<Block>,
 }
 
 impl Tables {
     /// Creates tables without blocks. They have room for those of a sequence of `tokens` tokens, at most `ahead` of which are computed
-    /// together, so that nothing is allocated while it runs.
+    /// together, so that nothing but a snapshot's list is allocated while it runs.
     pub(crate) fn new(shape: &MemoryShape, tokens: u32, ahead: u32) -> Self {
         let table = |group: &inflight_contract::LayerGroup| {
             let spans = group.spans(tokens, ahead, shape.block_tokens());
@@ -69,6 +71,7 @@ impl Tables {
             end: 0,
             state: Vec::with_capacity(state_blocks as usize),
             state_blocks,
+            snapshot: Vec::new(),
         }
     }
 
@@ -82,13 +85,18 @@ impl Tables {
         &self.state
     }
 
+    /// Returns the blocks of a snapshot from which the state is copied, or to which it is.
+    pub fn snapshot(&self) -> &[Block] {
+        &self.snapshot
+    }
+
     /// Returns all blocks.
     pub fn blocks(&self) -> impl Iterator<Item = Block> + '_ {
         let of_groups = self.groups.iter().flat_map(|table| table.blocks.iter());
-        of_groups.chain(&self.state).copied()
+        of_groups.chain(&self.state).chain(&self.snapshot).copied()
     }
 
-    /// Returns the number of blocks.
+    /// Returns the number of blocks, without those of a snapshot.
     pub fn len(&self) -> u32 {
         self.groups.iter().map(|table| table.blocks.len() as u32).sum::<u32>() + self.state.len() as u32
     }
@@ -117,6 +125,7 @@ impl Tables {
             end: 0,
             state: Vec::with_capacity(self.state.len()),
             state_blocks: self.state_blocks,
+            snapshot: Vec::new(),
         };
         tables.find_end();
         tables
@@ -196,6 +205,16 @@ impl Tables {
     /// Removes the last block of the state.
     pub(crate) fn pop_state(&mut self) -> Option<Block> {
         self.state.pop()
+    }
+
+    /// Appends a block to the snapshot.
+    pub(crate) fn push_snapshot(&mut self, block: Block) {
+        self.snapshot.push(block);
+    }
+
+    /// Removes the last block of the snapshot.
+    pub(crate) fn pop_snapshot(&mut self) -> Option<Block> {
+        self.snapshot.pop()
     }
 
     /// Removes the last span of a group if it is behind `end`. Returns its blocks, the last one first.

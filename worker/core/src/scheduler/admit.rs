@@ -7,6 +7,7 @@ use super::waiting_queue::FlowKey;
 use crate::memory::Tables;
 use crate::policy::SequenceView;
 use crate::sequence::SequenceState;
+use crate::state_progress::StateBegin;
 use crate::{Blocked, BlockedBy, Copy, Direction, Time};
 
 /// Prompts admitted ahead of their first chunk hold at most one in so many blocks.
@@ -139,7 +140,10 @@ impl Scheduler {
             };
             match admission {
                 // The rest of the flow most likely shares the prefix, so the flow waits for the next step.
-                Err(BlockedBy::PrefixUnderWay) => drop(self.buffers.heads.swap_remove(head)),
+                Err(BlockedBy::PrefixUnderWay) => {
+                    self.want_shared_state(index);
+                    self.buffers.heads.swap_remove(head);
+                }
                 _ => self.advance_head(head, now),
             }
             let Err(by) = admission else {
@@ -186,6 +190,12 @@ impl Scheduler {
         let mut tables = std::mem::take(&mut self.sequences[index].tables);
         let sibling = prefix.sibling.map(|sibling| &self.sequences[sibling]);
         let hashes = &self.sequences[index].hashes;
+        // Before the blocks of the prefix are shared, which are counted as needed.
+        let mut state = StateBegin::Empty;
+        if let Some(hash) = prefix.snapshot(hashes) {
+            let counted = if self.is_alone() { 0 } else { prefix.found.pinned };
+            state = self.memory.share_snapshot(&mut tables, hash, needed - counted);
+        }
         self.memory.share_prefix(&mut tables, prefix.found.spans, prefix.tokens, sibling, hashes);
         let shared = tables.groups().first().map_or(0, |table| table.blocks().len());
         self.memory.reserve(&mut tables, &ends);
@@ -193,6 +203,7 @@ impl Scheduler {
             self.copy_partial_span(owner, index, &prefix, &tables, draft);
         }
         self.begin(index, &prefix, now);
+        self.begin_state(index, &prefix, state);
         let id = self.sequences[index].id;
         self.iteration.admitted.push((id, slot));
         if prefix.host > 0 {

@@ -42,7 +42,7 @@ impl Scheduler {
             };
             let own;
             (own, verdicts) = verdicts.split_at(count as usize);
-            self.commit_chunk(&chunk, own);
+            self.commit_chunk(&chunk, own, iteration);
         }
         if sampled && !forced {
             self.drafting.pass_forced();
@@ -63,6 +63,9 @@ impl Scheduler {
                 self.release_copy(index);
             }
             for chunk in &launched.chunks {
+                // What the device made of its state is not known.
+                let sequence = self.sequences.find_mut(chunk.id.index);
+                sequence.into_iter().for_each(|sequence| sequence.progress.fail());
                 if self.release_from_iteration(chunk.id.index) {
                     self.end(chunk.id.index, FinishReason::Error);
                 }
@@ -94,7 +97,7 @@ impl Scheduler {
         let owner = transfer.owner().map(|owner| owner.index);
         match (transfer.direction, owner) {
             (Direction::Out, Some(index)) if succeeded => {
-                self.memory.release(&mut transfer.device);
+                self.memory.release(&mut transfer.device, false);
                 let sequence = &mut self.sequences[index];
                 sequence.state = SequenceState::Swapped;
                 sequence.host_tables = transfer.host;
@@ -115,7 +118,7 @@ impl Scheduler {
                 self.running.push(index);
             }
             (direction, owner) => {
-                self.memory.release(&mut transfer.device);
+                self.memory.release(&mut transfer.device, false);
                 self.memory.release_on_host(&mut transfer.host);
                 let Some(index) = owner else { return Ok(()) };
                 let sequence = &mut self.sequences[index];
@@ -132,7 +135,7 @@ impl Scheduler {
     }
 
     /// Commits a chunk with the verdicts of its accepted tokens; none if it does not sample.
-    fn commit_chunk(&mut self, chunk: &Chunk, verdicts: &[TokenVerdict]) {
+    fn commit_chunk(&mut self, chunk: &Chunk, verdicts: &[TokenVerdict], iteration: u64) {
         let index = chunk.id.index;
         if !self.release_from_iteration(index) {
             // It has ended, and stays while a later iteration copies a block of it.
@@ -157,6 +160,7 @@ impl Scheduler {
             sequence.hashes.extend(verdicts.iter().filter_map(|verdict| verdict.hash));
         }
         self.memory.seal(sequence);
+        Self::commit_state(&mut self.memory, sequence, chunk, iteration);
         // Nothing is left to generate, and no later sample is in flight.
         let last = sequence.remaining_tokens == 0 && sequence.known_tokens == sequence.committed_tokens + 1;
         self.memory.pass_windows(sequence);

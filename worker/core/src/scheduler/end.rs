@@ -71,7 +71,7 @@ impl Scheduler {
     pub(super) fn remove(&mut self, index: u32) {
         let Some(mut sequence) = self.sequences.remove(index) else { return };
         self.slots.release(sequence.slot());
-        self.memory.release(&mut sequence.tables);
+        Self::give_up_blocks(&mut self.memory, &mut sequence);
         self.memory.release_on_host(&mut sequence.host_tables);
         self.tenants.depart(sequence.tenant);
     }

@@ -3,9 +3,10 @@
 use inflight_contract::{BlockHash, GROUPS_MAX};
 
 use super::transfers::{Offloaded, Transfers};
-use crate::memory::{BlockStore, FoundPrefix, SealedSpan, Spans, Tables};
+use crate::memory::{BlockStore, FoundPrefix, SealedSpan, SnapshotKind, Spans, Tables};
 use crate::sequence::Sequence;
-use crate::{Block, CacheEvent, CacheTier, Direction, SchedulerLimits};
+use crate::state_progress::StateBegin;
+use crate::{Block, CacheEvent, CacheTier, Direction, SchedulerLimits, SnapshotShape};
 
 /// Maximum number of cold prefix-cache blocks copied to the host by one transfer.
 const OFFLOAD_MAX: usize = 16;
@@ -18,6 +19,8 @@ pub(super) struct KvMemory {
     limits: SchedulerLimits,
     /// Whether groups of layers give up blocks; asked for each sequence.
     has_windows: bool,
+    /// Positions between two ends of spans at which a recurrent state can be kept; `None`: none is.
+    snapshot_every: Option<u32>,
     device: BlockStore,
     host: BlockStore,
 }
@@ -28,8 +31,9 @@ impl KvMemory {
         Self {
             limits: *limits,
             has_windows: limits.shape.has_windows(),
-            device: BlockStore::new(limits.shape, limits.blocks).with_evicted_hashes(),
-            host: BlockStore::new(limits.shape, limits.host_blocks),
+            snapshot_every: limits.snapshot_every(),
+            device: BlockStore::new(limits.shape, limits.snapshot, limits.blocks).with_evicted_hashes(),
+            host: BlockStore::new(limits.shape, None, limits.host_blocks),
         }
     }
 
@@ -103,6 +107,13 @@ impl KvMemory {
         (end * self.limits.block_tokens()).saturating_sub(sequence.computed_tokens)
     }
 
+    /// Returns the maximum length of a prefill chunk, after which the state is where a snapshot of it is wanted.
+    pub fn until_snapshot(&self, sequence: &Sequence) -> u32 {
+        let most =
+            |shape| sequence.progress.chunk_max(sequence.computed_tokens, sequence.known_tokens, shape);
+        self.limits.snapshot.map_or(u32::MAX, most)
+    }
+
     /// Takes the blocks of the next `len` tokens of a prefill, for which there is room.
     pub fn hold(&mut self, sequence: &mut Sequence, len: u32) {
         if self.has_windows && len > 0 {
@@ -113,7 +124,7 @@ impl KvMemory {
 
     /// Returns the spans up to which the tables of a new sequence reach, and the blocks that must be free to admit it: those behind a
     /// found prefix of `tokens` tokens, those of the prefix without an owner, and the watermark. Alone, a sequence may also use the
-    /// watermark, so that one of maximum length can run.
+    /// watermark and the blocks of a snapshot that others need, so that one of maximum length can run.
     pub fn admission_need(
         &self,
         sequence: &Sequence,
@@ -123,7 +134,8 @@ impl KvMemory {
     ) -> (Spans, u32) {
         let ends = self.limits.reserved(sequence.known_tokens, sequence.remaining_tokens, tokens);
         let new = self.limits.blocks_of(&[found.spans; GROUPS_MAX], &ends) + self.limits.shape.state_blocks();
-        (ends, new + found.unowned + self.watermark(alone))
+        let kept = if alone { 0 } else { found.pinned + self.watermark(alone) };
+        (ends, new + found.unowned + kept)
     }
 
     fn watermark(&self, alone: bool) -> u32 {
@@ -151,8 +163,13 @@ impl KvMemory {
         }
         let max = (sequence.reusable_tokens() / self.limits.block_tokens()) as usize;
         let hashes = sequence.hashes.get(found as usize..sequence.hashes.len().min(max)).unwrap_or_default();
-        let evicted = hashes.iter().take_while(|hash| self.device.cache().was_evicted(**hash));
-        evicted.count() as u32 * self.limits.block_tokens()
+        let was_evicted = |hash: &BlockHash| self.device.cache().was_evicted(*hash);
+        let spans = match self.snapshot_every {
+            None => hashes.iter().take_while(|hash| was_evicted(hash)).count(),
+            // The last one at whose end there was a snapshot, or that was evicted itself.
+            Some(_) => hashes.iter().rposition(was_evicted).map_or(0, |last| last + 1),
+        };
+        spans as u32 * self.limits.block_tokens()
     }
 
     /// Fills the tables of a new sequence with the blocks of the first `spans` spans that the token behind `tokens` tokens sees: of a
@@ -218,6 +235,11 @@ impl KvMemory {
     /// Returns the number of leading cached spans that the first group shares with other owners, and of the cached spans behind
     /// them, which can be evicted once dropped.
     pub fn cached_spans(&self, sequence: &Sequence) -> (u32, u32) {
+        if self.limits.shape.state_blocks() > 0 {
+            // A state is of no use in part, and is the sequence's alone.
+            let at = sequence.progress.settled().filter(|at| self.hash_before(sequence, *at).is_some());
+            return (0, (at.unwrap_or(0) / self.limits.block_tokens()).min(sequence.sealed_spans));
+        }
         let Some(table) = sequence.tables.groups().first() else { return (0, 0) };
         let sealed = table.end_span().min(sequence.sealed_spans);
         let is_shared = |span: &u32| table.span(*span).iter().all(|block| self.device.owners(*block) > 1);
@@ -333,8 +355,8 @@ impl KvMemory {
 
     /// Adds the full spans of a sequence's committed tokens to the prefix cache, as far as their hashes are known.
     pub fn seal(&mut self, sequence: &mut Sequence) {
-        // Rows are of no use to others without the state behind them.
-        if self.limits.shape.state_blocks() > 0 {
+        // Rows are of no use to others without the states behind them.
+        if self.limits.shape.state_blocks() > 0 && self.snapshot_every.is_none() {
             return;
         }
         let full = (sequence.committed_tokens / self.limits.block_tokens()).min(sequence.hashes.len() as u32);
@@ -356,14 +378,81 @@ impl KvMemory {
         }
     }
 
-    /// Releases all blocks of device tables.
-    pub fn release(&mut self, tables: &mut Tables) {
-        self.device.release_all(tables);
+    /// Makes a new sequence an owner of the snapshot behind its cached prefix. If that leaves fewer than `needed` free blocks, its blocks become those of the sequence's state; with windows always, as prefills then take blocks that are not reserved.
+    /// Models without recurrent layers have no snapshots.
+    pub fn share_snapshot(&mut self, tables: &mut Tables, hash: BlockHash, needed: u32) -> StateBegin {
+        let leader = self.device.cache().lookup(hash).filter(|_| self.snapshot_every.is_some());
+        let Some(leader) = leader else { return StateBegin::Empty };
+        let free = |block: &&Block| self.device.owners(**block) == 0;
+        let unowned = self.device.cache().snapshot(leader).iter().filter(free).count() as u32;
+        if unowned == 0 || !self.has_windows && self.device.free() >= needed + unowned {
+            return StateBegin::Copied { superfluous: self.device.share_snapshot(tables, leader) };
+        }
+        self.device.take_snapshot(tables, leader);
+        StateBegin::Taken
+    }
+
+    /// Returns the number of snapshots in the prefix cache.
+    pub fn snapshots(&self) -> u32 {
+        self.device.cache().snapshots()
+    }
+
+    /// Returns what is kept of a recurrent state.
+    pub fn snapshot(&self) -> Option<SnapshotShape> {
+        self.limits.snapshot
+    }
+
+    /// Takes free blocks beyond the watermark for a snapshot of a sequence's state, unless one is kept at `position`. Returns false if there
+    /// are none.
+    pub fn take_for_snapshot(&mut self, sequence: &mut Sequence, position: u32) -> bool {
+        let (Some(shape), Some(hash)) = (self.limits.snapshot, self.hash_before(sequence, position)) else {
+            return false;
+        };
+        let cache = self.device.cache();
+        let known = cache.lookup(hash).is_some_and(|leader| cache.has_state(leader));
+        let kept = self.limits.watermark_blocks;
+        !known && self.device.take_for_snapshot(&mut sequence.tables, shape.blocks, kept)
+    }
+
+    /// Adds the snapshot that was copied from a sequence's state at `position` to the prefix cache.
+    pub fn store_snapshot(&mut self, sequence: &mut Sequence, position: u32, kind: SnapshotKind) {
+        let hash = self.hash_before(sequence, position);
+        let demoted =
+            hash.is_some_and(|hash| self.device.keep_snapshot(hash, sequence.tables.snapshot(), kind));
+        self.release_snapshot(sequence, demoted);
+    }
+
+    /// Releases the snapshot that a sequence holds; `demoted`: to be evicted before others.
+    pub fn release_snapshot(&mut self, sequence: &mut Sequence, demoted: bool) {
+        self.device.release_snapshot(&mut sequence.tables, demoted);
+    }
+
+    /// Adds the state of a sequence that gives up its blocks to the prefix cache, if it can be resumed from. Returns true if it is to be
+    /// evicted before others.
+    pub fn keep_state(&mut self, sequence: &Sequence) -> bool {
+        let (Some(shape), Some(at)) = (self.limits.snapshot, sequence.progress.settled()) else {
+            return false;
+        };
+        let Some(blocks) = sequence.tables.state().get(..shape.blocks as usize) else { return false };
+        let hash = self.hash_before(sequence, at).filter(|_| at >= self.limits.snapshot_worth());
+        hash.is_some_and(|hash| self.device.keep_snapshot(hash, blocks, SnapshotKind::Output))
+    }
+
+    /// Returns the hash of the span that ends at a position at which a state can be kept.
+    fn hash_before(&self, sequence: &Sequence, position: u32) -> Option<BlockHash> {
+        let every = self.snapshot_every?;
+        let last = (position / self.limits.block_tokens()).checked_sub(1)?;
+        sequence.hashes.get(last as usize).copied().filter(|_| position.is_multiple_of(every))
+    }
+
+    /// Releases all blocks of device tables; `demoted`: a snapshot of the state is to be evicted before others.
+    pub fn release(&mut self, tables: &mut Tables, demoted: bool) {
+        self.device.release_all(tables, demoted);
     }
 
     /// Releases all blocks of host tables.
     pub fn release_on_host(&mut self, tables: &mut Tables) {
-        self.host.release_all(tables);
+        self.host.release_all(tables, false);
     }
 
     /// Removes the spans with these hashes from both prefix caches; their owners keep them.

@@ -21,6 +21,7 @@ mod resumption_estimator;
 mod roster;
 mod sequences;
 mod slots;
+mod snapshots;
 mod step_bounds;
 mod swap;
 mod transfers;
@@ -38,6 +39,7 @@ use crate::memory::{Spans, Tables};
 use crate::policy::{Policy, SchedulingPolicy, SequenceView};
 use crate::record::{RecordKind, RecordLog};
 use crate::sequence::{Sequence, SequenceState};
+use crate::state_progress::StateProgress;
 use crate::{
     CacheEvent, CacheTier, Iteration, LimitsError, NewSequence, PrefillLoad, SchedulerLimits, ScoredRange,
     SequenceId, Slot, Time,
@@ -308,6 +310,7 @@ impl Scheduler {
             hashes,
             sealed_spans: 0,
             junction: 0,
+            progress: StateProgress::default(),
             group: new.group,
             scored: ScoredRange { end: new.scored.end.min(new.known_tokens - 1), ..new.scored },
             drafted: 0,

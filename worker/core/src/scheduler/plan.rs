@@ -51,6 +51,7 @@ impl Scheduler {
         if !self.iteration.chunks.is_empty() {
             let mut launched = self.launches.next();
             self.iteration.number = launched.number;
+            self.plan_state_copies();
             let predicted = self.cost.step(&draft.work);
             self.push_history(now, predicted, &draft);
             launched.work = draft.work;
@@ -181,6 +182,8 @@ impl Scheduler {
             let sequence = &self.sequences[index];
             draft.unreserve(sequence, reserved);
             let len = draft.prefill_len(sequence, &self.memory, &self.cost).max(reserved);
+            // A snapshot may be wanted since.
+            let len = len.min(self.memory.until_snapshot(sequence));
             self.push_prefill(index, len, draft);
         }
     }

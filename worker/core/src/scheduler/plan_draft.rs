@@ -35,7 +35,8 @@ impl PlanDraft {
     /// Returns the maximum chunk length of a prefill, regardless of the step target.
     pub fn chunk_max(&self, sequence: &Sequence, memory: &KvMemory) -> u32 {
         let scored = sequence.scored.chunk_max(sequence.computed_tokens, self.scores);
-        sequence.uncomputed().min(self.budget).min(scored).min(memory.room(sequence))
+        let most = sequence.uncomputed().min(self.budget).min(scored).min(memory.room(sequence));
+        most.min(memory.until_snapshot(sequence))
     }
 
     /// Returns the chunk length of a prefill within budgets and step target.

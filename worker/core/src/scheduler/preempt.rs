@@ -123,7 +123,7 @@ impl Scheduler {
         PreemptionCost {
             recompute: returns * self.cost.prefill(cached, tokens - cached).as_secs_f64(),
             swap: 0.5 * (1.0 + returns) * self.cost.copy(blocks).as_secs_f64(),
-            can_swap: blocks > 0 && blocks <= self.memory.host_free(),
+            can_swap: blocks > 0 && blocks <= self.memory.host_free() && sequence.progress.is_loaded(),
         }
     }
 
@@ -229,7 +229,7 @@ impl Scheduler {
             Preemption::Recompute => {
                 let sequence = &mut self.sequences[index];
                 sequence.dropped_spans = dropped;
-                self.memory.release(&mut sequence.tables);
+                Self::give_up_blocks(&mut self.memory, sequence);
                 self.requeue(index, now);
                 self.totals.recompute_preemptions += 1;
             }

@@ -41,15 +41,14 @@ impl Scheduler {
 
     /// Returns true if a sequence may wait for a prefix that another one computes. After too many bypasses it
     /// computes the prefix itself.
-    fn may_wait_to_share(&self, index: u32) -> bool {
+    pub(super) fn may_wait_to_share(&self, index: u32) -> bool {
         self.sequences[index].bypass_count < self.limits.bypass_max.max(1)
     }
 
     /// Looks up the cached prefix of a sequence.
     pub(super) fn match_prefix(&self, index: u32) -> Result<PrefixMatch, BlockedBy> {
         if self.limits.shape.state_blocks() > 0 {
-            let found = FoundPrefix { spans: 0, unowned: 0, cached: 0 };
-            return Ok(PrefixMatch { found, sibling: None, copy: false, host: 0, tokens: 0 });
+            return self.match_snapshot(index);
         }
         if let Some(prefix) = self.match_sibling(index)? {
             return Ok(prefix);
@@ -97,7 +96,7 @@ impl Scheduler {
             return Ok(None);
         }
         let spans = tokens / self.limits.block_tokens();
-        let found = FoundPrefix { spans, unowned: 0, cached: spans };
+        let found = FoundPrefix { spans, unowned: 0, pinned: 0, cached: spans };
         let copy = !tokens.is_multiple_of(self.limits.block_tokens());
         Ok(Some(PrefixMatch { found, sibling: Some(sibling.id.index), copy, host: 0, tokens }))
     }

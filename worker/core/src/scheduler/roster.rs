@@ -85,6 +85,12 @@ impl Scheduler {
         blocks
     }
 
+    /// Returns the blocks of the recurrent states of the running sequences, and the number of snapshots in the prefix cache.
+    pub fn state_use(&self) -> (u32, u32) {
+        let blocks = self.running.iter().map(|index| self.sequences[*index].tables.state().len() as u32);
+        (blocks.sum(), self.memory.snapshots())
+    }
+
     /// Returns the number of device blocks in the prefix cache that no sequence uses.
     pub fn cold_blocks(&self) -> u32 {
         self.memory.cold()

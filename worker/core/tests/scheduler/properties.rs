@@ -1,10 +1,12 @@
 //! Random workloads under random interleavings of submission, cancellation, deadline, transfer and failure:
 //! blocks are conserved, every sequence ends once, and no sequence reads foreign KV.
 
+use std::cell::Cell;
+
 use proptest::prelude::*;
 use proptest::test_runner::{Config, RngSeed, TestRunner};
 
-use inflight_worker_core::SchedulerLimits;
+use inflight_worker_core::{SchedulerLimits, SnapshotShape};
 
 use crate::harness::{Harness, limits, op, policy, seeds, shape, shape_with_state};
 
@@ -29,13 +31,17 @@ fn every_schedule_with_windows_conserves_blocks_and_ends_each_sequence_once() {
     }));
 }
 
-/// Recurrent layers beside others: no sequence computes with a state of another one, or of other tokens.
+/// Recurrent layers beside others, with and without snapshots: no sequence computes with a state of another one, or of other tokens.
 #[test]
 fn every_schedule_with_recurrent_states_conserves_blocks_and_ends_each_sequence_once() {
-    check((limits(), shape_with_state(), 1u32..=3).prop_map(|(limits, shape, part)| {
+    let snapshot = prop::option::weighted(0.8, (1u32..=5, 0u32..=4));
+    check((limits(), shape_with_state(), 1u32..=3, snapshot).prop_map(|(limits, shape, part, snapshot)| {
         let (span, state) = (shape.span_blocks(), shape.state_blocks());
+        let of_state =
+            |(blocks, log): (u32, u32)| SnapshotShape { blocks: blocks.min(state), every: 1 << log };
         SchedulerLimits {
             shape,
+            snapshot: snapshot.map(of_state),
             blocks: limits.blocks * span / part + span + state * (1 + limits.running_max / part),
             host_blocks: (limits.host_blocks * span + limits.running_max * state) / part,
             ..limits
@@ -46,6 +52,7 @@ fn every_schedule_with_recurrent_states_conserves_blocks_and_ends_each_sequence_
 fn check(limits: impl Strategy<Value = SchedulerLimits>) {
     let seeds = seeds::seeds();
     let schedules = (limits, policy(), prop::collection::vec(op(), 1..120));
+    let cached = Cell::new(0);
     for seed in seeds.clone() {
         let config = Config {
             cases: SCHEDULES,
@@ -57,11 +64,16 @@ fn check(limits: impl Strategy<Value = SchedulerLimits>) {
             let mut harness = Harness::new(limits, policy);
             ops.iter().enumerate().for_each(|(at, op)| harness.apply(at, op));
             harness.finish();
+            cached.set(cached.get() + harness.scheduler.load().cached_tokens);
             Ok(())
         });
         if let Err(error) = outcome {
             panic!("seed {seed} (INFLIGHT_SEEDS={seed}..{}): {error}", seed + 1);
         }
     }
-    println!("seeds {seeds:?}, {SCHEDULES} schedules each: all hold");
+    let cached = cached.get();
+    assert!(cached > 0, "no sequence resumed from the prefix cache");
+    println!(
+        "seeds {seeds:?}, {SCHEDULES} schedules each: all hold, with {cached} tokens of the prefix cache"
+    );
 }

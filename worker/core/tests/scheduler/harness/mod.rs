@@ -559,7 +559,7 @@ impl Harness {
 
     /// Runs all iterations in flight that have not run.
     fn run(&mut self) {
-        let shape = self.scheduler.limits().shape;
+        let SchedulerLimits { shape, snapshot, .. } = *self.scheduler.limits();
         for running in self.in_flight.iter_mut().filter(|running| !running.ran) {
             running.ran = true;
             for copy in &running.copies {
@@ -571,20 +571,33 @@ impl Harness {
                 let drafts = running.drafted.get(&chunk.id);
                 let guessed = drafts.map_or(&[][..], |drafts| &drafts.contents);
                 let contents: Vec<_> = model.contents.iter().chain(guessed).collect();
-                // The state after the tokens before the chunk; those behind them were drafts, if there are any.
+                // The first blocks have the state at a multiple of some positions, the others the tokens behind it. Those behind the start
+                // of the chunk were drafts, if there are any.
+                let (start, end) = (chunk.start as usize, (chunk.start + chunk.len) as usize);
+                let kept = snapshot.map_or(0, |snapshot| snapshot.blocks as usize);
+                let every = snapshot.map_or(1, |snapshot| snapshot.every as usize);
+                let mut base = 0;
                 for (part, block) in tables.state().iter().enumerate() {
                     let state = &mut self.device[*block as usize];
-                    let (start, end) = (chunk.start as usize, (chunk.start + chunk.len) as usize);
                     // The newest token may be a placeholder known only to the device.
                     let of =
                         |at: usize| contents.get(at).map_or(UNKNOWN, |content| row(**content, STATE, part));
                     let is_same = |at: usize| [of(at), UNKNOWN].contains(&state[at]);
-                    assert!(
-                        start == 0 || state.len() >= start && (0..start).all(is_same),
-                        "{:?} reads a foreign state at {start}",
-                        chunk.id
-                    );
+                    if start > 0 && part < kept {
+                        assert!(part == 0 || base == state.len(), "parts of two states");
+                        base = state.len();
+                        assert!(
+                            base <= start && (0..base).all(is_same),
+                            "{:?} reads a foreign state",
+                            chunk.id
+                        );
+                    } else if start > base {
+                        let known = state.len() >= start && (base..start).all(is_same);
+                        assert!(known, "{:?} reads a foreign state at {start}", chunk.id);
+                    }
                     state.clear();
+                    let certain = end - chunk.drafts as usize;
+                    let end = if part < kept { certain - certain % every } else { end };
                     state.extend((0..end).map(of));
                 }
                 for (group, table) in tables.groups().iter().enumerate() {
@@ -682,7 +695,10 @@ impl Harness {
                 for (group, table) in tables.groups().iter().enumerate() {
                     for (part, block) in table.span(position / block_tokens).iter().enumerate() {
                         let at = (position % block_tokens) as usize;
-                        self.device[*block as usize][at] = row(*content, group, part);
+                        let rows = &mut self.device[*block as usize];
+                        // It may have been a part of a state.
+                        rows.resize(block_tokens as usize, 0);
+                        rows[at] = row(*content, group, part);
                     }
                 }
             }
