@@ -82,7 +82,9 @@ fn check(
     outputs: usize,
 ) {
     let heads = shape.value_heads;
-    assert!(heads.is_multiple_of(shape.key_heads) && shape.taps >= 2, "the heads are no multiple");
+    assert!(heads.is_multiple_of(shape.key_heads), "the heads are no multiple");
+    // A state has the inputs before it, at least CELL.
+    assert!((2..=CELL + 1).contains(&shape.taps), "a convolution of too few or too many positions");
     assert!(shape.key_dim.is_multiple_of(16) && shape.value_dim.is_multiple_of(16), "heads of other sizes");
     let rows = sequences.last().map_or(0, |sequence| sequence.rows.end);
     assert!(inputs.qkv.len() >= rows * shape.channels(), "qkv is not [rows, channels]");
@@ -92,7 +94,7 @@ fn check(
     assert_eq!(weights.convolution.len(), shape.taps * shape.channels(), "the weights of the convolution");
     let lengths = [weights.decay.len(), weights.decay_bias.len(), weights.norm.len()];
     assert_eq!(lengths, [heads, heads, shape.value_dim], "the weights of the heads");
-    let pieces = shape.pieces();
+    let pieces = [shape.state_pieces(), shape.log_pieces()].concat();
     assert_eq!(places.len(), pieces.len(), "each head has a place");
     for (place, bytes) in places.iter().zip(&pieces) {
         let end = place.offset + *bytes as usize;

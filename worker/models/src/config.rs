@@ -13,7 +13,8 @@ use super::config_keys;
 use super::fields::Fields;
 use super::files::Files;
 use super::gguf;
-use super::{Arithmetic, AttentionSpec, DeltaSpec, LayerSpec, Mixer, Rope};
+use super::gguf::GGUF_DELTA;
+use super::{Arithmetic, AttentionSpec, DeltaForm, DeltaSpec, LayerSpec, Mixer, Rope};
 
 /// Sanity bounds far above every supported model, so that a broken file can't request absurd amounts of
 /// memory.
@@ -45,6 +46,8 @@ pub struct ModelConfig {
     pub rotated_dim: usize,
     /// Gated delta rule of the recurrent layers, if the model has some.
     pub delta: Option<DeltaSpec>,
+    /// Layers of multi-token prediction behind the others, which draft tokens.
+    pub mtp_layers: usize,
     /// Number of query heads.
     pub heads: usize,
     /// Number of KV heads; divides `heads`.
@@ -74,7 +77,12 @@ pub struct ModelConfig {
 impl ModelConfig {
     pub(super) fn read(files: &Files) -> Result<Self, Error> {
         match Fields::read(files, "config.json")? {
-            Some(fields) => Self::of(&fields),
+            Some(fields) => match architecture(&fields)?.1.flag(GGUF_DELTA)? {
+                None => Self::of(&fields),
+                Some(_) => {
+                    Err(fields.unsupported(GGUF_DELTA, "the form of GGUF files", "that of checkpoints"))
+                }
+            },
             None => Err(Error::MissingFile { file: files.label("config.json"), advice: advice(files)? }),
         }
     }
@@ -133,6 +141,7 @@ impl ModelConfig {
             ropes,
             rotated_dim,
             delta: if recurrent.contains(&true) { Some(delta(fields)?) } else { None },
+            mtp_layers: fields.number("mtp_num_hidden_layers")?.map_or(0, |layers| layers as usize),
             heads,
             kv_heads,
             head_dim,
@@ -201,6 +210,7 @@ fn check_activation(fields: &Fields, activation: Activation) -> Result<(), Error
 fn arithmetic(fields: &Fields, spec: &ArchitectureSpec, head_dim: usize) -> Result<Arithmetic, Error> {
     let ArithmeticSpec { norms, zero_centred_norms, activation, score_size, scaled_embedding, output_gate } =
         spec.arithmetic;
+    let zero_centred_norms = zero_centred_norms && !fields.flag(GGUF_DELTA)?.unwrap_or(false);
     let output_gate = output_gate && fields.flag("attn_output_gate")?.unwrap_or(true);
     let score_size = match score_size {
         ScoreSize::Head => head_dim as f64,
@@ -310,6 +320,7 @@ fn delta(fields: &Fields) -> Result<DeltaSpec, Error> {
         key_dim: fields.needed_count("linear_key_head_dim", WIDTH_MAX)?,
         value_dim: fields.needed_count("linear_value_head_dim", WIDTH_MAX)?,
         taps: fields.needed_count("linear_conv_kernel_dim", TAPS_MAX)?,
+        form: if fields.flag(GGUF_DELTA)?.unwrap_or(false) { DeltaForm::Gguf } else { DeltaForm::Checkpoint },
     };
     if !spec.value_heads.is_multiple_of(spec.key_heads) {
         let rule = format!("a multiple of the {} key heads", spec.key_heads);

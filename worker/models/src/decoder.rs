@@ -6,7 +6,7 @@ use std::collections::BTreeSet;
 
 use super::architecture::DeltaNames;
 use super::foreign_tensors;
-use super::{DeltaSpec, Error, Mixer, ModelConfig, ModelDir, Tensor, Tensors};
+use super::{DeltaForm, DeltaSpec, Error, Mixer, ModelConfig, ModelDir, Tensor, Tensors};
 
 /// Matrix of a decoder layer, or its LM head.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -74,9 +74,9 @@ pub struct DeltaWeights<V, L> {
     pub gates: L,
     /// Stacked projections to betas and to the inputs of decays.
     pub scalars: L,
-    /// Weights of the convolution; [channels, 1, taps].
+    /// Weights of the convolution; [channels, taps], with an axis of 1 between them in checkpoints.
     pub convolution: V,
-    /// Logarithms of A; [value_heads].
+    /// Rates of decays, as [`DeltaForm`] says; [value_heads].
     pub decay: V,
     /// What is added to the inputs of decays; [value_heads].
     pub decay_bias: V,
@@ -292,7 +292,10 @@ impl Lookup<'_> {
                 inputs: inputs(Matrix::DeltaInputs, names.inputs, channels)?,
                 gates: inputs(Matrix::DeltaGates, names.gates, values)?,
                 scalars: linear(Matrix::DeltaScalars, &scalars, hidden, false)?,
-                convolution: self.get(convolution, &[channels, 1, taps])?,
+                convolution: match delta.form {
+                    DeltaForm::Checkpoint => self.get(convolution, &[channels, 1, taps])?,
+                    DeltaForm::Gguf => self.get(convolution, &[channels, taps])?,
+                },
                 decay: self.get(at(names.decay), &[value_heads])?,
                 decay_bias: self.get(at(names.decay_bias), &[value_heads])?,
                 norm: norm(names.norm, value_dim)?,

@@ -7,7 +7,7 @@ use inflight_kernels::cpu::{Activation, Isa, RopeScaling};
 use sha2::{Digest, Sha256};
 
 use super::content::hex;
-use super::{AttentionSpec, DeltaSpec, Error, ModelConfig, ModelDir, NormPlaces};
+use super::{AttentionSpec, DeltaForm, DeltaSpec, Error, ModelConfig, ModelDir, NormPlaces};
 
 /// Computes the numerics fingerprint of the CPU runtime: SHA-256, in hex, over everything that decides a
 /// token's bits. Workers with equal fingerprints generate equal tokens.
@@ -96,8 +96,9 @@ fn described(config: &ModelConfig) -> String {
             line("rope_of_layer", format!("{index} {rope}"));
         }
     }
-    if let Some(DeltaSpec { key_heads, value_heads, key_dim, value_dim, taps }) = config.delta {
-        line("delta", format!("{key_heads} {value_heads} {key_dim} {value_dim} {taps}"));
+    if let Some(DeltaSpec { key_heads, value_heads, key_dim, value_dim, taps, form }) = config.delta {
+        let form = if form == DeltaForm::Gguf { " gguf" } else { "" };
+        line("delta", format!("{key_heads} {value_heads} {key_dim} {value_dim} {taps}{form}"));
     }
     if config.rotated_dim != config.head_dim {
         line("rotated", config.rotated_dim.to_string());
@@ -164,7 +165,9 @@ mod tests {
         let mut other = plain.clone();
         other.layers[1] = attention(Some(24), 1);
         other.layers.push(LayerSpec { mixer: Mixer::Delta });
-        other.delta = Some(DeltaSpec { key_heads: 2, value_heads: 4, key_dim: 16, value_dim: 32, taps: 4 });
+        let form = DeltaForm::Checkpoint;
+        other.delta =
+            Some(DeltaSpec { key_heads: 2, value_heads: 4, key_dim: 16, value_dim: 32, taps: 4, form });
         other.rotated_dim = 8;
         other.arithmetic.output_gate = true;
         other.ropes.push(Rope { theta: 1e6, scaling: RopeScaling::Linear { factor: 8.0 } });

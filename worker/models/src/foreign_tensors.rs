@@ -1,7 +1,7 @@
 //! Tensors of a checkpoint that its decoder does not use: harmless ones, and those that show that the model is of
 //! another kind than config.json says.
 
-use super::ModelConfig;
+use super::{DeltaForm, ModelConfig};
 
 /// Ends of the names of tensors without effect: buffers that are computed from the configuration, and scales of a KV
 /// cache in 8 bits.
@@ -68,8 +68,16 @@ fn known(parts: &[(&str, &'static str)], tensor: &str) -> Option<&'static str> {
 pub(super) fn is_ignored(tensor: &str, config: &ModelConfig) -> bool {
     let names = config.architecture.spec().tensors;
     let head = || config.tied_embeddings && tensor.strip_prefix(names.head) == Some(".weight");
-    // Heads of multi-token prediction draft tokens.
-    let ignored = IGNORED_ENDS.iter().any(|end| tensor.ends_with(end)) || tensor.starts_with("mtp.");
+    // Heads of multi-token prediction draft tokens; in GGUF files they are layers behind the others.
+    let of_layers = tensor.strip_prefix(names.layers).and_then(|rest| rest.strip_prefix('.'));
+    let layer = of_layers.or_else(|| tensor.strip_prefix("blk.")).and_then(|rest| rest.split('.').next());
+    let behind = layer.and_then(|layer| layer.parse().ok()).is_some_and(|layer: usize| {
+        let first = config.layers.len();
+        (first..first.saturating_add(config.mtp_layers)).contains(&layer)
+    });
+    let of_gguf = config.delta.is_some_and(|delta| delta.form == DeltaForm::Gguf);
+    let drafts = tensor.starts_with("mtp.") || of_gguf && behind;
+    let ignored = IGNORED_ENDS.iter().any(|end| tensor.ends_with(end)) || drafts;
     ignored || head() || config.architecture.is_multimodal() && is_of_images(tensor)
 }
 

@@ -43,6 +43,18 @@ pub struct DeltaSpec {
     pub value_dim: usize,
     /// Positions that the convolution before the rule sees, its own included.
     pub taps: usize,
+    /// Form of the weights.
+    pub form: DeltaForm,
+}
+
+/// Form of the weights of a gated delta rule.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum DeltaForm {
+    /// As of Hugging Face checkpoints: a key head serves consecutive value heads, and rates of decays are given by their logarithms.
+    Checkpoint,
+    /// As of GGUF files: the value heads of a key head are as many apart as there are key heads, rates of decays are given negated, and
+    /// norms are not zero-centred.
+    Gguf,
 }
 
 impl DeltaSpec {
@@ -54,6 +66,12 @@ impl DeltaSpec {
     /// Returns the elements of all value heads.
     pub fn values(&self) -> usize {
         self.value_heads * self.value_dim
+    }
+
+    /// Returns the part of one of `ranks` ranks, which divide the key heads.
+    #[must_use]
+    pub fn of_rank(self, ranks: usize) -> Self {
+        Self { key_heads: self.key_heads / ranks, value_heads: self.value_heads / ranks, ..self }
     }
 }
 

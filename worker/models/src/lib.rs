@@ -43,7 +43,7 @@ pub use fingerprint::{fingerprint, fingerprint_of};
 pub use fingerprint_cache::FingerprintCache;
 pub use generation::GenerationDefaults;
 pub use inflight_kernels::cpu::RopeScaling;
-pub use layer::{Arithmetic, AttentionSpec, DeltaSpec, LayerSpec, Mixer, NormPlaces, Rope};
+pub use layer::{Arithmetic, AttentionSpec, DeltaForm, DeltaSpec, LayerSpec, Mixer, NormPlaces, Rope};
 pub use source::ModelSource;
 pub use tensors::{LoadedTensor, Tensor, Tensors};
 
@@ -119,7 +119,8 @@ impl ModelDir {
         bundle.push(("config.json".to_owned(), text));
         let interleaved = config.architecture.gguf().is_some_and(|gguf| gguf.interleaved_heads);
         let names = config.architecture.spec().tensors;
-        let tensors = Tensors::of_gguf(gguf, Arc::new(file), names, interleaved.then_some(config.head_dim));
+        let head_dim = interleaved.then_some(config.head_dim);
+        let tensors = Tensors::of_gguf(gguf, Arc::new(file), names, config.delta.is_some(), head_dim);
         Self { name: name.to_owned(), config, generation, tensors, bundle }.checked()
     }
 

@@ -287,6 +287,7 @@ impl Tensors {
         gguf: Gguf,
         file: Arc<WeightFile>,
         names: &TensorNames,
+        recurrent: bool,
         head_dim: Option<usize>,
     ) -> Self {
         let mut entries = BTreeMap::new();
@@ -295,7 +296,7 @@ impl Tensors {
             if info.name == gguf::FREQUENCY_DIVISORS_TENSOR {
                 continue;
             }
-            let name = names.of_gguf(&info.name).unwrap_or(info.name);
+            let name = names.of_gguf(&info.name, recurrent).unwrap_or(info.name);
             let rotated = names.is_query_or_key(&name);
             let entry = TensorEntry {
                 encoding: info.encoding.map_err(gguf::type_name),

@@ -73,6 +73,7 @@ pub struct KvPlan {
     groups: Vec<GroupMemory>,
     state_places: Vec<StatePlace>,
     state: Option<StateMemory>,
+    snapshot_blocks: u32,
 }
 
 /// Layers whose rows cannot be planned.
@@ -95,11 +96,12 @@ impl KvPlan {
     /// # Errors
     /// [`KvPlanError`] for no layers, too many different windows, or a window or span without tokens.
     pub fn new(block_tokens: u32, context_tokens: u32, layers: &[LayerRows]) -> Result<Self, KvPlanError> {
-        Self::with_states(block_tokens, context_tokens, layers, &[])
+        Self::with_states(block_tokens, context_tokens, layers, &[], &[])
     }
 
-    /// Plans the memory of layers as [`KvPlan::new`] beside the states of recurrent layers: `pieces` are the bytes, multiples of 64, of
-    /// what must not be divided, such as the state of a head. A block holds at least the largest piece.
+    /// Plans the memory of layers as [`KvPlan::new`] beside the states of recurrent layers, which are in two parts: what a sequence resumes
+    /// from, of which snapshots are kept, and the log behind it. `states` and `logs` are the bytes, multiples of 64, of what must not be
+    /// divided, such as the state of a head. A block holds at least the largest piece, and no pieces of both parts.
     ///
     /// # Errors
     /// [`KvPlanError`], also for a state of too many blocks.
@@ -107,7 +109,8 @@ impl KvPlan {
         block_tokens: u32,
         context_tokens: u32,
         layers: &[LayerRows],
-        pieces: &[u64],
+        states: &[u64],
+        logs: &[u64],
     ) -> Result<Self, KvPlanError> {
         let window = |layer: &LayerRows| layer.window.filter(|window| *window < context_tokens);
         let mut windows: Vec<Option<u32>> = layers.iter().map(window).collect();
@@ -121,7 +124,7 @@ impl KvPlan {
             |layer: &LayerRows| windows.iter().position(|other| *other == window(layer)).unwrap_or(0);
         let first: u64 = layers.iter().filter(|layer| group_of(layer) == 0).map(|layer| layer.bytes).sum();
         let largest = layers.iter().map(|layer| layer.bytes).max().unwrap_or(0);
-        let largest_piece = pieces.iter().copied().max().unwrap_or(0);
+        let largest_piece = states.iter().chain(logs).copied().max().unwrap_or(0);
         let mut best: Option<(f64, Packed)> = None;
         for parts in 1..=FIRST_GROUP_BLOCKS_MAX {
             // Layers are not divided, so a block holds at least the largest one.
@@ -142,8 +145,13 @@ impl KvPlan {
             .zip(&packed.blocks)
             .map(|(window, blocks)| LayerGroup { blocks: *blocks, window: *window })
             .collect();
-        let (state_places, state) = pack_state(pieces, packed.block_bytes);
-        let state_blocks = state.map_or(0, |state| state.blocks);
+        let (mut state_places, snapshot_blocks) = pack_state(states, packed.block_bytes, 0);
+        let (log_places, log_blocks) = pack_state(logs, packed.block_bytes, snapshot_blocks as usize);
+        state_places.extend(log_places);
+        let state_blocks = snapshot_blocks.saturating_add(log_blocks);
+        let bytes = states.iter().chain(logs).sum();
+        let unused = u64::from(state_blocks) * packed.block_bytes - bytes;
+        let state = (state_blocks > 0).then_some(StateMemory { blocks: state_blocks, bytes, unused });
         let shape = MemoryShape::new(block_tokens, &groups)?.with_state(state_blocks)?;
         let memory = |(index, group): (usize, &LayerGroup)| {
             let of_group = layers.iter().filter(|layer| group_of(layer) == index);
@@ -153,7 +161,7 @@ impl KvPlan {
         };
         let groups = groups.iter().enumerate().map(memory).collect();
         let Packed { block_bytes, places, .. } = packed;
-        Ok(Self { shape, block_bytes, places, groups, state_places, state })
+        Ok(Self { shape, block_bytes, places, groups, state_places, state, snapshot_blocks })
     }
 
     /// Returns the groups, as the scheduler sees them.
@@ -171,9 +179,14 @@ impl KvPlan {
         &self.places
     }
 
-    /// Returns the place of each piece of the states.
+    /// Returns the place of each piece of the states, then of each piece of the logs.
     pub fn state_places(&self) -> &[StatePlace] {
         &self.state_places
+    }
+
+    /// Returns the number of blocks that hold the states without the logs, the first ones of a sequence's state.
+    pub fn snapshot_blocks(&self) -> u32 {
+        self.snapshot_blocks
     }
 
     /// Returns the memory of each group.
@@ -213,8 +226,9 @@ impl fmt::Display for KvPlan {
     }
 }
 
-/// Packs the pieces of a state into blocks: the largest first, each into the first block with room.
-fn pack_state(pieces: &[u64], block_bytes: u64) -> (Vec<StatePlace>, Option<StateMemory>) {
+/// Packs pieces of a state into blocks from the block `first` on: the largest piece first, each into the first block with room. Returns
+/// their places and the number of blocks.
+fn pack_state(pieces: &[u64], block_bytes: u64, first: usize) -> (Vec<StatePlace>, u32) {
     let mut order: Vec<usize> = (0..pieces.len()).collect();
     order.sort_by_key(|piece| std::cmp::Reverse(pieces[*piece]));
     let mut places = vec![StatePlace { part: 0, offset: 0 }; pieces.len()];
@@ -225,12 +239,10 @@ fn pack_state(pieces: &[u64], block_bytes: u64) -> (Vec<StatePlace>, Option<Stat
             used.push(0);
             used.len() - 1
         });
-        places[piece] = StatePlace { part, offset: used[part] };
+        places[piece] = StatePlace { part: first + part, offset: used[part] };
         used[part] += bytes;
     }
-    let (blocks, bytes) = (u32::try_from(used.len()).unwrap_or(u32::MAX), pieces.iter().sum());
-    let memory = StateMemory { blocks, bytes, unused: u64::from(blocks) * block_bytes - bytes };
-    (places, (blocks > 0).then_some(memory))
+    (places, u32::try_from(used.len()).unwrap_or(u32::MAX))
 }
 
 /// Layers packed into blocks.
@@ -345,7 +357,7 @@ mod tests {
         // Eight heads of a state of 640 bytes and four small pieces; blocks of a span of 1,600 bytes hold two heads.
         let pieces = [[640; 8].as_slice(), &[64; 4]].concat();
         let plan =
-            KvPlan::with_states(16, 4096, &[LayerRows { window: None, bytes: 1600 }], &pieces).unwrap();
+            KvPlan::with_states(16, 4096, &[LayerRows { window: None, bytes: 1600 }], &pieces, &[]).unwrap();
         assert_eq!((plan.block_bytes(), plan.shape().state_blocks()), (1600, 4));
         assert_eq!(plan.state_places()[1], StatePlace { part: 0, offset: 640 });
         assert_eq!(plan.state_places()[8], StatePlace { part: 0, offset: 1280 });
@@ -353,8 +365,11 @@ mod tests {
         assert_eq!(plan.to_string(), text);
         assert_eq!(plan.sequence_bytes(32), 1600 * (2 + 4));
         // A block is enlarged to the largest piece.
-        let plan = KvPlan::with_states(16, 4096, &[rows(None); 3], &[640]).unwrap();
+        let plan = KvPlan::with_states(16, 4096, &[rows(None); 3], &[640], &[64]).unwrap();
         assert_eq!((plan.block_bytes(), plan.shape().span_blocks()), (640, 1));
+        // A log shares no block with the state before it, of which snapshots are kept.
+        assert_eq!((plan.shape().state_blocks(), plan.snapshot_blocks()), (2, 1));
+        assert_eq!(plan.state_places()[1], StatePlace { part: 1, offset: 0 });
     }
 
     #[test]
@@ -371,11 +386,13 @@ mod tests {
         fn every_layer_has_its_place(
             layers in prop::collection::vec((prop::sample::select(vec![None, Some(8), Some(64)]), 1u64..9), 1..40),
             pieces in prop::collection::vec(1u64..9, 0..40),
+            logs in 0usize..40,
         ) {
             let layers: Vec<LayerRows> =
                 layers.into_iter().map(|(window, size)| LayerRows { window, bytes: 4 * size }).collect();
             let pieces: Vec<u64> = pieces.into_iter().map(|size| 64 * size).collect();
-            let plan = KvPlan::with_states(16, 4096, &layers, &pieces).unwrap();
+            let (states, log) = pieces.split_at(pieces.len() - logs.min(pieces.len()));
+            let plan = KvPlan::with_states(16, 4096, &layers, states, log).unwrap();
             let mut taken = std::collections::BTreeMap::new();
             for (layer, place) in layers.iter().zip(plan.places()) {
                 let group = plan.shape().groups()[place.group];
@@ -389,6 +406,8 @@ mod tests {
             taken.clear();
             for (bytes, place) in pieces.iter().zip(plan.state_places()) {
                 prop_assert!(place.part < plan.shape().state_blocks() as usize);
+                let of_state = taken.len() < states.iter().sum::<u64>() as usize / 64;
+                prop_assert_eq!(place.part < plan.snapshot_blocks() as usize, of_state);
                 prop_assert!(place.offset + bytes <= plan.block_bytes());
                 for at in (place.offset..place.offset + bytes).step_by(64) {
                     prop_assert!(taken.insert((0, place.part, at), ()).is_none(), "pieces overlap");

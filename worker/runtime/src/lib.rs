@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use inflight_contract::SamplingParams;
 pub use inflight_contract::{PositionLogprobs, PromptLogprobs, TokenLogprob};
-use inflight_worker_core::{MemoryShape, Transfer, TransferId};
+use inflight_worker_core::{MemoryShape, SnapshotShape, Transfer, TransferId};
 
 mod batch;
 pub mod collective;
@@ -67,6 +67,8 @@ pub struct Capabilities {
     pub batch_tokens: u32,
     /// Maximum sample rows per batch; at least `slots`. If it equals `slots`, the runtime takes no drafts.
     pub sample_rows: u32,
+    /// What of a recurrent state can be kept to resume from; `None` without recurrent layers.
+    pub snapshot: Option<SnapshotShape>,
     /// Maximum drafts of a sequence in a batch, if the runtime takes drafts.
     pub sequence_drafts: u32,
     /// Maximum steps launched and not completed: 1, or 2 if steps run asynchronously.

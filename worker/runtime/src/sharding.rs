@@ -3,7 +3,7 @@
 //! As in Megatron-LM (Shoeybi et al., 2019): the QKV projections are partitioned by heads, and the gate and
 //! up projections by columns of the intermediate state (column parallel), so each rank computes attention or
 //! activation on its own columns. The output and down projections are partitioned along the reduction (row
-//! parallel), followed by an all-reduce. The LM head is partitioned by vocabulary. The embedding is not: one
+//! parallel), followed by an all-reduce. Recurrent layers are partitioned by heads, their output projection along the reduction. The LM head is partitioned by vocabulary. The embedding is not: one
 //! row per token is read, from a file that all ranks map.
 //!
 //! A group of query heads stays with its KV head. With more ranks than KV heads, a KV head is replicated on
@@ -11,7 +11,7 @@
 
 use std::ops::Range;
 
-use inflight_models::{self as models, DeltaSpec, Matrix, ModelConfig, StackedLinear};
+use inflight_models::{self as models, DeltaForm, DeltaSpec, Matrix, ModelConfig, StackedLinear};
 
 /// Maximum ranks of a group.
 pub const RANKS_MAX: usize = 64;
@@ -31,7 +31,7 @@ pub struct Shard {
     pub head_dim: usize,
     /// Rows of the query projection for an element of a query: 2 if it has those of gates, too.
     pub query_rows: usize,
-    /// Gated delta rule of the recurrent layers, which one rank holds as a whole.
+    /// Gated delta rule of the recurrent layers, of the rank's heads.
     pub delta: Option<DeltaSpec>,
     /// Columns of the MLP's intermediate state.
     pub intermediate: Range<usize>,
@@ -42,8 +42,8 @@ pub struct Shard {
 /// Partition of a matrix [outputs, inputs] that one rank holds.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Partition {
-    /// Column parallel: outputs of each stacked matrix. Biases are partitioned likewise.
-    Outputs(Vec<Range<usize>>),
+    /// Column parallel: outputs of each stacked matrix, in one or several ranges. Biases are partitioned likewise.
+    Outputs(Vec<Vec<Range<usize>>>),
     /// Row parallel: inputs, so each rank computes a partial sum. Only rank 0 adds the bias.
     Inputs(Range<usize>),
 }
@@ -56,6 +56,8 @@ pub struct Alignment {
     pub output: usize,
     /// Alignment of [`Matrix::Down`].
     pub down: usize,
+    /// Alignment of [`Matrix::DeltaOutput`].
+    pub delta_output: usize,
 }
 
 /// Error for a tensor-parallel degree that the model can't be partitioned into.
@@ -73,9 +75,14 @@ pub struct Indivisible {
 /// Obstacle to a tensor-parallel degree.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum IndivisibleCause {
-    /// The model has recurrent layers.
-    #[error("its recurrent layers are not divided yet")]
-    Recurrent,
+    /// The heads of recurrent layers do not divide evenly among the ranks.
+    #[error("the {0} key heads of its recurrent layers are no multiple of it")]
+    Recurrent(usize),
+    /// The heads of recurrent layers are in the order of GGUF files.
+    #[error(
+        "the value heads of its recurrent layers are in the order of GGUF files; safetensors can be divided"
+    )]
+    Tiled,
     /// The query heads do not divide evenly among the ranks.
     #[error("its {0} attention heads are no multiple of it")]
     Heads(usize),
@@ -134,7 +141,7 @@ pub fn shards(
         },
         head_dim: config.head_dim,
         query_rows: if config.arithmetic.output_gate { 2 } else { 1 },
-        delta: config.delta,
+        delta: config.delta.map(|delta| delta.of_rank(world)),
         intermediate: share(config.intermediate_size, rank),
         vocabulary: share(config.vocab_size, rank),
     };
@@ -148,13 +155,14 @@ fn fault(
     alignment: &dyn Fn(usize) -> Alignment,
 ) -> Option<IndivisibleCause> {
     let ModelConfig { heads, kv_heads, head_dim, intermediate_size, vocab_size, .. } = *config;
+    let key_heads = config.delta.map_or(0, |delta| delta.key_heads);
+    let values = config.delta.map_or(0, |delta| delta.values());
     let misaligned = |matrix, inputs: usize, group: usize| {
         let share = inputs / world;
         let splits = world > 1 && !share.is_multiple_of(group);
         splits.then_some(IndivisibleCause::Group { matrix, inputs, share, group })
     };
     match () {
-        () if world > 1 && config.delta.is_some() => Some(IndivisibleCause::Recurrent),
         () if !heads.is_multiple_of(world) => Some(IndivisibleCause::Heads(heads)),
         () if !kv_heads.is_multiple_of(world) && !world.is_multiple_of(kv_heads) => {
             Some(IndivisibleCause::KvHeads(kv_heads))
@@ -162,11 +170,16 @@ fn fault(
         () if !intermediate_size.is_multiple_of(world) => {
             Some(IndivisibleCause::Intermediate(intermediate_size))
         }
+        () if world > 1 && config.delta.is_some_and(|delta| delta.form == DeltaForm::Gguf) => {
+            Some(IndivisibleCause::Tiled)
+        }
+        () if !key_heads.is_multiple_of(world) => Some(IndivisibleCause::Recurrent(key_heads)),
         () if vocab_size < world => Some(IndivisibleCause::Vocabulary(vocab_size)),
         () => {
-            let Alignment { output, down } = alignment(world);
+            let Alignment { output, down, delta_output } = alignment(world);
             misaligned("o_proj", heads * head_dim, output)
                 .or_else(|| misaligned("down_proj", intermediate_size, down))
+                .or_else(|| misaligned("linear_attn.out_proj", values, delta_output))
         }
     }
 }
@@ -178,6 +191,7 @@ impl Shard {
             heads: self.heads.len(),
             kv_heads: self.kv_heads.len(),
             intermediate_size: self.intermediate.len(),
+            delta: self.delta,
             ..unsharded.clone()
         }
     }
@@ -186,29 +200,49 @@ impl Shard {
     pub fn partition(&self, matrix: Matrix) -> Partition {
         let rows = |heads: &Range<usize>| heads.start * self.head_dim..heads.end * self.head_dim;
         let (queries, keys) = (rows(&self.heads), rows(&self.kv_heads));
-        let of_delta = |delta: DeltaSpec| (delta.channels(), delta.values(), delta.value_heads);
-        let (channels, values, value_heads) = self.delta.map_or((0, 0, 0), of_delta);
-        let whole = |outputs: usize, matrices: usize| Partition::Outputs(vec![0..outputs; matrices]);
+        // The rank's part of so many outputs or inputs a rank.
+        let part = |each: usize| self.rank * each..(self.rank + 1) * each;
+        let values = self.delta.map_or(0, |delta| delta.values());
+        let value_heads = self.delta.map_or(0, |delta| delta.value_heads);
         match matrix {
             Matrix::Qkv => {
                 let projected = queries.start * self.query_rows..queries.end * self.query_rows;
-                Partition::Outputs(vec![projected, keys.clone(), keys])
+                Partition::Outputs(vec![vec![projected], vec![keys.clone()], vec![keys]])
             }
-            Matrix::DeltaInputs => whole(channels, 1),
-            Matrix::DeltaGates => whole(values, 1),
-            Matrix::DeltaScalars => whole(value_heads, 2),
-            Matrix::DeltaOutput => Partition::Inputs(0..values),
+            Matrix::DeltaInputs => Partition::Outputs(vec![self.delta_channels()]),
+            Matrix::DeltaGates => Partition::Outputs(vec![vec![part(values)]]),
+            Matrix::DeltaScalars => Partition::Outputs(vec![vec![part(value_heads)]; 2]),
+            Matrix::DeltaOutput => Partition::Inputs(part(values)),
             Matrix::Output => Partition::Inputs(queries),
-            Matrix::GateUp => Partition::Outputs(vec![self.intermediate.clone(); 2]),
+            Matrix::GateUp => Partition::Outputs(vec![vec![self.intermediate.clone()]; 2]),
             Matrix::Down => Partition::Inputs(self.intermediate.clone()),
-            Matrix::Head => Partition::Outputs(vec![self.vocabulary.clone()]),
+            Matrix::Head => Partition::Outputs(vec![vec![self.vocabulary.clone()]]),
         }
+    }
+
+    /// Returns the channels of this rank's part of a recurrent layer's convolution: of queries, keys and values.
+    pub fn delta_channels(&self) -> Vec<Range<usize>> {
+        let Some(delta) = self.delta else { return Vec::new() };
+        let widths = [delta.key_heads * delta.key_dim, delta.key_heads * delta.key_dim, delta.values()];
+        let mut first = 0;
+        let range = |width: usize| {
+            let start = first + self.rank * width;
+            first += self.ranks * width;
+            start..start + width
+        };
+        widths.into_iter().map(range).collect()
+    }
+
+    /// Returns this rank's part of a vector with an element for each value head of a recurrent layer.
+    pub fn delta_heads(&self) -> Range<usize> {
+        let heads = self.delta.map_or(0, |delta| delta.value_heads);
+        self.rank * heads..(self.rank + 1) * heads
     }
 
     /// Returns outputs and inputs of this rank's partition of a linear layer.
     pub fn shape(&self, linear: &StackedLinear) -> (usize, usize) {
         match self.partition(linear.matrix) {
-            Partition::Outputs(outputs) => (outputs.iter().map(Range::len).sum(), linear.inputs()),
+            Partition::Outputs(outputs) => (outputs.iter().flatten().map(Range::len).sum(), linear.inputs()),
             Partition::Inputs(inputs) => (linear.outputs(), inputs.len()),
         }
     }
@@ -221,8 +255,9 @@ impl Shard {
         let mut bias = Vec::new();
         match self.partition(linear.matrix) {
             Partition::Outputs(outputs) => {
-                for (part, rows) in linear.biases.iter().zip(outputs) {
-                    bias.extend_from_slice(&part.to_f32()?[rows]);
+                for (part, ranges) in linear.biases.iter().zip(outputs) {
+                    let whole = part.to_f32()?;
+                    ranges.into_iter().for_each(|rows| bias.extend_from_slice(&whole[rows]));
                 }
             }
             // Rank 0 alone adds it, since outputs are summed over ranks.
@@ -244,7 +279,7 @@ mod tests {
 
     use super::*;
 
-    const UNALIGNED: Alignment = Alignment { output: 1, down: 1 };
+    const UNALIGNED: Alignment = Alignment { output: 1, down: 1, delta_output: 1 };
 
     fn config(
         heads: usize,
@@ -282,7 +317,7 @@ mod tests {
         ) {
             let (heads, head_dim) = (kv_heads * group, 2 * half_dim);
             let config = config(heads, kv_heads, head_dim, intermediate, vocab);
-            let alignment = Alignment { output: alignment, down: alignment };
+            let alignment = Alignment { output: alignment, down: alignment, delta_output: 1 };
             let shards = match shards(&config, world, &|_| alignment) {
                 Ok(shards) => shards,
                 Err(refused) => {
@@ -318,7 +353,7 @@ mod tests {
                     prop_assert_eq!(shard.kv_heads.start + place / own_group, head / group);
                 }
                 let Partition::Outputs(qkv) = shard.partition(Matrix::Qkv) else { panic!("rows are cut") };
-                prop_assert_eq!(&qkv[0], &(shard.heads.start * head_dim..shard.heads.end * head_dim));
+                prop_assert_eq!(&qkv[0], &vec![shard.heads.start * head_dim..shard.heads.end * head_dim]);
                 prop_assert_eq!(&qkv[1], &qkv[2]);
             }
         }
@@ -332,6 +367,9 @@ mod tests {
         // Qwen2.5-0.5B and a small model.
         let qwen = config(14, 2, 64, 4864, 151_936);
         let small = config(6, 2, 32, 480, 2048);
+        let form = DeltaForm::Checkpoint;
+        let delta = DeltaSpec { key_heads: 4, value_heads: 8, key_dim: 16, value_dim: 16, taps: 4, form };
+        let recurrent = ModelConfig { delta: Some(delta), ..config(8, 8, 32, 512, 2048) };
         for (model, world, alignment, clues) in [
             (&qwen, 4, UNALIGNED, ["--tensor-parallel 4", "14 attention heads", "1, 2 would do"]),
             (&qwen, 7, UNALIGNED, ["--tensor-parallel 7", "2 key and value heads", "1, 2 would do"]),
@@ -339,14 +377,26 @@ mod tests {
             (
                 &small,
                 6,
-                Alignment { output: 64, down: 1 },
+                Alignment { output: 64, ..UNALIGNED },
                 ["32 of the 192 inputs of o_proj", "groups of 64", "1 would do"],
             ),
             (
                 &small,
                 2,
-                Alignment { output: 32, down: 64 },
+                Alignment { output: 32, down: 64, ..UNALIGNED },
                 ["240 of the 480 inputs of down_proj", "groups of 64", "1 would"],
+            ),
+            (
+                &recurrent,
+                8,
+                UNALIGNED,
+                ["--tensor-parallel 8", "4 key heads of its recurrent", "1, 2, 4 would do"],
+            ),
+            (
+                &recurrent,
+                4,
+                Alignment { delta_output: 64, ..UNALIGNED },
+                ["32 of the 128 inputs of linear_attn.out_proj", "groups of 64", "1, 2 would do"],
             ),
             (&small, 0, UNALIGNED, ["--tensor-parallel 0", "6 attention heads", "1, 2, 6 would do"]),
         ] {

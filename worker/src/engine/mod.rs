@@ -151,6 +151,14 @@ impl Engine {
             true => scheduling.drafted_tokens_max().min(capabilities.sequence_drafts),
             false => 0,
         };
+        let wanted = scheduling.drafted_tokens_max();
+        if drafts_max < wanted && drafts_max == capabilities.sequence_drafts {
+            tracing::info!(
+                wanted,
+                drafts_max,
+                "a step takes fewer drafts of a sequence: the model has recurrent layers"
+            );
+        }
         let limits = SchedulerLimits {
             host_blocks: capabilities.host_blocks,
             depth: capabilities.depth,
@@ -167,6 +175,7 @@ impl Engine {
             drafts_max,
             govern_drafts: options.govern_drafts,
             shape: capabilities.shape,
+            snapshot: capabilities.snapshot,
             ..SchedulerLimits::new(
                 capabilities.shape.block_tokens(),
                 capabilities.blocks,

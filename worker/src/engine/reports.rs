@@ -45,6 +45,11 @@ impl Engine {
         self.scheduler.group_blocks()
     }
 
+    /// Blocks of the recurrent states of the running sequences, and snapshots in the prefix cache.
+    pub fn state_use(&self) -> (u32, u32) {
+        self.scheduler.state_use()
+    }
+
     /// Load of the scheduler.
     pub fn load(&self) -> Load {
         self.scheduler.load()

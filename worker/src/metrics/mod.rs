@@ -44,6 +44,8 @@ const GROUP_BLOCKS: &str = "inflight_worker_kv_group_blocks";
 const GROUP_LAYERS: &str = "inflight_worker_kv_group_layers";
 const GROUP_SPAN_BLOCKS: &str = "inflight_worker_kv_group_span_blocks";
 const GROUP_UNUSED: &str = "inflight_worker_kv_group_unused_bytes";
+const STATE_BLOCKS: &str = "inflight_worker_kv_state_blocks";
+const SNAPSHOTS: &str = "inflight_worker_kv_snapshots";
 const HOST_BLOCKS: &str = "inflight_worker_host_kv_blocks";
 const SEQUENCES_MAX: &str = "inflight_worker_sequences_max";
 const BATCH_TOKENS_MAX: &str = "inflight_worker_batch_tokens_max";
@@ -115,18 +117,15 @@ pub const INVENTORY: &[(&str, MetricKind, Unit, &str)] = &[
     (WAITING, MetricKind::Gauge, Unit::Count, "Sequences that wait for admission to the batch"),
     (BLOCKS_USED, MetricKind::Gauge, Unit::Count, "KV blocks in use"),
     (BLOCKS, MetricKind::Gauge, Unit::Count, "KV blocks in the pool"),
-    (
-        UNFILLED,
-        MetricKind::Gauge,
-        Unit::Count,
-        "Token positions in the running sequences' KV blocks that hold no token: the memory that paging wastes",
-    ),
+    (UNFILLED, MetricKind::Gauge, Unit::Count, "Positions of running sequences' KV blocks without a token"),
     (BLOCK_TOKENS, MetricKind::Gauge, Unit::Count, "Tokens per KV block (--block-tokens)"),
     (BLOCK_BYTES, MetricKind::Gauge, Unit::Bytes, "Bytes per KV block; 0 on simulated devices"),
     (GROUP_BLOCKS, MetricKind::Gauge, Unit::Count, "KV blocks of running sequences, by group of layers"),
     (GROUP_LAYERS, MetricKind::Gauge, Unit::Count, "Layers by group: those that keep the same positions"),
     (GROUP_SPAN_BLOCKS, MetricKind::Gauge, Unit::Count, "KV blocks per --block-tokens tokens, by group"),
     (GROUP_UNUSED, MetricKind::Gauge, Unit::Bytes, "Unused bytes of these blocks, by group of layers"),
+    (STATE_BLOCKS, MetricKind::Gauge, Unit::Count, "KV blocks of running sequences' recurrent states"),
+    (SNAPSHOTS, MetricKind::Gauge, Unit::Count, "Snapshots of recurrent states in the prefix cache"),
     (HOST_BLOCKS, MetricKind::Gauge, Unit::Count, "KV blocks in the host pool (--host-cache-bytes)"),
     (
         SEQUENCES_MAX,

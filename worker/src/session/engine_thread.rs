@@ -128,7 +128,7 @@ impl EngineThread {
         self_test: Option<SelfTest>,
     ) -> Self {
         let metrics = StepMetrics::new(engine.limits(), engine.block_bytes());
-        let group_metrics = GroupMetrics::new(engine.facts());
+        let group_metrics = GroupMetrics::new(engine.facts(), engine.limits().shape.state_blocks() > 0);
         crate::metrics::recording_failed(false);
         Self {
             engine,
@@ -469,6 +469,7 @@ impl EngineThread {
         warn_of_unmet_objectives(&self.recorded_load, &load);
         self.metrics.record(&self.recorded_load, &load);
         self.group_metrics.record(|| self.engine.group_blocks());
+        self.group_metrics.record_states(|| self.engine.state_use());
         for waited in self.engine.drain_queueing_times() {
             self.metrics.queueing_time(waited);
         }

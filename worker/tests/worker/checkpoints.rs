@@ -302,9 +302,17 @@ fn gguf_files_of_published_families_are_served_or_refused_by_what_they_are() {
             (_, None) => panic!("{name} is served"),
         }
     }
-    for family in
-        ["qwen3moe", "qwen35", "gpt-oss", "gemma3", "gemma4", "phi3", "nemotron_h_moe", "deepseek2", "bert"]
-    {
+    for family in [
+        "qwen3moe",
+        "qwen35moe",
+        "gpt-oss",
+        "gemma3",
+        "gemma4",
+        "phi3",
+        "nemotron_h_moe",
+        "deepseek2",
+        "bert",
+    ] {
         let (_folder, path) = file(Arch::Llama2, &[("general.architecture", text(family))], &[]);
         let sentence = refusal(&path).unwrap();
         assert!(

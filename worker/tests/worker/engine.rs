@@ -120,6 +120,7 @@ impl RecordingRuntime {
             slots,
             batch_tokens,
             sample_rows: slots + 16,
+            snapshot: None,
             sequence_drafts: u32::MAX,
             depth: 1,
             fingerprint: "remembering".to_owned(),

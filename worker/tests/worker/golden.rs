@@ -165,7 +165,7 @@ fn compute(isa: Isa, wide: &Path) -> BTreeMap<String, String> {
                 serde_json::from_slice(&std::fs::read(&path).unwrap()).unwrap();
             config["max_position_embeddings"] = 1024.into();
             std::fs::write(&path, config.to_string()).unwrap();
-            // The heads of these two are not divisible by two, and recurrent layers are not divided.
+            // The heads of these two are not divisible by two, and of divided recurrent layers no bits are recorded.
             let whole = [Arch::Llama2Linear, Arch::Qwen25].contains(arch) || arch.dims().delta.is_some();
             let divisible = !whole;
             let applies = |format: &StorageFormat| format.dtype == *dtype && (format.ranks == 1 || divisible);

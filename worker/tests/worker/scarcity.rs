@@ -657,10 +657,11 @@ fn scarcity_never_changes_the_answer() {
     assert!(host_cached > 0, "no block was found in the host pool");
 }
 
-/// Fewer states than slots: sequences are preempted by recompute and by swap, and their drafts rejected and accepted.
+/// Fewer states than slots: sequences are preempted by recompute and by swap, resume from snapshots of others and of their own, and their
+/// drafts are rejected and accepted.
 #[test]
 fn scarcity_of_recurrent_states_never_changes_the_answer() {
-    let workloads = || workload(4..12).prop_map(|workload| Workload { ranks: 1, ..workload });
+    let workloads = || workload(4..12);
     let formats = [FORMATS[0], FORMATS[FORMATS.len() - 1]];
     let cases = if is_thorough() { CASES } else { CASES / 4 };
     for seed in seeds() {
@@ -684,7 +685,8 @@ fn scarcity_of_recurrent_states_never_changes_the_answer() {
         println!("seed {seed}: {coverage:?}");
         assert!(coverage.recomputed > 0 && coverage.swapped > 0 && coverage.swapped_in > 0, "{coverage:?}");
         assert!(coverage.accepted > 20 && coverage.drafted > coverage.accepted, "{coverage:?}");
-        assert_eq!((coverage.cached, coverage.host_cached), (0, 0), "nothing of it is cached");
+        assert!(coverage.cached > 500, "{coverage:?}");
+        assert_eq!(coverage.host_cached, 0, "prefixes of such a model stay on the device");
     }
 }
 

@@ -16,6 +16,7 @@ use inflight_models::{ModelDir, ModelSource};
 use inflight_runtime::{Batch, BlockCopy, PromptLogprobs, Runtime, Sampled, ScoreRow, SlotSetup};
 use inflight_runtime_cpu::{CpuOptions, CpuRuntime, Quantization};
 use inflight_runtime_cuda::{CudaOptions, CudaRuntime, KvStore};
+use inflight_worker_core::SnapshotShape;
 use proptest::prelude::*;
 use proptest::test_runner::{Config, TestRunner};
 
@@ -180,8 +181,31 @@ struct RunningSequence {
     fed: usize,
     /// Block table of each group of layers.
     tables: Vec<TestTable>,
-    /// Blocks of the recurrent layers' state.
+    /// Blocks of the recurrent layers' state, and the position of the state.
     state: Vec<u32>,
+    state_at: usize,
+}
+
+impl RunningSequence {
+    /// Goes on from a snapshot of its state, with the log of another sequence behind it.
+    fn resume(
+        &mut self,
+        shape: SnapshotShape,
+        free: &mut Vec<u32>,
+        rng: &mut ScheduleRng,
+        batch: &mut Batch,
+    ) {
+        for (part, block) in self.state.iter_mut().enumerate() {
+            let to = free.swap_remove(rng.below(free.len()));
+            let from = std::mem::replace(block, to);
+            if part < shape.blocks as usize {
+                batch.copies.push(BlockCopy { from, to });
+            } else {
+                free.push(from);
+            }
+        }
+        self.fed = self.state_at;
+    }
 }
 
 /// Block table of a sequence in a group of layers: its first span, and the blocks from there on.
@@ -222,6 +246,7 @@ fn together(
     let mut live: Vec<RunningSequence> = Vec::new();
     // Bounded, or a long prompt in small chunks might never finish.
     let mut preemptions = rng.below(12);
+    let mut resumptions = rng.below(30);
     let mut batch = Batch::default();
     while !waiting.is_empty() || !live.is_empty() {
         while !waiting.is_empty() && (live.is_empty() || rng.below(3) > 0) {
@@ -231,7 +256,8 @@ fn together(
             attach(runtime, slot, &workload.requests[request], &tokens, &[]);
             let prompt = tokens.len();
             let tables = vec![TestTable::default(); bounds.shape.groups().len()];
-            live.push(RunningSequence { request, prompt, slot, tokens, fed: 0, tables, state: Vec::new() });
+            let state = Vec::new();
+            live.push(RunningSequence { request, prompt, slot, tokens, fed: 0, tables, state, state_at: 0 });
         }
         if preemptions > 0 && rng.below(8) == 0 {
             preemptions -= 1;
@@ -246,7 +272,7 @@ fn together(
                 table.first_span = 0;
             }
             free.append(&mut victim.state);
-            victim.fed = 0;
+            (victim.fed, victim.state_at) = (0, 0);
             let request = &workload.requests[victim.request];
             let (prompt, generated) = victim.tokens.split_at(request.prompt);
             attach(runtime, victim.slot, request, prompt, generated);
@@ -260,6 +286,14 @@ fn together(
             let sequence = &mut live[index];
             if batch.rows() > 0 && rng.below(4) == 0 {
                 continue;
+            }
+            let mut resumed = false;
+            if let Some(shape) = bounds.snapshot.filter(|_| resumptions > 0 && sequence.state_at > 0) {
+                resumed = rng.below(6) == 0;
+                if resumed {
+                    resumptions -= 1;
+                    sequence.resume(shape, &mut free, &mut rng, &mut batch);
+                }
             }
             let pending = sequence.tokens.len() - sequence.fed;
             let most = if workload.chunk == 0 { 1 + rng.below(100) } else { workload.chunk };
@@ -280,7 +314,7 @@ fn together(
                 Some(table) => &mut table.blocks,
                 None => &mut sequence.state,
             };
-            if !blocks.is_empty() && rng.below(8) == 0 {
+            if !blocks.is_empty() && !resumed && rng.below(8) == 0 {
                 // Move a block.
                 let at = rng.below(blocks.len());
                 let to = free.swap_remove(rng.below(free.len()));
@@ -310,6 +344,8 @@ fn together(
             let tables = sequence.tables.iter().map(|table| (table.first_span, &table.blocks[..]));
             batch.push_tables(part, &drafts, sequence.fed as u32, tables, &sequence.state);
             sequence.fed = end;
+            let every = bounds.snapshot.map_or(usize::MAX, |snapshot| snapshot.every as usize);
+            sequence.state_at = end / every * every;
             if samples {
                 batch.sample_with_drafts(sequence.slot, drafts.len() as u32);
                 ran.push((index, drafts));
@@ -539,6 +575,10 @@ fn the_schedule_never_changes_the_answer_of_a_group_of_ranks() {
         for (weights, kv) in [("int8:8", None), ("int4:8", None), ("int8:8", Some(KvDtype::Int8))] {
             let format = StorageFormat { weights: Some(weights.parse().unwrap()), kv };
             check(isa, Dtype::Bf16, format, &[2], &archs, 2);
+        }
+        // Two key heads of recurrent layers: one per rank.
+        for dtype in [Dtype::F32, Dtype::Bf16] {
+            check(isa, dtype, StorageFormat::default(), &[2], &[Arch::Qwen35], 2);
         }
     }
 }

@@ -64,7 +64,7 @@ fn batches(vocab: u32, seed: u32, shape: MemoryShape) -> Vec<Batch> {
     };
     let longest = 100u32;
     let most_spans = shape.spans(longest);
-    let per_sequence = most_spans * shape.span_blocks();
+    let per_sequence = most_spans * shape.span_blocks() + shape.state_blocks();
     let mut done = [0u32; SEQUENCES];
     let mut batches = Vec::new();
     while done.iter().any(|done| *done < longest) {
@@ -86,7 +86,8 @@ fn batches(vocab: u32, seed: u32, shape: MemoryShape) -> Vec<Batch> {
                 (first..first + shape.spans(*done + count) * group.blocks).map(block).collect()
             };
             let tables: Vec<Vec<u32>> = shape.groups().iter().map(table).collect();
-            batch.push_tables(&tokens, &[], *done, tables.iter().map(|table| (0, &table[..])), &[]);
+            let state: Vec<u32> = (before..before + shape.state_blocks()).map(block).collect();
+            batch.push_tables(&tokens, &[], *done, tables.iter().map(|table| (0, &table[..])), &state);
             batch.sample_last_row(sequence as u32);
             *done += count;
         }
@@ -156,9 +157,7 @@ fn biased(tied: bool) -> TempDir {
 #[test]
 fn two_and_four_ranks_agree_with_one_within_1e_5_in_f32() {
     let of = |arch: &Arch| (arch.to_string(), Checkpoint::new(*arch, Dtype::F32).write_temp().unwrap());
-    // Recurrent layers are not divided.
-    let divided = Arch::all().iter().filter(|arch| arch.dims().delta.is_none());
-    let mut models: Vec<(String, TempDir)> = divided.map(of).collect();
+    let mut models: Vec<(String, TempDir)> = Arch::all().iter().map(of).collect();
     models.push(("llama31 with biases".to_owned(), biased(false)));
     models.push(("llama32 with biases".to_owned(), biased(true)));
     let mut compared = 0;
@@ -167,11 +166,20 @@ fn two_and_four_ranks_agree_with_one_within_1e_5_in_f32() {
         let (heads, kv_heads) = (model.config().heads, model.config().kv_heads);
         for isa in crate::instruction_sets("tensor parallelism") {
             let mut alone = load(&model, isa, None, 1, 2);
-            let batches = batches(model.config().vocab_size as u32, seed as u32, alone.capabilities().shape);
+            // Of the same tokens; states take other numbers of blocks.
+            let batches_of = |runtime: &CpuRuntime| {
+                let capabilities = runtime.capabilities();
+                batches(capabilities.vocab_size, seed as u32, capabilities.shape)
+            };
+            let batches = batches_of(&alone);
             let (whole, tokens) = run(&mut alone, &batches);
             assert!(whole.len() > 30 && batches.iter().any(|batch| batch.rows() > batch.sequences() + 20));
-            for ranks in [2, 4].into_iter().filter(|ranks| heads.is_multiple_of(*ranks)) {
-                let (divided, same) = run(&mut load(&model, isa, None, ranks, 3), &batches);
+            let key_heads = model.config().delta.map_or(heads, |delta| delta.key_heads);
+            let divides = |ranks: &usize| heads.is_multiple_of(*ranks) && key_heads.is_multiple_of(*ranks);
+            for ranks in [2, 4].into_iter().filter(divides) {
+                let mut runtime = load(&model, isa, None, ranks, 3);
+                let batches = batches_of(&runtime);
+                let (divided, same) = run(&mut runtime, &batches);
                 let off = deviation(&whole, &divided);
                 println!("{name}, {heads}/{kv_heads} heads, {}, {ranks} ranks: off by {off:.1e}", isa.name());
                 assert!(off <= 1e-5, "{name} {} {ranks} ranks: logits are off by {off:e}", isa.name());

@@ -5,7 +5,7 @@ use std::cell::Cell as Slot;
 use super::super::rows::{GateFn as _, Silu, rms_scale};
 use super::super::simd::{self, Kernel, Simd};
 use super::job::{CELL, DeltaJob, DeltaSequence, DeltaShape, HEADER};
-use super::projections::convolve;
+use super::projections::{Inputs, convolve};
 
 /// Rows of a cell whose products with the state are computed together.
 const TILE: usize = 4;
@@ -25,6 +25,8 @@ struct Kept {
     updates: *mut f32,
     /// [log].
     decays: *mut f32,
+    /// Inputs of the convolution before the state, and of the last positions.
+    before: *mut f32,
     inputs: *mut f32,
 }
 
@@ -59,16 +61,19 @@ impl Kernel for HeadRows<'_> {
         let DeltaShape { key_heads, key_dim, value_dim, .. } = self.job.shape;
         let DeltaSequence { ref rows, position, drafts, .. } = self.job.sequences[self.sequence];
         let (end, certain) = (position + rows.len(), position + rows.len() - drafts);
+        let keep = self.job.keep(self.sequence);
         let column = 2 * key_heads * key_dim + self.head * value_dim;
         // SAFETY: the caller guarantees the instruction set; `check` has bounded all places, and the head's belong to this task.
         unsafe {
             let kept = self.kept();
-            convolve::<S>(self.job, self.sequence, column, value_dim, kept.inputs, value_dim);
+            let state_at = (*kept.header).to_bits() as usize;
+            let inputs = Inputs { log: kept.inputs, state: kept.before, state_at, stride: value_dim };
+            convolve::<S>(self.job, self.sequence, column, value_dim, &inputs);
             let mut base = 0;
             if position == 0 {
                 kept.state.write_bytes(0, key_dim * value_dim);
             } else {
-                base = (*kept.header).to_bits() as usize;
+                base = state_at;
                 // Nothing else bounds the log's indices.
                 let known =
                     base.is_multiple_of(CELL) && base <= position && position - base < self.job.shape.log();
@@ -88,7 +93,7 @@ impl Kernel for HeadRows<'_> {
             }
             // Becomes that after drafts, which may be rejected.
             let mut state = kept.state;
-            let (mut at, keep) = (position, certain / CELL * CELL);
+            let mut at = position;
             while at < end {
                 let stop = end.min(cell.base + CELL);
                 self.rows::<S>(&kept, &mut cell, state, at..stop, keep);
@@ -114,13 +119,21 @@ impl Kernel for HeadRows<'_> {
 impl HeadRows<'_> {
     fn kept(&self) -> Kept {
         let shape = &self.job.shape;
-        let header = self.job.piece(self.sequence, shape.key_heads + self.head);
-        // SAFETY: offsets within the piece, see `DeltaShape::head_bytes`.
+        let header = self.job.state(self.sequence, shape.key_heads + self.head);
+        let updates = self.job.log(self.sequence, shape.key_heads + self.head);
+        // SAFETY: offsets within the pieces, see `DeltaShape::state_pieces` and `DeltaShape::log_pieces`.
         unsafe {
-            let state = header.add(HEADER);
-            let updates = state.add(shape.key_dim * shape.value_dim);
+            let state = self.job.matrix(self.sequence, self.head);
+            let before = header.add(HEADER);
             let decays = updates.add(shape.log() * shape.value_dim);
-            Kept { header, state, updates, decays, inputs: decays.add(shape.log().next_multiple_of(16)) }
+            Kept {
+                header,
+                state,
+                updates,
+                decays,
+                before,
+                inputs: decays.add(shape.log().next_multiple_of(16)),
+            }
         }
     }
 
@@ -144,19 +157,19 @@ impl HeadRows<'_> {
 
     /// Returns the key of a position: of the log before the first row, else of the rows.
     fn key(&self, at: usize) -> *const f32 {
-        let DeltaShape { key_heads, value_heads, key_dim, .. } = self.job.shape;
-        let head = self.head / (value_heads / key_heads);
+        let DeltaShape { key_heads, key_dim, .. } = self.job.shape;
+        let head = self.job.shape.key_head(self.head);
         let DeltaSequence { ref rows, position, .. } = self.job.sequences[self.sequence];
         match at.checked_sub(position) {
             Some(nth) => self.job.channels(rows.start + nth, (key_heads + head) * key_dim),
             // SAFETY: the log of keys is at the start of the key head's piece.
-            None => unsafe { self.job.piece(self.sequence, head).add(at % self.job.shape.log() * key_dim) },
+            None => unsafe { self.job.log(self.sequence, head).add(at % self.job.shape.log() * key_dim) },
         }
     }
 
     fn query(&self, at: usize) -> *const f32 {
-        let DeltaShape { key_heads, value_heads, key_dim, .. } = self.job.shape;
-        let head = self.head / (value_heads / key_heads);
+        let DeltaShape { key_dim, .. } = self.job.shape;
+        let head = self.job.shape.key_head(self.head);
         let DeltaSequence { ref rows, position, .. } = self.job.sequences[self.sequence];
         self.job.channels(rows.start + at - position, head * key_dim)
     }

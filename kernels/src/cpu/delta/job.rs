@@ -7,7 +7,7 @@ use super::super::matrix::SharedPtr;
 /// Positions between two states.
 pub const CELL: usize = 16;
 
-/// Floats before a head's state: the first one holds the position of the state, as bits.
+/// Floats before what a head keeps: the first one holds its position, as bits.
 pub(super) const HEADER: usize = 16;
 
 /// Shape of a layer, or of a rank's part of it.
@@ -15,8 +15,10 @@ pub(super) const HEADER: usize = 16;
 pub struct DeltaShape {
     /// Heads of queries and keys.
     pub key_heads: usize,
-    /// Heads of values; a multiple of the key heads, of which each serves as many consecutive ones.
+    /// Heads of values; a multiple of the key heads.
     pub value_heads: usize,
+    /// Whether the value heads that a key head serves are as many apart as there are key heads, and not consecutive ones.
+    pub tiled: bool,
     /// Elements of a query or key; a multiple of 16.
     pub key_dim: usize,
     /// Elements of a value; a multiple of 16.
@@ -31,6 +33,15 @@ impl DeltaShape {
     /// Returns the channels of the convolution: queries, keys and values of all heads, in this order.
     pub fn channels(&self) -> usize {
         2 * self.key_heads * self.key_dim + self.values()
+    }
+
+    /// Returns the key head that serves a value head.
+    pub(super) fn key_head(&self, value_head: usize) -> usize {
+        if self.tiled {
+            value_head % self.key_heads
+        } else {
+            value_head / (self.value_heads / self.key_heads)
+        }
     }
 
     /// Returns the elements of all value heads.
@@ -48,21 +59,24 @@ impl DeltaShape {
         self.taps - 1 + self.drafts
     }
 
-    /// Returns the bytes that a sequence keeps of a key head: keys, and inputs of the convolution.
-    pub fn key_bytes(&self) -> u64 {
-        bytes(self.log() * self.key_dim + self.inputs() * 2 * self.key_dim)
+    /// Returns the bytes of the state after a multiple of [`CELL`] positions, from which a sequence resumes: of each key head and of each value
+    /// head that position and the inputs of the convolution before it, then of each value head the matrix.
+    pub fn state_pieces(&self) -> Vec<u64> {
+        let before = self.taps - 1;
+        let key = bytes(HEADER + before * 2 * self.key_dim);
+        let head = bytes(HEADER + before * self.value_dim);
+        // Alone, so that whole numbers of them fill blocks.
+        let matrix = bytes(self.key_dim * self.value_dim);
+        [vec![key; self.key_heads], vec![head; self.value_heads], vec![matrix; self.value_heads]].concat()
     }
 
-    /// Returns the bytes that a sequence keeps of a value head: state, log, and inputs of the convolution.
-    pub fn head_bytes(&self) -> u64 {
-        let state = self.key_dim * self.value_dim;
+    /// Returns the bytes of the log behind the state: of each key head (keys, and inputs of the convolution), then of each value head (updates,
+    /// decays, and inputs).
+    pub fn log_pieces(&self) -> Vec<u64> {
+        let key = bytes(self.log() * self.key_dim + self.inputs() * 2 * self.key_dim);
         let log = self.log() * self.value_dim + self.log().next_multiple_of(16);
-        bytes(HEADER + state + log + self.inputs() * self.value_dim)
-    }
-
-    /// Returns the bytes of what a sequence keeps of the layer: of each key head, then of each value head.
-    pub fn pieces(&self) -> Vec<u64> {
-        [vec![self.key_bytes(); self.key_heads], vec![self.head_bytes(); self.value_heads]].concat()
+        let head = bytes(log + self.inputs() * self.value_dim);
+        [vec![key; self.key_heads], vec![head; self.value_heads]].concat()
     }
 }
 
@@ -94,7 +108,7 @@ pub struct DeltaWeights<'a> {
     pub norm_eps: f32,
 }
 
-/// Returns the rates of decays of their logarithms, as models have them.
+/// Returns the rates of decays of their logarithms.
 pub fn decay_rates(mut logarithms: Vec<f32>) -> Vec<f32> {
     logarithms.iter_mut().for_each(|rate| *rate = libm::expf(*rate));
     logarithms
@@ -134,13 +148,34 @@ pub(super) struct DeltaJob<'a> {
     pub(super) sequences: &'a [DeltaSequence<'a>],
     pub(super) block_bytes: usize,
     pub(super) states: SharedPtr<u8>,
+    /// Those of [`DeltaShape::state_pieces`], then those of [`DeltaShape::log_pieces`].
     pub(super) places: &'a [DeltaPlace],
     pub(super) y: SharedPtr<f32>,
 }
 
 impl DeltaJob<'_> {
-    /// Returns what a sequence keeps of a piece.
-    pub(super) fn piece(&self, sequence: usize, piece: usize) -> *mut f32 {
+    /// Returns position and inputs of the state of a head, counted from the key heads on, of a sequence.
+    pub(super) fn state(&self, sequence: usize, head: usize) -> *mut f32 {
+        self.piece(sequence, head)
+    }
+
+    /// Returns the matrix of a value head of a sequence.
+    pub(super) fn matrix(&self, sequence: usize, head: usize) -> *mut f32 {
+        self.piece(sequence, self.shape.key_heads + self.shape.value_heads + head)
+    }
+
+    /// Returns the log of a head, counted from the key heads on, of a sequence.
+    pub(super) fn log(&self, sequence: usize, head: usize) -> *mut f32 {
+        self.piece(sequence, self.shape.key_heads + 2 * self.shape.value_heads + head)
+    }
+
+    /// Returns the position of the state after the rows of a sequence: of those that are no drafts.
+    pub(super) fn keep(&self, sequence: usize) -> usize {
+        let DeltaSequence { ref rows, position, drafts, .. } = self.sequences[sequence];
+        (position + rows.len() - drafts) / CELL * CELL
+    }
+
+    fn piece(&self, sequence: usize, piece: usize) -> *mut f32 {
         let DeltaPlace { part, offset } = self.places[piece];
         let block = self.sequences[sequence].blocks[part] as usize;
         // SAFETY: `check` has bounded blocks and places.
@@ -155,12 +190,11 @@ impl DeltaJob<'_> {
 
     /// Stores the keys of the rows behind the last state, which later rows need.
     pub(super) fn keep_keys(&self, sequence: usize, head: usize) {
-        let DeltaSequence { ref rows, position, drafts, .. } = self.sequences[sequence];
+        let DeltaSequence { ref rows, position, .. } = self.sequences[sequence];
         let DeltaShape { key_heads, key_dim, .. } = self.shape;
         let (end, log) = (position + rows.len(), self.shape.log());
-        let kept = (end - drafts) / CELL * CELL;
-        let piece = self.piece(sequence, head);
-        for at in kept.max(position)..end {
+        let piece = self.log(sequence, head);
+        for at in self.keep(sequence).max(position)..end {
             let key = self.channels(rows.start + at - position, (key_heads + head) * key_dim);
             // SAFETY: a log of `log` keys is at the start of the piece; each task has a piece of its own, and the rows are only read.
             unsafe { std::ptr::copy_nonoverlapping(key, piece.add(at % log * key_dim), key_dim) };

@@ -2,7 +2,7 @@
 
 use super::super::rows::{GateFn as _, Silu};
 use super::super::simd::{Kernel, Simd};
-use super::job::{DeltaJob, DeltaSequence, DeltaShape};
+use super::job::{DeltaJob, DeltaSequence, DeltaShape, HEADER};
 
 /// Queries and keys of a key head, for all rows of a sequence.
 pub(super) struct KeyRows<'a> {
@@ -16,16 +16,24 @@ impl Kernel for KeyRows<'_> {
     unsafe fn run<S: Simd>(self) {
         let Self { job, sequence, head } = self;
         let DeltaShape { key_heads, key_dim, .. } = job.shape;
-        // SAFETY: the piece belongs to this task, and has the log before the inputs of the convolution.
+        // SAFETY: the pieces belong to this task; the log of keys is before the inputs of the convolution.
         unsafe {
-            let kept = job.piece(sequence, head).add(job.shape.log() * key_dim);
+            let header = job.state(sequence, head);
+            let log = job.log(sequence, head).add(job.shape.log() * key_dim);
             for (part, scale) in [1.0 / (key_dim as f32).sqrt(), 1.0].into_iter().enumerate() {
                 let column = (part * key_heads + head) * key_dim;
-                convolve::<S>(job, sequence, column, key_dim, kept.add(part * key_dim), 2 * key_dim);
+                let inputs = Inputs {
+                    log: log.add(part * key_dim),
+                    state: header.add(HEADER + part * key_dim),
+                    state_at: (*header).to_bits() as usize,
+                    stride: 2 * key_dim,
+                };
+                convolve::<S>(job, sequence, column, key_dim, &inputs);
                 for row in job.sequences[sequence].rows.clone() {
                     normalize::<S>(job.channels(row, column), key_dim, scale);
                 }
             }
+            *header = f32::from_bits(job.keep(sequence) as u32);
         }
     }
 }
@@ -50,8 +58,20 @@ unsafe fn normalize<S: Simd>(x: *mut f32, width: usize, scale: f32) {
     }
 }
 
-/// Convolves `width` channels from `column` on of a sequence's rows in place, with the activation behind it. The inputs of the last
-/// positions are kept, at `kept` with `stride` elements from one to the next.
+/// Kept inputs of a convolution.
+pub(super) struct Inputs {
+    /// Those of the last positions, as a ring.
+    pub log: *mut f32,
+    /// Those before the position of the state.
+    pub state: *mut f32,
+    /// Position of the state before the rows.
+    pub state_at: usize,
+    /// Elements from one position to the next.
+    pub stride: usize,
+}
+
+/// Convolves `width` channels from `column` on of a sequence's rows in place, with the activation behind it, and keeps the inputs of the last
+/// positions and those before the state.
 ///
 /// # Safety
 /// The machine supports `S`'s instruction set; the channels and what is kept of them belong to the caller.
@@ -61,23 +81,45 @@ pub(super) unsafe fn convolve<S: Simd>(
     sequence: usize,
     column: usize,
     width: usize,
-    kept: *mut f32,
-    stride: usize,
+    kept: &Inputs,
 ) {
     let DeltaSequence { ref rows, position, .. } = job.sequences[sequence];
     let (taps, inputs, channels) = (job.shape.taps, job.shape.inputs(), job.shape.channels());
+    let keep = job.keep(sequence);
     // SAFETY: `check` has bounded rows, weights and places; columns and vectors are whole.
     unsafe {
+        let in_log = |at: usize| kept.log.add(at % inputs * kept.stride);
+        let in_state = |nth: usize| kept.state.add(nth * kept.stride);
+        // The log of a sequence that resumes from a state is of another one.
+        if position > 0 && position == kept.state_at {
+            for nth in 0..taps - 1 {
+                std::ptr::copy_nonoverlapping(in_state(nth), in_log(position + nth + 1 - taps), width);
+            }
+        }
         // The inputs before the first row; zeros before the sequence.
         let mut before = vec![0.0f32; (taps - 1) * width];
         for (back, input) in before.chunks_exact_mut(width).rev().enumerate() {
             if let Some(at) = position.checked_sub(back + 1) {
-                std::ptr::copy_nonoverlapping(kept.add(at % inputs * stride), input.as_mut_ptr(), width);
+                std::ptr::copy_nonoverlapping(in_log(at), input.as_mut_ptr(), width);
+            }
+        }
+        // A state that stays keeps its inputs.
+        if keep > 0 && (position == 0 || keep != kept.state_at) {
+            for nth in 0..taps - 1 {
+                let at = keep + nth + 1 - taps;
+                let from = match at.checked_sub(position) {
+                    Some(row) => job.channels(rows.start + row, column),
+                    None => in_log(at),
+                };
+                std::ptr::copy_nonoverlapping(from, in_state(nth), width);
             }
         }
         for nth in rows.len().saturating_sub(inputs)..rows.len() {
-            let to = kept.add((position + nth) % inputs * stride);
-            std::ptr::copy_nonoverlapping(job.channels(rows.start + nth, column), to, width);
+            std::ptr::copy_nonoverlapping(
+                job.channels(rows.start + nth, column),
+                in_log(position + nth),
+                width,
+            );
         }
         let weights = job.weights.convolution.as_ptr().add(column);
         let one = S::splat(1.0);

@@ -7,7 +7,12 @@ pub(super) static SPEC: ArchitectureSpec = ArchitectureSpec {
     name: "LlamaForCausalLM",
     wrapper: None,
     // llama.cpp permutes the rows of query and key heads of this architecture only.
-    gguf: Some(GgufSpec { family: "llama", interleaved_heads: true, optional_attention_bias: true }),
+    gguf: Some(GgufSpec {
+        family: "llama",
+        interleaved_heads: true,
+        optional_attention_bias: true,
+        recurrent: false,
+    }),
     kv_heads_required: false,
     default_head_dim: None,
     biases: Biases {

@@ -69,6 +69,8 @@ pub(crate) struct GgufSpec {
     pub interleaved_heads: bool,
     /// `attention_bias` of config.json is set if the file has biases of queries.
     pub optional_attention_bias: bool,
+    /// The file has recurrent layers, and names the norm before the MLP after attention.
+    pub recurrent: bool,
 }
 
 /// Biases of an architecture's projections.
@@ -223,8 +225,13 @@ impl TensorNames {
         head: "lm_head",
     };
 
-    /// Returns the name in checkpoints of a tensor of a GGUF file; `None` if no runtime uses it.
-    pub(crate) fn of_gguf(&self, name: &str) -> Option<String> {
+    /// Returns the name in checkpoints of a tensor of a GGUF file, of a model with or without recurrent layers; `None` if no runtime uses it.
+    pub(crate) fn of_gguf(&self, name: &str, recurrent: bool) -> Option<String> {
+        // The only one without a suffix.
+        let decay = name.strip_prefix("blk.").and_then(|rest| rest.strip_suffix(".ssm_a"));
+        if let Some(layer) = decay.filter(|_| recurrent) {
+            return Some(format!("{}.{layer}.{}", self.layers, DeltaNames::QWEN.decay));
+        }
         let (part, kind) = name.rsplit_once('.')?;
         let global = match part {
             "token_embd" => Some(self.embedding),
@@ -248,6 +255,18 @@ impl TensorNames {
             "ffn_gate" => self.gate_up[0],
             "ffn_up" => self.gate_up[1],
             "ffn_down" => self.down,
+            _ if !recurrent => return None,
+            "post_attention_norm" => self.mlp_norm,
+            "attn_qkv" => DeltaNames::QWEN.inputs,
+            "attn_gate" => DeltaNames::QWEN.gates,
+            "ssm_beta" => DeltaNames::QWEN.beta,
+            "ssm_alpha" => DeltaNames::QWEN.decay_input,
+            "ssm_conv1d" => DeltaNames::QWEN.convolution,
+            "ssm_norm" => DeltaNames::QWEN.norm,
+            "ssm_out" => DeltaNames::QWEN.output,
+            "ssm_dt" if kind == "bias" => {
+                return Some(format!("{}.{layer}.{}", self.layers, DeltaNames::QWEN.decay_bias));
+            }
             _ => return None,
         };
         Some(format!("{}.{layer}.{part}.{kind}", self.layers))
@@ -399,7 +418,7 @@ mod tests {
             ("rope_freqs.weight", None),
             ("blk", None),
         ] {
-            assert_eq!(names.of_gguf(gguf).as_deref(), expected, "{gguf}");
+            assert_eq!(names.of_gguf(gguf, false).as_deref(), expected, "{gguf}");
         }
         assert!(names.is_query_or_key("model.layers.7.self_attn.q_proj.bias"));
         assert!(names.is_query_or_key("model.layers.7.self_attn.k_proj.weight"));

@@ -6,7 +6,12 @@ pub(super) static SPEC: ArchitectureSpec = ArchitectureSpec {
     id: "Qwen2",
     name: "Qwen2ForCausalLM",
     wrapper: None,
-    gguf: Some(GgufSpec { family: "qwen2", interleaved_heads: false, optional_attention_bias: false }),
+    gguf: Some(GgufSpec {
+        family: "qwen2",
+        interleaved_heads: false,
+        optional_attention_bias: false,
+        recurrent: false,
+    }),
     kv_heads_required: true,
     default_head_dim: None,
     biases: Biases { qkv: Bias::Always, ..Biases::NONE },

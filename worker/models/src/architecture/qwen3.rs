@@ -6,7 +6,12 @@ pub(super) static SPEC: ArchitectureSpec = ArchitectureSpec {
     id: "Qwen3",
     name: "Qwen3ForCausalLM",
     wrapper: None,
-    gguf: Some(GgufSpec { family: "qwen3", interleaved_heads: false, optional_attention_bias: false }),
+    gguf: Some(GgufSpec {
+        family: "qwen3",
+        interleaved_heads: false,
+        optional_attention_bias: false,
+        recurrent: false,
+    }),
     kv_heads_required: true,
     // Not derived from the hidden size.
     default_head_dim: Some(128),

@@ -1,13 +1,20 @@
 //! Qwen3.5, 3.6 and 3.8, dense: gated delta rule in three of four layers, gated attention with a partial rotary embedding in the others;
 //! zero-centred norms.
 
-use super::{ArchitectureSpec, ArithmeticSpec, Bias, Biases, Default, Ropes, SlidingWindow, TensorNames};
+use super::{
+    ArchitectureSpec, ArithmeticSpec, Bias, Biases, Default, GgufSpec, Ropes, SlidingWindow, TensorNames,
+};
 
 pub(super) static SPEC: ArchitectureSpec = ArchitectureSpec {
     id: "Qwen3.5",
     name: "Qwen3_5ForCausalLM",
     wrapper: Some("Qwen3_5ForConditionalGeneration"),
-    gguf: None,
+    gguf: Some(GgufSpec {
+        family: "qwen35",
+        interleaved_heads: false,
+        optional_attention_bias: false,
+        recurrent: true,
+    }),
     kv_heads_required: true,
     default_head_dim: Some(256),
     biases: Biases {
@@ -36,6 +43,7 @@ pub(super) static SPEC: ArchitectureSpec = ArchitectureSpec {
         "linear_num_value_heads",
         "full_attention_interval",
         "attn_output_gate",
+        crate::gguf::GGUF_DELTA,
         // States are in f32.
         "mamba_ssm_dtype",
         // Heads of multi-token prediction draft tokens.

@@ -20,6 +20,7 @@ struct PreTokenizer {
 
 const LLAMA3: &str = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";
 const QWEN2: &str = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";
+const QWEN35: &str = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";
 const GPT2: &str = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+";
 
 /// Returns the rule of the pre-tokenizer `name`, if known. Merges and BOS are llama.cpp's defaults.
@@ -32,6 +33,7 @@ fn pre_tokenizer(name: &str) -> Option<PreTokenizer> {
         }
         "dbrx" | "smaug-bpe" => plain(LLAMA3),
         "qwen2" | "deepseek-r1-qwen" => plain(QWEN2),
+        "qwen35" => plain(QWEN35),
         "gpt-2" | "default" => plain(GPT2),
         "smollm" => PreTokenizer { single_digits: true, ..plain(GPT2) },
         _ => return None,

@@ -5,6 +5,7 @@ use serde_json::{Map, Value, json};
 use inflight_kernels::cpu::HEAD_DIM_MAX;
 use inflight_kernels::{Dtype, Encoding};
 
+use super::super::architecture::GgufSpec;
 use super::super::weight_file::WeightFile;
 use super::super::{Architecture, Error};
 use super::Gguf;
@@ -15,10 +16,27 @@ pub(in super::super) const FREQUENCY_DIVISORS: &str = "frequency_divisors";
 /// Tensor with the divisors of the rotary frequencies.
 pub(in super::super) const FREQUENCY_DIVISORS_TENSOR: &str = "rope_freqs.weight";
 
+/// Field of a configuration that says that recurrent layers have the form of GGUF files.
+pub(in super::super) const GGUF_DELTA: &str = "gguf_gated_delta_rule";
+
+/// Keys of a family with recurrent layers that are converted or checked beside those of all.
+const READ_OF_DELTA: [&str; 8] = [
+    "ssm.conv_kernel",
+    "ssm.state_size",
+    "ssm.group_count",
+    "ssm.time_step_rank",
+    "ssm.inner_size",
+    "full_attention_interval",
+    "attention.recurrent_layers",
+    // Of a text, all positions are equal.
+    "rope.dimension_sections",
+];
+
 /// Keys of a family that are converted or checked.
-const READ: [&str; 20] = [
+const READ: [&str; 21] = [
     "embedding_length",
     "block_count",
+    "nextn_predict_layers",
     "feed_forward_length",
     "context_length",
     "attention.head_count",
@@ -55,6 +73,7 @@ const WITHOUT_EFFECT: [&str; 8] = [
 struct Family<'a> {
     gguf: &'a Gguf,
     name: &'a str,
+    spec: &'static GgufSpec,
 }
 
 impl Family<'_> {
@@ -80,6 +99,10 @@ impl Family<'_> {
             return Err(self.refuse("expert_count", "a mixture of experts", "dense models"));
         }
         for name in ["attention.value_length", "rope.dimension_count"] {
+            // A part of a head.
+            if self.spec.recurrent && name == "rope.dimension_count" {
+                continue;
+            }
             if let Some(size) = self.number(name).filter(|size| *size != head_dim) {
                 return Err(self.refuse(name, &size.to_string(), &format!("the size of a head, {head_dim}")));
             }
@@ -120,11 +143,55 @@ impl Family<'_> {
             let Some(name) = key.strip_prefix(self.name).and_then(|rest| rest.strip_prefix('.')) else {
                 continue;
             };
-            if !READ.contains(&name) && !WITHOUT_EFFECT.contains(&name) && !off(value) {
+            let of_delta = self.spec.recurrent && READ_OF_DELTA.contains(&name);
+            if !of_delta && !READ.contains(&name) && !WITHOUT_EFFECT.contains(&name) && !off(value) {
                 let found: String = value.to_string().chars().take(60).collect();
                 let supported = "files without this key, since it may change the model's arithmetic";
                 return Err(self.refuse(name, &found, supported));
             }
+        }
+        Ok(())
+    }
+
+    /// Returns a count; an error if there is none.
+    fn count(&self, name: &str) -> Result<u64, Error> {
+        let value = self.needed(name)?;
+        value.as_u64().ok_or_else(|| self.refuse(name, &value.to_string(), "a count"))
+    }
+
+    /// Returns the number of layers, without those that draft tokens, which stand behind them.
+    fn layers(&self) -> Result<u64, Error> {
+        let drafting = self.get("nextn_predict_layers").and_then(Value::as_u64).unwrap_or(0);
+        Ok(self.count("block_count")?.saturating_sub(drafting))
+    }
+
+    /// Adds the fields of recurrent layers.
+    fn add_delta(&self, config: &mut Value, head_dim: f64) -> Result<(), Error> {
+        let (values, heads) = (self.count("ssm.inner_size")?, self.count("ssm.time_step_rank")?);
+        if heads == 0 || values % heads != 0 {
+            let rule = format!("a multiple of the {heads} heads of ssm.time_step_rank");
+            return Err(self.refuse("ssm.inner_size", &values.to_string(), &rule));
+        }
+        config["linear_value_head_dim"] = (values / heads).into();
+        config["linear_num_value_heads"] = heads.into();
+        config["linear_num_key_heads"] = self.count("ssm.group_count")?.into();
+        config["linear_key_head_dim"] = self.count("ssm.state_size")?.into();
+        config["linear_conv_kernel_dim"] = self.count("ssm.conv_kernel")?.into();
+        config[GGUF_DELTA] = true.into();
+        config["mtp_num_hidden_layers"] = self.get("nextn_predict_layers").cloned().unwrap_or(0.into());
+        if let Some(interval) = self.get("full_attention_interval") {
+            config["full_attention_interval"] = interval.clone();
+        }
+        if let Some(recurrent) = self.get("attention.recurrent_layers").and_then(Value::as_array) {
+            let kind = |recurrent: &Value| match recurrent.as_bool() {
+                Some(true) => "linear_attention",
+                _ => "full_attention",
+            };
+            let layers = usize::try_from(self.layers()?).unwrap_or(usize::MAX);
+            config["layer_types"] = recurrent.iter().take(layers).map(kind).collect();
+        }
+        if let Some(rotated) = self.number("rope.dimension_count") {
+            config["partial_rotary_factor"] = (rotated / head_dim).into();
         }
         Ok(())
     }
@@ -213,7 +280,7 @@ pub(in super::super) fn config(gguf: &Gguf, file: &WeightFile) -> Result<Map<Str
     let known = Architecture::by_gguf_family(family).and_then(|known| Some((known, known.gguf()?)));
     let (architecture, spec) = known
         .ok_or_else(|| gguf.unsupported("general.architecture", family, &Architecture::gguf_families()))?;
-    let family = Family { gguf, name: family };
+    let family = Family { gguf, name: family, spec };
     let tensor = |name: &str| gguf.tensors.iter().find(|tensor| tensor.name == name);
     let hidden = family.needed("embedding_length")?;
     let heads = family.needed("attention.head_count")?;
@@ -222,10 +289,10 @@ pub(in super::super) fn config(gguf: &Gguf, file: &WeightFile) -> Result<Map<Str
     family.check(head_dim.unwrap_or(f64::NAN))?;
     let vocabulary = tensor("token_embd.weight").and_then(|tensor| tensor.shape.first().copied());
     let vocabulary = vocabulary.ok_or_else(|| gguf.missing("token_embd.weight"))?;
-    let config = json!({
+    let mut config = json!({
         "architectures": [architecture.name()],
         "hidden_size": hidden,
-        "num_hidden_layers": family.needed("block_count")?,
+        "num_hidden_layers": family.layers()?,
         "num_attention_heads": heads,
         "num_key_value_heads": family.get("attention.head_count_kv").unwrap_or(&heads),
         "intermediate_size": family.needed("feed_forward_length")?,
@@ -240,6 +307,9 @@ pub(in super::super) fn config(gguf: &Gguf, file: &WeightFile) -> Result<Map<Str
         "bos_token_id": gguf.metadata.get("tokenizer.ggml.bos_token_id"),
         "eos_token_id": end_tokens(gguf),
     });
+    if spec.recurrent {
+        family.add_delta(&mut config, head_dim.unwrap_or(f64::NAN))?;
+    }
     match config {
         Value::Object(map) => Ok(map),
         _ => Ok(Map::new()),

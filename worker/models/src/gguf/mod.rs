@@ -17,7 +17,7 @@ use serde_json::Value;
 use super::Error;
 use super::weight_file::WeightFile;
 
-pub(super) use config::{FREQUENCY_DIVISORS, FREQUENCY_DIVISORS_TENSOR, config};
+pub(super) use config::{FREQUENCY_DIVISORS, FREQUENCY_DIVISORS_TENSOR, GGUF_DELTA, config};
 pub(super) use tokenizer::tokenizer;
 
 const MAGIC: &[u8; 4] = b"GGUF";

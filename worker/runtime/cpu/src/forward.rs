@@ -72,7 +72,7 @@ impl Forward {
             vocabulary: shard.vocabulary.len(),
             embedding_scale,
             attention_layers: AttentionLayers::new(config, shard, kv, layout, rows),
-            delta_layers: config.delta.as_ref().map(|spec| DeltaLayers::new(spec, kv, rows)),
+            delta_layers: shard.delta.as_ref().map(|spec| DeltaLayers::new(spec, kv, rows)),
             written: vec![0; bounds.blocks as usize],
             step: 0,
             activations: Activations::default(),

@@ -290,6 +290,7 @@ impl CpuRuntime {
             slots: options.slots,
             batch_tokens: options.batch_tokens,
             sample_rows: options.slots.saturating_add(DRAFT_ROWS),
+            snapshot: delta::snapshot(&kv),
             sequence_drafts: if config.delta.is_some() { delta::DRAFTS_MAX } else { u32::MAX },
             depth: 1,
             fingerprint,

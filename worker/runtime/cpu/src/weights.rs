@@ -11,8 +11,8 @@ use inflight_kernels::cpu::{
     AccumulatorInit, Activations, Isa, PackedMatrix, Pool, WeightFormat, WeightRows, decay_rates, gemm,
 };
 use inflight_models::{
-    Arithmetic, CheckpointLayer, DecoderLayer, Error, LoadedTensor, Matrix, MixerWeights, ModelConfig,
-    ModelDir, StackedLinear, Tensor, VectorKind,
+    Arithmetic, CheckpointLayer, DecoderLayer, DeltaForm, DeltaSpec, Error, LoadedTensor, Matrix,
+    MixerWeights, ModelConfig, ModelDir, StackedLinear, Tensor, VectorKind,
 };
 use inflight_runtime::sharding::{Alignment, Partition, Shard};
 
@@ -157,7 +157,10 @@ fn pack(
     let matrices = linear.matrices.iter();
     let parts: Vec<LoadedTensor> = match shard.partition(linear.matrix) {
         Partition::Outputs(outputs) => {
-            matrices.zip(outputs).map(|(matrix, rows)| matrix.load_rows(rows)).collect::<Result<_, _>>()?
+            let parts = matrices.zip(outputs);
+            let parts =
+                parts.flat_map(|(matrix, ranges)| ranges.into_iter().map(move |rows| matrix.load_rows(rows)));
+            parts.collect::<Result<_, _>>()?
         }
         Partition::Inputs(inputs) => {
             matrices.map(|matrix| matrix.load_columns(inputs.clone())).collect::<Result<_, _>>()?
@@ -223,16 +226,18 @@ impl CheckpointWeights {
 
     /// Returns the alignment of row-parallel partitions for `ranks` ranks.
     pub(super) fn alignment(&self, quantization: Option<Quantization>, ranks: usize) -> Alignment {
-        let mut alignment = Alignment { output: 1, down: 1 };
+        let mut alignment = Alignment { output: 1, down: 1, delta_output: 1 };
         for (linear, format) in self.formats(quantization, ranks) {
             let alignment = match linear.matrix {
                 Matrix::Output => &mut alignment.output,
                 Matrix::Down => &mut alignment.down,
-                Matrix::Qkv | Matrix::GateUp | Matrix::Head => continue,
-                // Recurrent layers are not divided.
-                Matrix::DeltaInputs | Matrix::DeltaGates | Matrix::DeltaScalars | Matrix::DeltaOutput => {
-                    continue;
-                }
+                Matrix::DeltaOutput => &mut alignment.delta_output,
+                Matrix::Qkv
+                | Matrix::GateUp
+                | Matrix::Head
+                | Matrix::DeltaInputs
+                | Matrix::DeltaGates
+                | Matrix::DeltaScalars => continue,
             };
             let blocks = linear.matrices.iter().map(|matrix| matrix.encoding.block());
             let group = match format {
@@ -301,7 +306,7 @@ impl CheckpointWeights {
             MixerWeights::Attention(_) => None,
         });
         if let Some(spec) = shard.delta {
-            recurrent.for_each(|layer| prepare(layer, spec.taps));
+            recurrent.for_each(|layer| prepare(layer, &spec, shard));
         }
         let head = match tied_embedding {
             Some(embedding) => {
@@ -322,12 +327,21 @@ impl CheckpointWeights {
     }
 }
 
-/// Prepares the vectors of a recurrent layer for the kernels: convolution weights transposed to [taps, channels], A from its logarithm.
-fn prepare(layer: &mut Delta, taps: usize) {
-    let channels = layer.convolution.len() / taps;
-    let transposed = (0..taps * channels).map(|at| layer.convolution[at % channels * taps + at / channels]);
-    layer.convolution = transposed.collect();
-    layer.decay = decay_rates(std::mem::take(&mut layer.decay));
+/// Prepares a shard's part of the vectors of a recurrent layer for the kernels: convolution weights transposed to [taps, channels], A from
+/// its logarithm or negation.
+fn prepare(layer: &mut Delta, spec: &DeltaSpec, shard: &Shard) {
+    let taps = spec.taps;
+    let channels: Vec<usize> = shard.delta_channels().into_iter().flatten().collect();
+    let whole = std::mem::take(&mut layer.convolution);
+    let of_tap = |tap: usize| channels.iter().map(move |channel| channel * taps + tap);
+    layer.convolution = (0..taps).flat_map(of_tap).map(|at| whole[at]).collect();
+    let heads = shard.delta_heads();
+    let decay = layer.decay[heads.clone()].to_vec();
+    layer.decay = match spec.form {
+        DeltaForm::Checkpoint => decay_rates(decay),
+        DeltaForm::Gguf => decay.into_iter().map(|rate| -rate).collect(),
+    };
+    layer.decay_bias = layer.decay_bias[heads].to_vec();
 }
 
 fn least_common_multiple(a: usize, b: usize) -> usize {
@@ -360,7 +374,7 @@ mod tests {
     fn shards_hold_the_elements_of_the_unsharded_weights_and_one_bias() {
         let pool = Pool::new(1).unwrap();
         let mut compared = 0;
-        for arch in [Arch::Llama2, Arch::Llama32, Arch::Qwen2, Arch::Qwen3] {
+        for arch in [Arch::Llama2, Arch::Llama32, Arch::Qwen2, Arch::Qwen3, Arch::Qwen35] {
             for quantize in [None, Some("int8:8"), Some("int4:8")] {
                 let folder = Checkpoint::new(arch, Dtype::Bf16).write_temp().unwrap();
                 let model = ModelDir::open(&ModelSource::Directory(folder.path().to_owned())).unwrap();
@@ -384,8 +398,9 @@ mod tests {
                                     Some(start)
                                 });
                                 let places = starts.zip(ranges);
-                                let places =
-                                    places.flat_map(|(start, range)| range.map(move |row| start + row));
+                                let places = places.flat_map(|(start, ranges)| {
+                                    ranges.into_iter().flatten().map(move |row| start + row)
+                                });
                                 (places.collect::<Vec<_>>(), 0..linear.inputs())
                             }
                             Partition::Inputs(inputs) => ((0..n).collect(), inputs),

@@ -137,6 +137,7 @@ impl LoadPlan {
             slots: options.slots,
             batch_tokens: options.batch_tokens,
             sample_rows: options.sample_rows(),
+            snapshot: None,
             sequence_drafts: u32::MAX,
             depth: DEPTH,
             // Known when all ranks have read their tensors.

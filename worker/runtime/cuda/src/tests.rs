@@ -175,6 +175,7 @@ impl<G: Gpu<Memory = HostMemory>> HarnessRunner<G> {
             slots: SLOTS,
             batch_tokens: 256,
             sample_rows: SLOTS + DRAFT_ROWS,
+            snapshot: None,
             sequence_drafts: u32::MAX,
             depth: 2,
             fingerprint: String::new(),

@@ -101,7 +101,10 @@ fn slices<'a>(linear: &'a StackedLinear, shard: &Shard) -> Vec<TensorSlice<'a>> 
     match shard.partition(linear.matrix) {
         Partition::Outputs(outputs) => {
             let ranges = linear.matrices.iter().zip(outputs);
-            ranges.map(|(tensor, rows)| TensorSlice::rows(tensor, rows)).collect()
+            let slices = |(tensor, ranges): (&'a _, Vec<_>)| {
+                ranges.into_iter().map(move |rows| TensorSlice::rows(tensor, rows))
+            };
+            ranges.flat_map(slices).collect()
         }
         Partition::Inputs(inputs) => {
             let slice = |tensor| TensorSlice { columns: inputs.clone(), ..TensorSlice::whole(tensor) };
@@ -140,7 +143,7 @@ impl SourceTensors {
 
     /// Returns the alignment of input ranges of row-parallel matrices: quantization blocks stay whole.
     pub(super) fn alignment(&self) -> Alignment {
-        let mut alignment = Alignment { output: 1, down: 1 };
+        let mut alignment = Alignment { output: 1, down: 1, delta_output: 1 };
         for layer in &self.decoder.layers {
             let output = layer.attention().map(|attention| (&attention.output, &mut alignment.output));
             for (linear, inputs) in output.into_iter().chain([(&layer.down, &mut alignment.down)]) {
@@ -446,8 +449,8 @@ mod tests {
                             Partition::Outputs(ranges) => {
                                 let mut first = 0;
                                 let mut outputs: Vec<usize> = Vec::new();
-                                for (matrix, range) in linear.matrices.iter().zip(ranges) {
-                                    outputs.extend(range.map(|row| first + row));
+                                for (matrix, ranges) in linear.matrices.iter().zip(ranges) {
+                                    outputs.extend(ranges.into_iter().flatten().map(|row| first + row));
                                     first += matrix.shape[0];
                                 }
                                 (outputs, 0..k)

@@ -118,6 +118,7 @@ impl SimRuntime {
             slots: options.slots,
             batch_tokens: options.batch_tokens,
             sample_rows: options.slots.saturating_add(DRAFT_ROWS),
+            snapshot: None,
             sequence_drafts: u32::MAX,
             depth: if options.overlap { 2 } else { 1 },
             fingerprint,

@@ -34,6 +34,7 @@ fn every_device_allocation_is_in_the_memory_plan() {
             slots,
             batch_tokens,
             sample_rows: slots + draft_rows,
+            snapshot: None,
             sequence_drafts: u32::MAX,
             depth: 2,
             fingerprint: String::new(),
