@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use anyhow::{Context, Result, bail, ensure};
 use futures::future::try_join_all;
-use inflight_fixtures::{BenchmarkShape, TempDir};
+use inflight_fixtures::{Arch, BenchmarkShape, Checkpoint, Dtype, TempDir};
 use inflight_harness::{RoleProcess, exclusive, scrape};
 use inflight_proto::v1::constraint::Grammar;
 use inflight_proto::v1::generate_response::Event;
@@ -261,6 +261,23 @@ async fn streams_of_a_model_with_windows_that_are_cut_and_moved_equal_undisturbe
     let seed = rand::random();
     let windows = ["--block-tokens=4", "--max-context-tokens=2048"];
     failover(seed, &[&[model.as_str()], &windows[..]].concat()).await.with_context(|| format!("seed {seed}"))
+}
+
+/// Of a model with recurrent layers, whose streams resume from snapshots of states where a worker has them.
+#[tokio::test(flavor = "multi_thread")]
+async fn streams_of_a_model_with_recurrent_layers_that_are_cut_and_moved_equal_undisturbed_ones() -> Result<()>
+{
+    let folder = TempDir::new("inflight-recurrent")?;
+    let checkpoint = Checkpoint::new(Arch::Qwen35, Dtype::Bf16);
+    checkpoint.write(folder.path())?;
+    let path = folder.path().join("config.json");
+    let mut config = checkpoint.config();
+    config["max_position_embeddings"] = 2048.into();
+    std::fs::write(&path, config.to_string())?;
+    let seed = rand::random();
+    failover(seed, &[&format!("--model={}", folder.path().display())])
+        .await
+        .with_context(|| format!("seed {seed}"))
 }
 
 async fn failover(seed: u64, model: &[&str]) -> Result<()> {

@@ -16,6 +16,15 @@ SHAPES = {
     "0.5b": (896, 24, 14, 2, 4864, 32000, True),
     "1.1b": (2048, 22, 32, 4, 5632, 32000, False),
 }
+# Of Qwen3.5, of which three of four layers are recurrent, with heads of 256 in the others: heads of keys and of values of the recurrent layers,
+# each of 128. The other numbers are those of SHAPES.
+HYBRID_SHAPES = {
+    "qwen3.5-0.8b": ((1024, 24, 8, 2, 3584, 248320, True), (16, 16)),
+    "qwen3.5-4b": ((2560, 32, 16, 4, 9216, 248320, True), (16, 32)),
+}
+ALL_SHAPES = SHAPES | {name: shape for name, (shape, _) in HYBRID_SHAPES.items()}
+DELTA_DIM = 128
+TAPS = 4
 CONTEXT_TOKENS = 2048
 SPECIALS = ["<|begin|>", "<|end|>"]
 
@@ -118,11 +127,82 @@ def weights(shape, seed):
     return tensors
 
 
+def hybrid_weights(shape, delta, seed):
+    import torch
+
+    hidden, layers, heads, kv_heads, intermediate, vocab, _ = shape
+    key_heads, value_heads = delta
+    tensors = weights((hidden, 0, 1, 1, intermediate, vocab, True), seed)
+    # Zero-centred.
+    tensors["model.norm.weight"] = torch.zeros(hidden, dtype=torch.bfloat16)
+    generator = torch.Generator().manual_seed(seed + 1)
+
+    def normal(*size):
+        return (torch.randn(*size, generator=generator) * 0.02).to(torch.bfloat16)
+
+    def zeros(size):
+        return torch.zeros(size, dtype=torch.bfloat16)
+
+    values = value_heads * DELTA_DIM
+    channels = 2 * key_heads * DELTA_DIM + values
+    for layer in range(layers):
+        name = f"model.layers.{layer}."
+        tensors |= {
+            name + "input_layernorm.weight": zeros(hidden),
+            name + "post_attention_layernorm.weight": zeros(hidden),
+            name + "mlp.gate_proj.weight": normal(intermediate, hidden),
+            name + "mlp.up_proj.weight": normal(intermediate, hidden),
+            name + "mlp.down_proj.weight": normal(hidden, intermediate),
+        }
+        if (layer + 1) % 4 == 0:
+            # Queries and their gates.
+            tensors |= {
+                name + "self_attn.q_proj.weight": normal(2 * heads * 256, hidden),
+                name + "self_attn.k_proj.weight": normal(kv_heads * 256, hidden),
+                name + "self_attn.v_proj.weight": normal(kv_heads * 256, hidden),
+                name + "self_attn.o_proj.weight": normal(hidden, heads * 256),
+                name + "self_attn.q_norm.weight": zeros(256),
+                name + "self_attn.k_norm.weight": zeros(256),
+            }
+            continue
+        tensors |= {
+            name + "linear_attn.in_proj_qkv.weight": normal(channels, hidden),
+            name + "linear_attn.in_proj_z.weight": normal(values, hidden),
+            name + "linear_attn.in_proj_b.weight": normal(value_heads, hidden),
+            name + "linear_attn.in_proj_a.weight": normal(value_heads, hidden),
+            name + "linear_attn.conv1d.weight": normal(channels, 1, TAPS),
+            name + "linear_attn.A_log": torch.rand(value_heads, generator=generator).to(torch.bfloat16),
+            name + "linear_attn.dt_bias": normal(value_heads),
+            name + "linear_attn.norm.weight": torch.ones(DELTA_DIM, dtype=torch.bfloat16),
+            name + "linear_attn.out_proj.weight": normal(hidden, values),
+        }
+    return tensors
+
+
+def hybrid_config(delta):
+    key_heads, value_heads = delta
+    return {
+        "architectures": ["Qwen3_5ForCausalLM"],
+        "model_type": "qwen3_5_text",
+        "head_dim": 256,
+        "rms_norm_eps": 1e-6,
+        "attention_bias": False,
+        "attn_output_gate": True,
+        "full_attention_interval": 4,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25, "mrope_section": [11, 11, 10]},
+        "linear_num_key_heads": key_heads,
+        "linear_num_value_heads": value_heads,
+        "linear_key_head_dim": DELTA_DIM,
+        "linear_value_head_dim": DELTA_DIM,
+        "linear_conv_kernel_dim": TAPS,
+    }
+
+
 def write(shape_name, folder, seed=0):
     """Writes the checkpoint."""
     from safetensors.torch import save_file
 
-    shape = SHAPES[shape_name]
+    shape, delta = HYBRID_SHAPES.get(shape_name) or (SHAPES[shape_name], None)
     hidden, layers, heads, kv_heads, intermediate, vocab, tied = shape
     folder.mkdir(parents=True, exist_ok=True)
     config = {
@@ -148,6 +228,8 @@ def write(shape_name, folder, seed=0):
         "torch_dtype": "bfloat16",
         "use_cache": True,
     }
+    if delta:
+        config = {name: value for name, value in config.items() if name not in ("rope_theta", "mlp_bias")} | hybrid_config(delta)
     tokenizer_config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "bos_token": SPECIALS[0],
@@ -163,14 +245,14 @@ def write(shape_name, folder, seed=0):
     }
     for name, content in files.items():
         (folder / name).write_text(json.dumps(content, indent=1))
-    tensors = weights(shape, seed)
+    tensors = hybrid_weights(shape, delta, seed) if delta else weights(shape, seed)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     return sum(tensor.numel() for tensor in tensors.values())
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("shape", choices=SHAPES)
+    parser.add_argument("shape", choices=ALL_SHAPES)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()

@@ -151,7 +151,7 @@ def wait_for(name, process, log):
 
 def parse():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", choices=checkpoint.SHAPES, default="135m")
+    parser.add_argument("--shape", choices=checkpoint.ALL_SHAPES, default="135m")
     parser.add_argument("--dtype", choices=["bf16", "int8", "int4"], default="bf16")
     parser.add_argument("--concurrency", type=lambda text: [int(part) for part in text.split(",")], default=[1, 4, 16, 32])
     parser.add_argument("--rounds", type=int, default=3)
@@ -199,7 +199,7 @@ def measure(arguments, names, streams):
     """One concurrency."""
     requests = arguments.requests or max(12, 3 * streams)
     bench = [arguments.inflight, "bench", "--concurrency", streams, "--requests", requests, "--rounds", arguments.rounds,
-             "--seed", arguments.seed, "--vocab-size", checkpoint.SHAPES[arguments.shape][5],
+             "--seed", arguments.seed, "--vocab-size", checkpoint.ALL_SHAPES[arguments.shape][5],
              "--prompt-tokens", arguments.prompt_tokens, "--output-tokens", arguments.output_tokens]
     for name in names:
         bench += ["--endpoint", f"{name}=http://127.0.0.1:{PORTS[name]}" + ("" if name == "inflight" else "/v1")]

@@ -17,6 +17,9 @@ def main():
     TextModel.get_vocab_base_pre = lambda self, tokenizer: "gpt-2"
     script = str(Path(source) / "convert_hf_to_gguf.py")
     sys.argv = [script, checkpoint, "--outfile", out, "--outtype", dtype]
+    if "Qwen3_5" in (Path(checkpoint) / "config.json").read_text():
+        # The checkpoint has no layer of multi-token prediction.
+        sys.argv.append("--no-mtp")
     runpy.run_path(script, run_name="__main__")
 
 

@@ -57,6 +57,7 @@ impl ContextHashRuntime {
             host_blocks: 0,
             slots: SLOTS,
             sample_rows: SLOTS,
+            snapshot: None,
             sequence_drafts: u32::MAX,
             batch_tokens: 64,
             depth: 1,

@@ -7,6 +7,7 @@ mod tests {
     use std::path::Path;
 
     use inflight_fixtures::skipped;
+    use inflight_output_parser::{ReasoningFormat, ToolCallFormat};
     use serde::Deserialize;
     use serde_json::value::RawValue;
     use sha2::{Digest, Sha256};
@@ -171,6 +172,42 @@ mod tests {
             }
         }
         assert!(different.is_empty(), "{} prompts differ:\n{}", different.len(), different.join("\n"));
+    }
+
+    /// The prompts of Qwen's models open the reasoning, or close it where there is to be none; calls are read in the format that they are told to
+    /// write.
+    #[test]
+    fn templates_of_qwen_tell_calls_and_reasoning_and_switch_it() {
+        let Ok(folder) = std::env::var(FOLDER) else {
+            return skipped("formats of chat templates of models", &format!("{FOLDER} names no folder"));
+        };
+        let (closed, opened) = ("<think>\n\n</think>\n\n", "<think>\n");
+        let (xml, json, think) = (ToolCallFormat::QwenXml, ToolCallFormat::Hermes, ReasoningFormat::Think);
+        // Ends of prompts with reasoning, and without.
+        for (name, calls, reasoning, ends) in [
+            ("llama.cpp/Qwen3.5-4B.jinja", xml, Some(think), [opened, closed]),
+            ("llama.cpp/Qwen-Qwen3-0.6B.jinja", json, Some(think), ["assistant\n", closed]),
+            ("llama.cpp/Qwen-QwQ-32B.jinja", json, Some(think), [opened, opened]),
+            ("llama.cpp/Qwen3-Coder.jinja", xml, None, ["assistant\n", "assistant\n"]),
+        ] {
+            let path = Path::new(&folder).join(name);
+            let source = std::fs::read_to_string(&path).unwrap_or_else(|error| panic!("{name}: {error}"));
+            let formats = (ToolCallFormat::of_template(&source), ReasoningFormat::of_template(&source));
+            assert_eq!(formats, (Some(calls), reasoning), "{name}");
+            for (thinks, end) in [true, false].into_iter().zip(ends) {
+                let body = format!(
+                    r#"{{"model": "m", "messages": [{{"role": "user", "content": "Hi"}}],
+                        "chat_template_kwargs": {{"enable_thinking": {thinks}}}}}"#
+                );
+                let Ok(Input::Chat(conversation)) = chat::read(body.as_bytes()).map(|(draft, _)| draft.input)
+                else {
+                    panic!("{name}: no chat");
+                };
+                let prompt =
+                    template(&source).unwrap().render(&conversation, OffsetDateTime::UNIX_EPOCH).unwrap();
+                assert!(prompt.ends_with(end), "{name}, reasoning {thinks}: {prompt:?}");
+            }
+        }
     }
 
     #[test]
