@@ -54,7 +54,8 @@ async fn a_tenant_is_served_beside_a_flood_of_connections_and_idle_streams() -> 
     let tenants = format!("--tenants-file={}", file.display());
     let streams = count / 2;
     let environment = [
-        ("INFLIGHT_ROUTER_STREAMS_MAX", (streams + 100).to_string().into()),
+        // Beyond three quarters of them, a tenant gets only a share of the rest.
+        ("INFLIGHT_ROUTER_STREAMS_MAX", (2 * streams).to_string().into()),
         ("INFLIGHT_ROUTER_QUEUE_REQUESTS_MAX", (streams + 100).to_string().into()),
         ("INFLIGHT_ROUTER_QUEUE_TOKENS_MAX", "100000000".into()),
     ];
