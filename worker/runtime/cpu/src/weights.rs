@@ -384,7 +384,9 @@ mod tests {
                     shards(model.config(), ranks, &|ranks| checkpoint.alignment(quantize, ranks)).unwrap()
                 };
                 let (isa, whole) = (Isa::detect(), sharded(1));
-                let group = if quantize.is_some() { sharded(2) } else { sharded(4) };
+                // Two key heads of recurrent layers.
+                let whole_heads = quantize.is_some() || model.config().delta.is_some();
+                let group = if whole_heads { sharded(2) } else { sharded(4) };
                 for (linear, format) in checkpoint.formats(quantize, group.len()) {
                     let whole = pack(linear, &pool, isa, format, &whole[0]).unwrap();
                     let (n, all) = (whole.matrix.n(), elements(&pool, &whole.matrix));
