@@ -254,6 +254,7 @@ async fn streams_of_any_parameters_that_are_cut_and_moved_equal_undisturbed_ones
 
 /// Of a model whose layers with a window give up blocks while streams run.
 #[tokio::test(flavor = "multi_thread")]
+#[ignore = "as long as that of recurrent layers; .ci/nightly runs it"]
 async fn streams_of_a_model_with_windows_that_are_cut_and_moved_equal_undisturbed_ones() -> Result<()> {
     let folder = TempDir::new("inflight-windows")?;
     BenchmarkShape::MiniGemma.write(folder.path())?;
