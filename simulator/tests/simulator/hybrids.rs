@@ -49,7 +49,7 @@ fn turns(requests: &[ClusterRequest], outputs: bool) -> Vec<Turn> {
         let of_parent = parent.map_or(&[][..], |parent| &turns[parent].hashes[..(shared / SPAN) as usize]);
         let count = (request.prompt_tokens + request.output_tokens) / SPAN;
         let own = (of_parent.len() as u32..count).map(|span| {
-            BlockHash::from_raw(((nth as u128 + 1) << 64) | u128::from(span + 1) * 0x9e37_79b9_7f4a_7c15)
+            BlockHash::from_raw(((nth as u128 + 1) << 64) | (u128::from(span + 1) * 0x9e37_79b9_7f4a_7c15))
         });
         turns.push(Turn {
             arrival: request.arrival,

@@ -353,7 +353,8 @@ mod tests {
                     prop_assert_eq!(shard.kv_heads.start + place / own_group, head / group);
                 }
                 let Partition::Outputs(qkv) = shard.partition(Matrix::Qkv) else { panic!("rows are cut") };
-                prop_assert_eq!(&qkv[0], &vec![shard.heads.start * head_dim..shard.heads.end * head_dim]);
+                let queries = shard.heads.start * head_dim..shard.heads.end * head_dim;
+                prop_assert_eq!(qkv[0].as_slice(), std::slice::from_ref(&queries));
                 prop_assert_eq!(&qkv[1], &qkv[2]);
             }
         }
