@@ -202,6 +202,11 @@ def expressions():
             yield f"the variable {name}", f'count(group by ({label}) ({with_values(series, {})}) unless group({with_values(series, {})})) > 0'
 
 
+def has_data(title, values):
+    # Whether a draft is worth its time depends on the processor: where none is, the shares of drafts are 0 / 0.
+    return any(map(math.isfinite, values)) or "drafts" in title.lower() and len(values) > 0
+
+
 def main():
     prometheus_program, inflight = sys.argv[1:]
     with tempfile.TemporaryDirectory() as name, contextlib.ExitStack() as cleanup:
@@ -222,7 +227,7 @@ def main():
                 cluster.event("restarted")
                 killed = True
             empty = [(title, expression) for title, expression in empty
-                     if not any(map(math.isfinite, prometheus.query(expression)))]
+                     if not has_data(title, prometheus.query(expression))]
             time.sleep(0.5)
         assert not cluster.failures, cluster.failures
         assert cluster.refusals["limited"] > 0 and cluster.refusals["acme"] == 0, cluster.refusals
