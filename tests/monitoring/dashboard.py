@@ -203,8 +203,8 @@ def expressions():
 
 
 def has_data(title, values):
-    # Whether a draft is worth its time depends on the processor: where none is, the shares of drafts are 0 / 0.
-    return any(map(math.isfinite, values)) or "drafts" in title.lower() and len(values) > 0
+    # Whether a draft is worth its time depends on the processor. Where none is, the share of accepted drafts is 0 / 0: the series must exist.
+    return any(map(math.isfinite, values)) or title == "Accepted drafts" and len(values) > 0
 
 
 def main():

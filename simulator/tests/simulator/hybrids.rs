@@ -26,8 +26,8 @@ struct Turn {
     hashes: Vec<BlockHash>,
 }
 
-/// Finds the conversations of a trace, whose ids name whole blocks of 512 tokens alone: a request that has all whole blocks of an earlier
-/// prompt continues it, from its last token or, with `outputs`, from the last one of the answer.
+/// Reconstructs multi-turn conversations from a trace whose block ids cover whole blocks of 512 tokens only. A request whose prompt has all
+/// whole blocks of an earlier prompt is taken as its next turn: it repeats that prompt and, with `outputs`, its answer.
 fn turns(requests: &[ClusterRequest], outputs: bool) -> Vec<Turn> {
     let mut turns: Vec<Turn> = Vec::new();
     for (nth, request) in requests.iter().enumerate() {

@@ -32,7 +32,7 @@ pub(crate) enum StateCopy {
     },
 }
 
-/// How the state of an admitted sequence begins.
+/// Source of the recurrent state of an admitted sequence.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum StateBegin {
     /// Before the first token.

@@ -25,7 +25,7 @@ struct Kept {
     updates: *mut f32,
     /// [log].
     decays: *mut f32,
-    /// Inputs of the convolution before the state, and of the last positions.
+    /// Convolution inputs of the positions just before the state, then those of the most recent positions.
     before: *mut f32,
     inputs: *mut f32,
 }

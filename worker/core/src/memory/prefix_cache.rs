@@ -144,7 +144,7 @@ impl PrefixCache {
         self.snapshots.len()
     }
 
-    /// Returns true if a cached span has a snapshot where prompts part.
+    /// Returns true if a cached span has a snapshot at the end of a prefix that several prompts share.
     pub fn is_junction(&self, leader: Block) -> bool {
         self.snapshots.kind(leader) == Some(SnapshotKind::Junction)
     }
@@ -246,8 +246,8 @@ impl PrefixCache {
         self.chain = Some(chain);
     }
 
-    /// Puts a cached span whose blocks have no owner, in a pool without windows, into other blocks, and gives up the old ones. `blocks` returns
-    /// the owned blocks of a group.
+    /// Moves a cached span without owners to the blocks of a sequence that has computed the same tokens again, and frees its old blocks. `blocks`
+    /// returns the sequence's blocks of a group. No-op for models with sliding windows.
     pub fn replace<'p>(
         &mut self,
         leader: Block,

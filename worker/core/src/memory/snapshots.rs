@@ -14,9 +14,9 @@ pub struct SnapshotShape {
 /// Where in its sequence a snapshot is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum SnapshotKind {
-    /// Where another prompt parts from the sequence's.
+    /// At the end of the prefix that several prompts share.
     Junction,
-    /// At the end of the prompt: the next turn of a conversation resumes there if the answer is not repeated as it was, such as without its
+    /// Shortly before the end of the prompt: the next turn of a conversation resumes there if the answer is not repeated as it was, such as without its
     /// reasoning.
     Prompt,
     /// At the end of the answer, or where the sequence was preempted.
@@ -36,7 +36,7 @@ const HALVED_AT: u32 = 128;
 const JUDGED_FROM: u32 = 16;
 /// A kind is demoted if one of its snapshots is hit less often than one of another kind by this factor.
 const DEMOTED_BY: u64 = 4;
-/// One in so many snapshots of a demoted kind is not, so that its use is still seen.
+/// One in this many snapshots of a demoted kind is evicted in normal order, so that hits of the kind are still observed.
 const TRIED_ONE_IN: u32 = 8;
 
 /// Blocks of the snapshots in a pool, by the leader of the span at whose end they are. Nothing is allocated after creation.
@@ -49,13 +49,13 @@ pub(crate) struct Snapshots {
     /// Place of each leader's snapshot, else `NONE`; empty if none are kept.
     places: Vec<u32>,
     free: Vec<u32>,
-    /// Kind by place, and whether a sequence has resumed from there.
+    /// Kind of each snapshot, and whether a sequence has resumed from it; indexed by place.
     kinds: Vec<(SnapshotKind, bool)>,
     uses: [KindUse; 3],
 }
 
 impl Snapshots {
-    /// Creates the places of all snapshots that a pool of `total` blocks can hold.
+    /// Allocates the tables for as many snapshots as a pool of `total` blocks can hold.
     pub fn new(shape: Option<SnapshotShape>, total: u32) -> Self {
         let each = shape.map_or(0, |shape| shape.blocks);
         let count = total.checked_div(each).unwrap_or(0);

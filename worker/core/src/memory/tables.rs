@@ -207,12 +207,12 @@ impl Tables {
         self.state.pop()
     }
 
-    /// Appends a block to the snapshot.
+    /// Appends a block to the snapshot that the sequence holds for a copy.
     pub(crate) fn push_snapshot(&mut self, block: Block) {
         self.snapshot.push(block);
     }
 
-    /// Removes the last block of the snapshot.
+    /// Removes and returns the last block of the snapshot that the sequence holds for a copy.
     pub(crate) fn pop_snapshot(&mut self) -> Option<Block> {
         self.snapshot.pop()
     }

@@ -1,9 +1,9 @@
 //! Snapshots of recurrent states: where sequences resume, at which positions states are kept, and the copies between both.
 //!
 //! A state cannot be shared while its sequence changes it. So a sequence that resumes copies a snapshot with its first chunk, or takes the
-//! blocks of the snapshot if there are none for a copy. Snapshots are kept of two kinds: the state of a sequence that ends or is preempted,
-//! whose blocks are kept as they are; and copies of a running sequence's state, at the end of its prompt and where other prompts part from
-//! it. A copy takes free blocks only. It is in the cache once its iteration is committed.
+//! blocks of the snapshot if there are none for a copy. Two sources make snapshots: a sequence that ends or is preempted, whose blocks are
+//! cached as they are; and copies of a running sequence's state, shortly before the end of its prompt and at the end of a prefix that other
+//! prompts share. A copy takes free blocks only. It is in the cache once its iteration is committed.
 
 use inflight_contract::BlockHash;
 
@@ -14,9 +14,9 @@ use crate::sequence::Sequence;
 use crate::state_progress::{StateBegin, StateCopy, StateProgress};
 use crate::{BlockedBy, Chunk, Copy};
 
-/// Tokens at the end of a prompt that the next turn of a conversation does not repeat: chat templates open the reasoning of the answer, or close it
-/// if there is to be none, and leave it out of earlier turns (`<think>`, a line break, `</think>`, a line break). More than the last token, from
-/// which each choice of a request samples for itself.
+/// Maximum number of tokens that a chat template appends to a prompt and leaves out of the next turn, such as `<think>\n\n</think>\n\n` for an
+/// answer without reasoning. A snapshot of a prompt is taken before them. It also leaves out the last token, whose logits each choice of a
+/// request needs.
 const OPENING_TOKENS: u32 = 4;
 
 impl PrefixMatch {
