@@ -6,6 +6,7 @@ use std::sync::atomic::{AtomicU8, Ordering};
 
 use anyhow::{Context, Result, ensure};
 use futures::future::try_join_all;
+use inflight_fixtures::is_thorough;
 use inflight_harness::{RoleProcess, exclusive, scrape};
 use inflight_proto::v1::constraint::Grammar;
 use inflight_proto::v1::generate_request::Input;
@@ -26,12 +27,13 @@ use crate::program;
 use crate::storm::{all_connected, flags, idle, worker_flags};
 
 const WORKERS: usize = 3;
-const STREAMS: usize = 200;
+/// Streams of a thorough run, and of others.
+const STREAMS: [usize; 2] = [200, 64];
 const CONNECTIONS: usize = 20;
 /// Repetitions of all streams, at most.
 const ROUNDS_MAX: usize = 6;
-/// Streams that must have been cut at each place.
-const CUT_MIN: usize = 20;
+/// Streams that must have been cut at each place, likewise.
+const CUT_MIN: [usize; 2] = [20, 8];
 /// Minimum messages with tokens that each open stream receives between two kills; the first can have been sent before the
 /// earlier kill.
 const PROGRESS_MIN: u8 = 3;
@@ -196,12 +198,20 @@ struct Requests {
     progress: Vec<AtomicU8>,
 }
 
+fn stream_count() -> usize {
+    STREAMS[usize::from(!is_thorough())]
+}
+
+fn cut_min() -> usize {
+    CUT_MIN[usize::from(!is_thorough())]
+}
+
 impl Requests {
     fn draw(seed: u64) -> Self {
         let mut random = StdRng::seed_from_u64(seed);
-        let all: Vec<_> = (0..STREAMS).map(|_| request(&mut random)).collect();
-        let places = (0..STREAMS).map(|_| AtomicU8::new(Place::Elsewhere as u8)).collect();
-        Self { all, places, progress: (0..STREAMS).map(|_| AtomicU8::new(0)).collect() }
+        let all: Vec<_> = (0..stream_count()).map(|_| request(&mut random)).collect();
+        let places = (0..stream_count()).map(|_| AtomicU8::new(Place::Elsewhere as u8)).collect();
+        Self { all, places, progress: (0..stream_count()).map(|_| AtomicU8::new(0)).collect() }
     }
 
     /// Reads a stream to its end; sends the number of tokens of each message to `received`.
@@ -322,7 +332,7 @@ async fn failover(seed: u64) -> Result<()> {
     let undisturbed = {
         let cluster = Cluster::start(1, "off").await?;
         let (ignored, _) = mpsc::unbounded_channel();
-        let reads = (0..STREAMS).map(async |nth| {
+        let reads = (0..stream_count()).map(async |nth| {
             let output = requests.read(nth, cluster.client(nth), &ignored).await;
             let output = output.with_context(|| format!("request {nth}: {:?}", requests.all[nth]))?;
             check_whole(&requests.all[nth], &output)?;
@@ -337,7 +347,7 @@ async fn failover(seed: u64) -> Result<()> {
         let (sender, mut received) = mpsc::unbounded_channel();
         let mut streams = JoinSet::new();
         requests.await_progress(true);
-        for nth in 0..STREAMS {
+        for nth in 0..stream_count() {
             let (requests, undisturbed) = (Arc::clone(&requests), Arc::clone(&undisturbed));
             let (client, sender) = (cluster.client(nth), sender.clone());
             streams.spawn(async move {
@@ -348,7 +358,7 @@ async fn failover(seed: u64) -> Result<()> {
             });
         }
         drop(sender);
-        let mut left: u64 = random.random_range(2_000..10_000);
+        let mut left: u64 = random.random_range(stream_count() as u64 * 10..stream_count() as u64 * 50);
         while let Some(tokens) = received.recv().await {
             left -= tokens.min(left);
             if left > 0 || !requests.all_progressed() {
@@ -365,18 +375,18 @@ async fn failover(seed: u64) -> Result<()> {
             // What arrived meanwhile does not count.
             while received.try_recv().is_ok() {}
             requests.await_progress(false);
-            left = random.random_range(2_000..10_000);
+            left = random.random_range(stream_count() as u64 * 10..stream_count() as u64 * 50);
         }
         while let Some(ended) = streams.join_next().await {
             ended??;
         }
-        if cut.iter().all(|count| *count >= CUT_MIN) {
+        if cut.iter().all(|count| *count >= cut_min()) {
             break;
         }
     }
     report(&undisturbed, kills, cut, drafts);
     for (place, count) in PLACES.iter().zip(cut) {
-        ensure!(count >= CUT_MIN, "only {count} streams were cut in {place}");
+        ensure!(count >= cut_min(), "only {count} streams were cut in {place}");
     }
     ensure!(drafts[1] > 0.0, "no draft was accepted");
     all_connected(&cluster.router).await?;
@@ -387,8 +397,9 @@ async fn failover(seed: u64) -> Result<()> {
 fn report(outputs: &[Output], kills: u32, cut: [usize; PLACES.len()], [drafted, accepted]: [f64; 2]) {
     let count = |kind: fn(&Output) -> bool| outputs.iter().filter(|output| kind(output)).count();
     println!(
-        "{STREAMS} requests: {} with reasoning, {} with calls, {} ended by their grammar; {kills} kills of all workers; cut \
+        "{} requests: {} with reasoning, {} with calls, {} ended by their grammar; {kills} kills of all workers; cut \
          in {PLACES:?}: {cut:?} streams; {accepted} of {drafted} drafts accepted",
+        outputs.len(),
         count(|output| !output.reasoning.is_empty()),
         count(|output| !output.calls.is_empty()),
         count(|output| output.end != Some(FinishReason::Length)),

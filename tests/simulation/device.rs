@@ -59,6 +59,7 @@ impl ContextHashRuntime {
             sample_rows: SLOTS,
             snapshot: None,
             sequence_drafts: u32::MAX,
+            predicted_drafts: 0,
             batch_tokens: 64,
             depth: 1,
             fingerprint: "remembering".to_owned(),

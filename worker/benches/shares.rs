@@ -136,6 +136,7 @@ fn measure(
         quantize: if weights == "bf16" { None } else { Some(weights.parse()?) },
         kv_dtype: Some(options.kv),
         tensor_parallel: options.ranks,
+        mtp: false,
     };
     let mut runtime = CpuRuntime::load(&model, &cpu, &|_, _| {})?;
     let ready = begun.elapsed().as_secs_f64();

@@ -37,6 +37,7 @@ fn load(path: String) -> BenchResult<CpuRuntime> {
         quantize: None,
         kv_dtype: None,
         tensor_parallel: 1,
+        mtp: false,
     };
     let mut runtime = CpuRuntime::load(&model, &options, &|_, _| {})?;
     for slot in 0..SEQUENCES {

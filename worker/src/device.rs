@@ -103,6 +103,7 @@ pub(crate) fn cpu_options(options: &Options) -> Result<CpuOptions, Error> {
         quantize: options.compute.quantize,
         kv_dtype,
         tensor_parallel: options.compute.tensor_parallel,
+        mtp: options.compute.scheduling.drafts.uses_mtp(),
     })
 }
 

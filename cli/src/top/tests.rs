@@ -569,8 +569,9 @@ fn hostile_names_and_any_size_of_the_terminal_do_no_harm() {
             }
             setup(&mut model);
             model.life(0, Ok(life.clone()));
-            // Each setup has another sixth of the widths.
-            let widths = (0..48).filter(|columns| (*columns + at as u16).is_multiple_of(6));
+            // Each setup has another part of the widths.
+            let every = if inflight_fixtures::is_thorough() { 6 } else { 12 };
+            let widths = (0..48).filter(|columns| (*columns + at as u16).is_multiple_of(every));
             for (columns, rows) in widths.flat_map(|columns| (0..16).map(move |rows| (columns, rows))) {
                 screen(&model, columns, rows);
                 if rows == 7 {

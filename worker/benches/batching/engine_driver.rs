@@ -167,6 +167,7 @@ fn load(model: &BenchModel, size: &EngineSize) -> BenchResult<CpuRuntime> {
         quantize: None,
         kv_dtype: None,
         tensor_parallel: 1,
+        mtp: false,
     };
     Ok(CpuRuntime::load(&model.dir, &options, &|_, _| {})?)
 }

@@ -127,6 +127,7 @@ mod tests {
                 len: 1,
                 samples: *samples,
                 drafts: 0,
+                predictions: 0,
             };
             Iteration { number, chunks: chunks.iter().map(chunk).collect(), ..Iteration::default() }
         };

@@ -23,6 +23,8 @@ pub struct Chunk {
     /// Number of drafted tokens, the last ones of the chunk. The logits of the token before them and of each of
     /// them are sampled.
     pub drafts: u32,
+    /// Number of tokens that the MTP layer predicts behind the one that is sampled, to be offered as drafts for the next plan.
+    pub predictions: u32,
 }
 
 impl Chunk {

@@ -5,7 +5,6 @@ use std::time::Duration;
 
 use inflight_contract::{BlockHash, CostCoefficients, Service};
 
-use crate::DraftKind::Forced;
 use crate::policy::Policy;
 use crate::{
     CostPrior, DraftKind, Iteration, IterationOutcome, LatencyObjectives, NewSequence, SchedulerLimits,
@@ -13,7 +12,7 @@ use crate::{
 };
 
 /// First bytes of a log, including the format version.
-pub(crate) const MAGIC: &[u8; 8] = b"inflrec8";
+pub(crate) const MAGIC: &[u8; 8] = b"inflrec9";
 
 /// Record type: one scheduler input. The values are part of the format.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -31,6 +30,8 @@ pub(crate) enum RecordKind {
     Draft,
     ForcedDraft,
     Discard,
+    PredictedDraft,
+    Predictions,
 }
 
 /// Log of a scheduler's inputs, with the bytes not drained yet.
@@ -66,6 +67,7 @@ impl RecordLog {
             limits.preemption_threshold,
             limits.iteration_scores,
             limits.drafts_max,
+            limits.predicted_max,
             limits.iteration_samples,
         ] {
             log.number(value.into());
@@ -110,8 +112,18 @@ impl RecordLog {
     }
 
     pub fn draft(&mut self, id: SequenceId, count: u32, kind: DraftKind) {
-        self.of_sequence(if kind == Forced { RecordKind::ForcedDraft } else { RecordKind::Draft }, id);
+        let kind = match kind {
+            DraftKind::Guessed => RecordKind::Draft,
+            DraftKind::Predicted => RecordKind::PredictedDraft,
+            DraftKind::Forced => RecordKind::ForcedDraft,
+        };
+        self.of_sequence(kind, id);
         self.number(count.into());
+    }
+
+    pub fn predictions(&mut self, took: Duration) {
+        self.kind(RecordKind::Predictions);
+        self.number(nanos(took));
     }
 
     pub fn plan(&mut self, plan: &Iteration, now: Time) {

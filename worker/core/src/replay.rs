@@ -7,13 +7,12 @@ use inflight_contract::{
     VirtualTokenCounters, Weight,
 };
 
-use crate::DraftKind::{Forced, Guessed};
 use crate::policy::Policy;
 use crate::record::{MAGIC, RecordKind, digest};
 use crate::{
-    CostModel, CostPrior, Ended, Iteration, IterationOutcome, LatencyObjectives, NewSequence, Scheduler,
-    SchedulerLimits, ScoredRange, SequenceId, SnapshotShape, StepTarget, StepWork, Time, TokenVerdict,
-    TransferId,
+    CostModel, CostPrior, DraftKind, Ended, Iteration, IterationOutcome, LatencyObjectives, NewSequence,
+    Scheduler, SchedulerLimits, ScoredRange, SequenceId, SnapshotShape, StepTarget, StepWork, Time,
+    TokenVerdict, TransferId,
 };
 
 /// Maximum blocks of a pool, and maximum running sequences, of a replay: more than any device has, so that a damaged
@@ -171,6 +170,7 @@ impl RecordReader<'_> {
             preemption_threshold: self.small()?,
             iteration_scores: self.small()?,
             drafts_max: self.at_most(DRAFTS_MAX)?,
+            predicted_max: self.at_most(DRAFTS_MAX)?,
             iteration_samples: self.small()?,
             cooldown_steps: self.number()?,
             prefix_cache: self.number()? != 0,
@@ -217,6 +217,12 @@ impl RecordReader<'_> {
         Ok(SequenceId { index: self.small()?, generation: self.small()? })
     }
 
+    fn draft(&mut self, scheduler: &mut Scheduler, kind: DraftKind) -> Result<(), ReplayError> {
+        let id = self.sequence_id()?;
+        scheduler.draft(id, self.small()?, kind);
+        Ok(())
+    }
+
     /// Applies one record to the scheduler.
     fn record(&mut self, scheduler: &mut Scheduler) -> Result<Applied, ReplayError> {
         match self.take(1)?[0] {
@@ -224,11 +230,12 @@ impl RecordReader<'_> {
             kind if kind == RecordKind::Cancel as u8 => scheduler.cancel(self.sequence_id()?),
             kind if kind == RecordKind::Preempt as u8 => scheduler.preempt(self.sequence_id()?),
             kind if kind == RecordKind::Discard as u8 => scheduler.discard(self.sequence_id()?),
-            kind if kind == RecordKind::Draft as u8 || kind == RecordKind::ForcedDraft as u8 => {
-                let id = self.sequence_id()?;
-                let guessed = kind == RecordKind::Draft as u8;
-                scheduler.draft(id, self.small()?, if guessed { Guessed } else { Forced });
+            kind if kind == RecordKind::Draft as u8 => self.draft(scheduler, DraftKind::Guessed)?,
+            kind if kind == RecordKind::PredictedDraft as u8 => {
+                self.draft(scheduler, DraftKind::Predicted)?
             }
+            kind if kind == RecordKind::ForcedDraft as u8 => self.draft(scheduler, DraftKind::Forced)?,
+            kind if kind == RecordKind::Predictions as u8 => scheduler.observe_predictions(self.duration()?),
             kind if kind == RecordKind::Plan as u8 => {
                 let now = Time::from_nanos(self.number()?);
                 let digest = self.fixed::<8>().map(u64::from_le_bytes)?;

@@ -47,6 +47,8 @@ pub struct SchedulerLimits {
     pub preemption_threshold: u32,
     /// Maximum drafted tokens of a sequence in an iteration; 0 disables drafts.
     pub drafts_max: u32,
+    /// Maximum tokens that the MTP layer predicts for a sequence in an iteration; 0 without one.
+    pub predicted_max: u32,
     /// Plans drafts only where they are expected to save time; else as many as fit, for tests.
     pub govern_drafts: bool,
 }
@@ -125,6 +127,7 @@ impl SchedulerLimits {
             step_target: StepTarget::Unbounded,
             preemption_threshold: Self::PREEMPTION_THRESHOLD,
             drafts_max: 0,
+            predicted_max: 0,
             govern_drafts: true,
         }
     }

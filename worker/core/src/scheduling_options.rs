@@ -67,11 +67,12 @@ pub struct SchedulingOptions {
     /// Objective for the gap between tokens: bounds iterations with decodes and prefill; takes precedence over --slo-ttft
     #[arg(long, value_name = "DURATION", value_parser = duration, env = "INFLIGHT_WORKER_SLO_GAP")]
     pub slo_gap: Option<Duration>,
-    /// Source of drafted tokens (speculative decoding): off, or prompt-lookup, which drafts what followed the last
-    /// tokens where they occurred before. Drafts are verified, so the output is the same
+    /// Source of drafted tokens (speculative decoding): off; prompt-lookup, which drafts what followed the last
+    /// tokens where they occurred before; mtp, the model's own layer for it (on CPUs); or auto, the better of both for each
+    /// sequence. Drafts are verified, so the output is the same
     #[arg(
         long,
-        value_name = "off|prompt-lookup",
+        value_name = "off|prompt-lookup|mtp|auto",
         default_value_t = Drafts::default(),
         env = "INFLIGHT_WORKER_DRAFTS"
     )]
@@ -139,7 +140,7 @@ impl SchedulingOptions {
     pub fn drafted_tokens_max(&self) -> u32 {
         match self.drafts {
             Drafts::Off => 0,
-            Drafts::PromptLookup => self.drafts_max,
+            Drafts::PromptLookup | Drafts::Mtp | Drafts::Auto => self.drafts_max,
         }
     }
 }

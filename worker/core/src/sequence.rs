@@ -170,8 +170,9 @@ pub(crate) struct Sequence {
     pub drafts_in_flight: u32,
     /// Spans up to which the tables reached before they were extended for the drafts in flight, by group.
     pub undrafted: Spans,
-    /// Estimate of how many of its guessed drafts stand.
+    /// Estimate of how many of its guessed drafts stand, and of its predicted ones.
     pub acceptance: Acceptance,
+    pub predicted: Acceptance,
     /// Number of iterations in flight that use its slot or blocks.
     pub in_flight: u32,
     /// Number of block copies from or to it in iterations in flight: windows do not pass meanwhile.

@@ -48,6 +48,8 @@ pub struct ModelConfig {
     pub delta: Option<DeltaSpec>,
     /// Layers of multi-token prediction behind the others, which draft tokens.
     pub mtp_layers: usize,
+    /// They have an embedding of their own.
+    pub mtp_embedding: bool,
     /// Number of query heads.
     pub heads: usize,
     /// Number of KV heads; divides `heads`.
@@ -142,6 +144,7 @@ impl ModelConfig {
             rotated_dim,
             delta: if recurrent.contains(&true) { Some(delta(fields)?) } else { None },
             mtp_layers: fields.number("mtp_num_hidden_layers")?.map_or(0, |layers| layers as usize),
+            mtp_embedding: fields.flag("mtp_use_dedicated_embeddings")?.unwrap_or(false),
             heads,
             kv_heads,
             head_dim,

@@ -4,9 +4,9 @@
 use std::cell::RefCell;
 use std::collections::BTreeSet;
 
-use super::architecture::DeltaNames;
+use super::architecture::{DeltaNames, MtpNames};
 use super::foreign_tensors;
-use super::{DeltaForm, DeltaSpec, Error, Mixer, ModelConfig, ModelDir, Tensor, Tensors};
+use super::{AttentionSpec, DeltaForm, DeltaSpec, Error, Mixer, ModelConfig, ModelDir, Tensor, Tensors};
 
 /// Matrix of a decoder layer, or its LM head.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -23,6 +23,8 @@ pub enum Matrix {
     DeltaScalars,
     /// Its output projection.
     DeltaOutput,
+    /// Projection of the next token's embedding and the last hidden state to the inputs of an MTP layer.
+    MtpInputs,
     /// Gate and up projections.
     GateUp,
     /// Down projection.
@@ -84,6 +86,46 @@ pub struct DeltaWeights<V, L> {
     pub norm: V,
     /// Output projection.
     pub output: L,
+}
+
+/// Weights of a layer of multi-token prediction (MTP): it predicts the token after the next one from the last hidden state and the
+/// embedding of the next token, `head(norm(layer(inputs([norm(embedding); norm(hidden)]))))`.
+pub struct MtpLayer<V, L> {
+    /// RMSNorm of the next token's embedding.
+    pub embedding_norm: V,
+    /// RMSNorm of the last hidden state, which is that before the LM head.
+    pub hidden_norm: V,
+    /// Projection [hidden, 2 hidden].
+    pub inputs: L,
+    /// Decoder layer, with attention.
+    pub layer: DecoderLayer<V, L>,
+    /// RMSNorm before the LM head, which is the model's.
+    pub norm: V,
+}
+
+impl<V, L> MtpLayer<V, L> {
+    /// Linear layers in the order of the forward pass.
+    pub fn linears(&self) -> Vec<&L> {
+        std::iter::once(&self.inputs).chain(self.layer.linears()).collect()
+    }
+
+    /// Converts vectors and linear layers, in the order of the forward pass.
+    ///
+    /// # Errors
+    /// The first error of `vector` or `linear`.
+    pub fn try_map<W, M, E>(
+        &self,
+        vector: impl Fn(VectorKind, &V) -> Result<W, E>,
+        mut linear: impl FnMut(&L) -> Result<M, E>,
+    ) -> Result<MtpLayer<W, M>, E> {
+        Ok(MtpLayer {
+            embedding_norm: vector(VectorKind::Norm, &self.embedding_norm)?,
+            hidden_norm: vector(VectorKind::Norm, &self.hidden_norm)?,
+            inputs: linear(&self.inputs)?,
+            layer: self.layer.try_map(&vector, &mut linear)?,
+            norm: vector(VectorKind::Norm, &self.norm)?,
+        })
+    }
 }
 
 /// Kind of a vector.
@@ -183,6 +225,9 @@ impl StackedLinear {
 /// Decoder layer in a checkpoint.
 pub type CheckpointLayer = DecoderLayer<Tensor, StackedLinear>;
 
+/// MTP layer in a checkpoint.
+pub type CheckpointMtp = MtpLayer<Tensor, StackedLinear>;
+
 /// Tensors of a decoder in the checkpoint, all present and of the expected shape.
 pub struct CheckpointDecoder {
     /// Embedding [vocabulary, hidden].
@@ -206,6 +251,23 @@ impl ModelDir {
             Ok(decoder) => lookup.check_all_used().map(|()| decoder),
             Err(error) => Err(lookup.foreign().unwrap_or(error)),
         }
+    }
+
+    /// Returns whether the checkpoint has an MTP layer that can draft.
+    pub fn has_mtp(&self) -> bool {
+        let (config, names) = (self.config(), self.config().architecture.spec().mtp);
+        let in_file = |names: &MtpNames| self.tensors().contains(&format!("{}.weight", names.inputs));
+        config.mtp_layers == 1 && !config.mtp_embedding && names.is_some_and(in_file)
+    }
+
+    /// Looks up the tensors of the MTP layer; `None` if [`ModelDir::has_mtp`] says that there is none.
+    ///
+    /// # Errors
+    /// A tensor is missing, has another shape or an unsupported encoding.
+    pub fn mtp(&self) -> Result<Option<CheckpointMtp>, Error> {
+        let lookup = Lookup { config: self.config(), tensors: self.tensors(), used: RefCell::default() };
+        let names = self.config().architecture.spec().mtp.filter(|_| self.has_mtp());
+        names.map(|names| lookup.mtp(names)).transpose()
     }
 }
 
@@ -252,7 +314,12 @@ impl Lookup<'_> {
             |name: &str| self.get(format!("{name}.weight"), &[config.vocab_size, config.hidden_size]);
         Ok(CheckpointDecoder {
             embedding: matrix(names.embedding)?,
-            layers: (0..config.layers.len()).map(|index| self.layer(index)).collect::<Result<_, Error>>()?,
+            layers: config
+                .layers
+                .iter()
+                .enumerate()
+                .map(|(index, layer)| self.layer(&format!("{}.{index}", names.layers), layer.mixer))
+                .collect::<Result<_, Error>>()?,
             norm: self.get(format!("{}.weight", names.norm), &[config.hidden_size])?,
             head: match config.tied_embeddings {
                 true => None,
@@ -261,13 +328,29 @@ impl Lookup<'_> {
         })
     }
 
-    /// Looks up the tensors of layer `index`.
-    fn layer(&self, index: usize) -> Result<CheckpointLayer, Error> {
+    /// Looks up the tensors of the MTP layer.
+    fn mtp(&self, names: &MtpNames) -> Result<CheckpointMtp, Error> {
+        let width = self.config.hidden_size;
+        let norm = |name: &str| self.get(format!("{name}.weight"), &[width]);
+        Ok(CheckpointMtp {
+            embedding_norm: norm(names.embedding_norm)?,
+            hidden_norm: norm(names.hidden_norm)?,
+            inputs: StackedLinear {
+                matrix: Matrix::MtpInputs,
+                matrices: vec![self.get(format!("{}.weight", names.inputs), &[width, 2 * width])?],
+                biases: Vec::new(),
+            },
+            layer: self.layer(names.layer, Mixer::Attention(AttentionSpec::FULL))?,
+            norm: norm(names.norm)?,
+        })
+    }
+
+    /// Looks up the tensors of a layer, whose names begin with `at`.
+    fn layer(&self, at: &str, mixer: Mixer) -> Result<CheckpointLayer, Error> {
         let config = self.config;
         let names = config.architecture.spec().tensors;
         let ModelConfig { hidden_size: hidden, intermediate_size: inner, head_dim, .. } = *config;
         let (queries, keys) = (config.heads * head_dim, config.kv_heads * head_dim);
-        let at = format!("{}.{index}", names.layers);
         let norm = |name: &str, width: usize| self.get(format!("{at}.{name}.weight"), &[width]);
         let linear = |matrix: Matrix, parts: &[(&str, usize)], inputs: usize, has_bias: bool| {
             let mut linear = StackedLinear { matrix, matrices: Vec::new(), biases: Vec::new() };
@@ -314,7 +397,7 @@ impl Lookup<'_> {
                 output: linear(Matrix::Output, &[(names.output, hidden)], queries, config.output_bias)?,
             })
         };
-        let mixer = match (config.layers[index].mixer, config.delta) {
+        let mixer = match (mixer, config.delta) {
             (Mixer::Delta, Some(spec)) => MixerWeights::Delta(delta(spec)?),
             _ => MixerWeights::Attention(attention()?),
         };

@@ -84,6 +84,11 @@ pub struct AttentionSpec {
     pub rope: usize,
 }
 
+impl AttentionSpec {
+    /// Attention to all positions, with the first rotary embedding.
+    pub const FULL: Self = Self { window: None, rope: 0 };
+}
+
 /// Rotary embedding.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Rope {

@@ -35,8 +35,8 @@ pub use architecture::Architecture;
 pub use cache_directory::CacheDirectory;
 pub use config::ModelConfig;
 pub use decoder::{
-    AttentionWeights, CheckpointDecoder, CheckpointLayer, DecoderLayer, DeltaWeights, Matrix, MixerWeights,
-    StackedLinear, VectorKind,
+    AttentionWeights, CheckpointDecoder, CheckpointLayer, CheckpointMtp, DecoderLayer, DeltaWeights, Matrix,
+    MixerWeights, MtpLayer, StackedLinear, VectorKind,
 };
 pub use error::Error;
 pub use fingerprint::{fingerprint, fingerprint_of};

@@ -39,6 +39,17 @@ pub struct ScoreRow {
     pub top: u32,
 }
 
+/// Sequence of a batch for which the MTP layer drafts.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Prediction {
+    /// Index of the sequence in the batch.
+    pub sequence: u32,
+    /// Slot of the sequence.
+    pub slot: Slot,
+    /// Number of tokens to predict behind the one that is sampled; 0 if the layer only sees the sequence's tokens.
+    pub tokens: u32,
+}
+
 /// Row whose token is sampled by the previous step and filled in by the device.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Feedback {
@@ -84,6 +95,9 @@ pub struct Batch {
     pub copies: Vec<BlockCopy>,
     /// Rows whose tokens the device fills in.
     pub feedback: Vec<Feedback>,
+    /// Sequences that the MTP layer sees, by ascending index; ignored by runtimes without one. It drafts well for sequences that are in
+    /// all their batches here.
+    pub predictions: Vec<Prediction>,
 }
 
 /// Block tables of a batch's sequences in a group of layers.
@@ -161,6 +175,7 @@ impl Batch {
         self.scores.clear();
         self.copies.clear();
         self.feedback.clear();
+        self.predictions.clear();
     }
 
     /// Appends a sequence of a model with one group of layers: tokens from `position` on, and its block table.
@@ -287,6 +302,29 @@ impl Batch {
         !next.drafted || self.tokens.get(next.row as usize) == Some(&token)
     }
 
+    /// Lets the MTP layer see the sequence pushed last, and predict this number of tokens behind the one that is sampled.
+    pub fn predict_last(&mut self, slot: Slot, tokens: u32) {
+        let sequence = self.sequences() as u32 - 1;
+        self.predictions.push(Prediction { sequence, slot, tokens });
+    }
+
+    /// Returns the last row of a sequence whose sample counts, with the token sampled there; `None` of a sequence without samples. `sampled`
+    /// are the samples of the batch.
+    pub fn last_counted(&self, sequence: usize, sampled: &[Sampled]) -> Option<(u32, u32)> {
+        let rows = self.starts[sequence]..self.starts[sequence + 1];
+        let first = self.samples.partition_point(|sample| sample.row < rows.start);
+        let own =
+            self.samples.iter().zip(sampled).skip(first).take_while(|(sample, _)| rows.contains(&sample.row));
+        let mut last: Option<(u32, u32)> = None;
+        for (sample, Sampled { token, .. }) in own {
+            match last {
+                Some((_, before)) if !self.counts(sample, before) => break,
+                _ => last = Some((sample.row, *token)),
+            }
+        }
+        last
+    }
+
     /// Lets the device fill in the token of the last row, the only one of the sequence pushed last, from
     /// entry `sample` of the previous batch's samples.
     pub fn feed_last_row(&mut self, sample: u32) {
@@ -393,6 +431,16 @@ impl Batch {
                 .all(|draft| self.feedback.iter().all(|fed| fed.row != draft.row)),
             "a draft is to be filled in by the device",
         )?;
+        let (most, in_order) =
+            (bounds.predicted_drafts, |pair: &[Prediction]| pair[0].sequence < pair[1].sequence);
+        ensure(
+            self.predictions.iter().all(|p| {
+                (p.sequence as usize) < sequences && p.slot < bounds.slots && (most == 0 || p.tokens <= most)
+            }) && self.predictions.windows(2).all(in_order),
+            "a sequence to predict, its slot or its number of tokens is out of range",
+        )?;
+        let predicted: u64 = self.predictions.iter().map(|prediction| u64::from(prediction.tokens)).sum();
+        ensure(predicted <= u64::from(DRAFT_ROWS), "it has more tokens to predict than DRAFT_ROWS")?;
         ensure(self.scores.len() <= SCORES_MAX as usize, "it has more rows to score than SCORES_MAX")?;
         ensure(
             self.scores.iter().all(|s| (s.row as usize) < rows && s.token < bounds.vocab_size),

@@ -19,17 +19,21 @@ mod kv_plan;
 mod memory_ledger;
 mod memory_needs;
 mod non_finite_rows;
+mod predictions;
 mod recent_tokens;
 pub mod sharding;
 mod token_masks;
 
-pub use batch::{Batch, BatchTables, BlockCopy, DRAFT_ROWS, Feedback, SCORES_MAX, SampleRow, ScoreRow};
+pub use batch::{
+    Batch, BatchTables, BlockCopy, DRAFT_ROWS, Feedback, Prediction, SCORES_MAX, SampleRow, ScoreRow,
+};
 pub use command_thread::{CommandQueue, CommandThread, CommandThreadOptions, ThreadEnded};
 pub use host_memory::{HostMemory, MemoryGroup, MemoryLimit, Readable};
 pub use kv_plan::{GroupMemory, KvPlan, KvPlanError, LayerPlace, LayerRows, StatePlace};
 pub use memory_ledger::{MemoryLedger, OverLimit, PROMISED_BYTES};
 pub use memory_needs::MemoryNeeds;
 pub use non_finite_rows::NonFiniteRows;
+pub use predictions::Predictions;
 pub use recent_tokens::{RECENT_TOKENS, RecentTokens};
 pub use token_masks::TokenMasks;
 
@@ -71,6 +75,8 @@ pub struct Capabilities {
     pub snapshot: Option<SnapshotShape>,
     /// Maximum drafts of a sequence in a batch, if the runtime takes drafts.
     pub sequence_drafts: u32,
+    /// Maximum tokens that the MTP layer predicts for a sequence in a batch; 0 without one.
+    pub predicted_drafts: u32,
     /// Maximum steps launched and not completed: 1, or 2 if steps run asynchronously.
     pub depth: u32,
     /// Numerics fingerprint: digest of weights, dtypes, instruction set or GPU architecture, kernel version
@@ -249,6 +255,11 @@ pub trait Runtime: Send {
     /// examine its logits reports none.
     fn take_non_finite(&mut self, rows: &mut NonFiniteRows) {
         rows.clear();
+    }
+
+    /// Moves the tokens that the MTP layer predicted in the step completed last to `predictions`, which is cleared.
+    fn take_predictions(&mut self, predictions: &mut Predictions) {
+        predictions.clear();
     }
 
     /// Launches a step and waits for it.

@@ -29,6 +29,8 @@ pub struct Shard {
     pub kv_heads: Range<usize>,
     /// Elements of a head.
     pub head_dim: usize,
+    /// Elements of a hidden state, which all ranks have.
+    pub hidden: usize,
     /// Rows of the query projection for an element of a query: 2 if it has those of gates, too.
     pub query_rows: usize,
     /// Gated delta rule of the recurrent layers, of the rank's heads.
@@ -140,6 +142,7 @@ pub fn shards(
             false => share(config.kv_heads, rank),
         },
         head_dim: config.head_dim,
+        hidden: config.hidden_size,
         query_rows: if config.arithmetic.output_gate { 2 } else { 1 },
         delta: config.delta.map(|delta| delta.of_rank(world)),
         intermediate: share(config.intermediate_size, rank),
@@ -213,6 +216,8 @@ impl Shard {
             Matrix::DeltaGates => Partition::Outputs(vec![vec![part(values)]]),
             Matrix::DeltaScalars => Partition::Outputs(vec![vec![part(value_heads)]; 2]),
             Matrix::DeltaOutput => Partition::Inputs(part(values)),
+            // Every rank computes all of it: it is small, and its outputs are the layer's hidden states.
+            Matrix::MtpInputs => Partition::Outputs(vec![vec![0..self.hidden]]),
             Matrix::Output => Partition::Inputs(queries),
             Matrix::GateUp => Partition::Outputs(vec![vec![self.intermediate.clone()]; 2]),
             Matrix::Down => Partition::Inputs(self.intermediate.clone()),

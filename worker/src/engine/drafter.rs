@@ -2,9 +2,11 @@
 
 use inflight_worker_core::{DraftSource, PromptLookup};
 
-/// Draft source of a choice, with the tokens that it proposed for the next iteration.
+/// Draft sources of a choice, with the tokens that they proposed for the next iteration.
 #[derive(Default)]
 pub(super) struct Drafter {
+    /// Tokens that the MTP layer predicted, and the number of tokens before them.
+    predicted: (usize, Vec<u32>),
     /// Created when the scheduler first wants drafts.
     source: Option<Box<dyn DraftSource>>,
     drafts: Vec<u32>,
@@ -21,6 +23,24 @@ impl Drafter {
         (self.drafts.len(), source.bytes() - before)
     }
 
+    /// Keeps tokens that the MTP layer predicted to follow `tokens` tokens.
+    pub fn predict(&mut self, tokens: usize, predicted: &[u32]) {
+        self.predicted.0 = tokens;
+        self.predicted.1.clear();
+        self.predicted.1.extend_from_slice(predicted);
+    }
+
+    /// Returns how many tokens are predicted to follow `tokens` tokens, at most `max`.
+    pub fn predicted(&self, tokens: usize, max: usize) -> usize {
+        if self.predicted.0 == tokens { self.predicted.1.len().min(max) } else { 0 }
+    }
+
+    /// Proposes the first `count` predicted tokens.
+    pub fn propose_predicted(&mut self, count: usize) {
+        self.drafts.clear();
+        self.drafts.extend_from_slice(&self.predicted.1[..count]);
+    }
+
     /// Proposes these tokens.
     pub fn set(&mut self, drafts: Vec<u32>) {
         self.drafts = drafts;
@@ -34,6 +54,7 @@ impl Drafter {
     /// Drops the source and returns its bytes. It is built anew from the tokens when drafts are wanted again.
     pub fn clear(&mut self) -> usize {
         self.drafts = Vec::new();
+        self.predicted = (0, Vec::new());
         self.source.take().map_or(0, |source| source.bytes())
     }
 }

@@ -11,7 +11,10 @@ impl Engine {
         let mut requests = std::mem::take(&mut self.draft_requests);
         requests.clear();
         requests.extend(self.scheduler.draft_requests());
-        for &(id, wanted) in &requests {
+        for &(id, mut wanted) in &requests {
+            if !self.looks_up {
+                wanted.guessed = 0;
+            }
             let Some((kind, count)) = self.live.propose_drafts(id, wanted) else { continue };
             self.scheduler.draft(id, count as u32, kind);
         }
@@ -19,21 +22,24 @@ impl Engine {
     }
 
     /// Returns true if the next iteration should be planned after the one in flight is completed: that one has
-    /// drafts, so the lengths of their sequences are not known, or drafts are wanted for one of its choices whose
+    /// drafts, so the lengths of their sequences are not known, or predicts some, or drafts are wanted for one of its choices whose
     /// next tokens can be predicted. They could not be verified behind a token that is in flight.
     pub(super) fn awaits_drafts(&mut self) -> bool {
         let Some(launched) = self.launches.newest() else { return false };
-        if !launched.drafts.is_empty() {
+        if !launched.drafts.is_empty() || launched.chunks.iter().any(|chunk| chunk.predictions > 0) {
             return true;
         }
         for chunk in launched.chunks.iter().filter(|chunk| chunk.samples) {
-            let wanted = self.scheduler.drafts_wanted(chunk.id);
+            let mut wanted = self.scheduler.drafts_wanted(chunk.id);
+            if !self.looks_up {
+                wanted.guessed = 0;
+            }
             if wanted.is_none() {
                 continue;
             }
             let predicted = |wanted: u32| if wanted > 0 { PREDICTED_MIN } else { 0 };
-            let wanted =
-                DraftsWanted { guessed: predicted(wanted.guessed), forced: predicted(wanted.forced) };
+            let (guessed, forced) = (predicted(wanted.guessed), predicted(wanted.forced));
+            let wanted = DraftsWanted { guessed, forced, predicted: 0 };
             let proposed = self.live.propose_drafts(chunk.id, wanted);
             if proposed.is_some_and(|(_, count)| count >= PREDICTED_MIN as usize) {
                 return true;

@@ -143,8 +143,8 @@ impl LiveChoice {
     }
 
     /// Proposes tokens that follow, at most as many as are wanted, for [`Drafter::take`]: those that its
-    /// grammar forces, else those of its draft source that its grammar allows. Returns their kind, their number and the bytes
-    /// that the source has grown by.
+    /// grammar forces, else those that the MTP layer predicts or that are looked up, as long as its grammar allows them. Returns their kind,
+    /// their number and the bytes that the lookup has grown by.
     pub fn propose_drafts(&mut self, wanted: DraftsWanted) -> (DraftKind, usize, usize) {
         let Self { drafter, constraint, tokens, .. } = self;
         if let Some(constraint) = constraint.as_mut().filter(|_| wanted.forced > 0) {
@@ -155,15 +155,24 @@ impl LiveChoice {
                 return (DraftKind::Forced, count, 0);
             }
         }
-        if wanted.guessed == 0 {
-            return (DraftKind::Guessed, 0, 0);
+        let predicted = drafter.predicted(tokens.len(), wanted.predicted as usize);
+        // Where both have tokens, those of which more are worth their price.
+        let (mut count, mut grown) = (0, 0);
+        if wanted.guessed > 0 && (predicted == 0 || wanted.guessed > wanted.predicted) {
+            (count, grown) = drafter.propose(tokens, wanted.guessed as usize);
         }
-        let (count, grown) = drafter.propose(tokens, wanted.guessed as usize);
-        let valid = match constraint {
-            Some(constraint) => constraint.valid_drafts(drafter.take(count as u32)),
-            None => count,
+        let kind = if count == 0 && predicted > 0 {
+            drafter.propose_predicted(predicted);
+            count = predicted;
+            DraftKind::Predicted
+        } else {
+            DraftKind::Guessed
         };
-        (DraftKind::Guessed, valid, grown)
+        let valid = match constraint {
+            Some(constraint) if count > 0 => constraint.valid_drafts(drafter.take(count as u32)),
+            _ => count,
+        };
+        (kind, valid, grown)
     }
 
     pub fn event(&self) -> ChoiceEvent {

@@ -116,6 +116,8 @@ pub struct Engine {
     batch: Batch,
     launches: Launches,
     results: Results,
+    /// Whether drafts are looked up in prompt and output.
+    looks_up: bool,
     /// Sequences to draft for, and how many tokens.
     draft_requests: Vec<(SequenceId, DraftsWanted)>,
     /// Ends of sequences that are not reported.
@@ -173,6 +175,7 @@ impl Engine {
             bypass_max: scheduling.bypass_max,
             iteration_samples: capabilities.sample_rows,
             drafts_max,
+            predicted_max: if scheduling.drafts.uses_mtp() { capabilities.predicted_drafts } else { 0 },
             govern_drafts: options.govern_drafts,
             shape: capabilities.shape,
             snapshot: capabilities.snapshot,
@@ -209,6 +212,7 @@ impl Engine {
             batch: Batch::default(),
             launches: Launches::default(),
             results: Results::default(),
+            looks_up: scheduling.drafts.uses_prompt_lookup(),
             draft_requests: Vec::new(),
             ended: Vec::new(),
             transfers: 0,
@@ -357,6 +361,9 @@ impl Engine {
                 self.batch.push(&[0], &[], chunk.start, tables);
                 self.batch.feed_last_row(live.sample);
             }
+            if self.scheduler.limits().predicted_max > 0 {
+                self.batch.predict_last(chunk.slot, chunk.predictions);
+            }
             if chunk.samples {
                 live.sample = self.batch.samples.len() as u32;
                 self.batch.sample_with_drafts(chunk.slot, chunk.drafts);
@@ -405,6 +412,10 @@ impl Engine {
             summary.map_or_else(Default::default, |step| (step.predicted, step.decodes));
         let block_tokens = self.scheduler.limits().block_tokens() as usize;
         self.results.apply(&launched, &mut self.live, block_tokens, &self.eos_token_ids, events);
+        self.results.keep_predictions(&launched, &mut self.live);
+        if let Some(predicting) = self.results.predicting() {
+            self.scheduler.observe_predictions(predicting);
+        }
         // Before the commit, which would add their blocks to the prefix cache.
         self.results.unsound().iter().for_each(|id| self.scheduler.discard(*id));
         let committed = self.scheduler.commit(launched.number, self.results.outcome(took));

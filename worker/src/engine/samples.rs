@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use inflight_runtime::{self as runtime, NonFiniteRows, PromptLogprobs, Runtime, Sampled};
+use inflight_runtime::{self as runtime, NonFiniteRows, Predictions, PromptLogprobs, Runtime, Sampled};
 use inflight_worker_core::{IterationOutcome, SequenceId, TokenVerdict};
 
 use super::launches::LaunchedIteration;
@@ -17,6 +17,7 @@ pub(super) struct Results {
     scores: Vec<PromptLogprobs>,
     /// Rows whose logits are not all finite.
     non_finite: NonFiniteRows,
+    predictions: Predictions,
     /// Sequences with such rows.
     unsound: Vec<SequenceId>,
     verdicts: Vec<TokenVerdict>,
@@ -31,7 +32,24 @@ impl Results {
         self.scores.clear();
         runtime.take_scores(&mut self.scores);
         runtime.take_non_finite(&mut self.non_finite);
+        runtime.take_predictions(&mut self.predictions);
         Ok(took)
+    }
+
+    /// Returns the time of the predictions, if there are some.
+    pub(super) fn predicting(&self) -> Option<Duration> {
+        (!self.predictions.is_empty()).then_some(self.predictions.took)
+    }
+
+    /// Hands the predicted tokens to their choices, behind the sampled ones.
+    pub(super) fn keep_predictions(&self, launched: &LaunchedIteration, live: &mut LiveChoices) {
+        for (slot, predicted) in self.predictions.iter() {
+            let chunk = launched.chunks.iter().find(|chunk| chunk.samples && chunk.slot == slot);
+            // A choice may have ended since.
+            if let Some(live) = chunk.and_then(|chunk| live.get_mut(chunk.id)) {
+                live.drafter.predict(live.tokens.len(), predicted);
+            }
+        }
     }
 
     /// Returns what the scheduler commits of the iteration.

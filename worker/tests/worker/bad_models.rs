@@ -22,6 +22,7 @@ const OPTIONS: CpuOptions = CpuOptions {
     quantize: None,
     kv_dtype: None,
     tensor_parallel: 1,
+    mtp: false,
 };
 
 /// Opens and loads a model like a worker.

@@ -26,6 +26,7 @@ const OPTIONS: CpuOptions = CpuOptions {
     quantize: None,
     kv_dtype: None,
     tensor_parallel: 1,
+    mtp: false,
 };
 
 /// Model in a directory or in a GGUF file, and its weight file.

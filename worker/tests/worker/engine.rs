@@ -122,6 +122,7 @@ impl RecordingRuntime {
             sample_rows: slots + 16,
             snapshot: None,
             sequence_drafts: u32::MAX,
+            predicted_drafts: 0,
             depth: 1,
             fingerprint: "remembering".to_owned(),
             facts: RuntimeFacts::default(),

@@ -25,6 +25,7 @@ const OPTIONS: CpuOptions = CpuOptions {
     quantize: None,
     kv_dtype: None,
     tensor_parallel: 1,
+    mtp: false,
 };
 
 fn open(path: &Path) -> Result<ModelDir, String> {

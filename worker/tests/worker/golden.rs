@@ -78,6 +78,7 @@ fn load(path: &Path, isa: Isa, format: StorageFormat) -> CpuRuntime {
         quantize: format.weights.map(|weights| weights.parse::<Quantization>().unwrap()),
         kv_dtype: format.kv,
         tensor_parallel: format.ranks,
+        mtp: false,
     };
     CpuRuntime::load(&model, &options, &|_, _| {}).unwrap()
 }

@@ -113,6 +113,7 @@ fn agrees_with_the_cpu(model: &ModelDir, fast: CudaOptions) {
         quantize: None,
         kv_dtype: None,
         tensor_parallel: 1,
+        mtp: false,
     };
     let expected = teacher_forced(&mut CpuRuntime::load(model, &cpu, &|_, _| {}).unwrap());
     // Both round activations to 16 bits.

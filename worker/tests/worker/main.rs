@@ -11,6 +11,7 @@ mod engine;
 mod gguf;
 mod golden;
 mod gpu;
+mod mtp;
 mod no_gpu;
 mod observation;
 mod parity;

@@ -26,6 +26,7 @@ fn load(checkpoint: &Checkpoint, isa: Isa) -> CpuRuntime {
         quantize: None,
         kv_dtype: None,
         tensor_parallel: 1,
+        mtp: false,
     };
     // The directory is deleted here; mapped files stay readable.
     CpuRuntime::load(&model, &options, &|_, _| {}).unwrap()

@@ -16,7 +16,7 @@ use std::time::Duration;
 
 use inflight_contract::{Constraint, FinishReason, Grammar, SamplingParams, SamplingSpec, Weight};
 use inflight_fixtures::{
-    Arch, BenchmarkShape, Checkpoint, Dtype, TempDir, is_left_to_the_night, is_thorough, skipped,
+    Arch, BenchmarkShape, Checkpoint, Dtype, Mtp, TempDir, is_left_to_the_night, is_thorough, skipped,
 };
 use inflight_grammar::Vocabulary;
 use inflight_grammar_service::Grammars;
@@ -314,6 +314,7 @@ fn on_cpu(
         quantize: format.weights.map(|name| name.parse().unwrap()),
         kv_dtype: format.kv,
         tensor_parallel: ranks,
+        mtp: true,
     };
     if model.config().delta.is_some() {
         // For the states of a few sequences beside.
@@ -511,7 +512,8 @@ fn check(
         scheduling: SchedulingOptions {
             policy: policy.into(),
             step_target,
-            drafts: Drafts::PromptLookup,
+            // Of a model without an MTP layer the same.
+            drafts: if drafts_max % 2 == 0 { Drafts::Auto } else { Drafts::PromptLookup },
             drafts_max,
             ..SchedulingOptions::default()
         },
@@ -667,7 +669,8 @@ fn scarcity_of_recurrent_states_never_changes_the_answer() {
     for seed in seeds() {
         let mut coverage = RefCell::new(Coverage::default());
         for (d, format) in formats.into_iter().enumerate() {
-            let folder = Checkpoint::new(Arch::Qwen35, format.dtype).write_temp().unwrap();
+            let checkpoint = Checkpoint::new(Arch::Qwen35, format.dtype).with_mtp(Mtp::Random);
+            let folder = checkpoint.write_temp().unwrap();
             let config = Config {
                 cases,
                 failure_persistence: None,

@@ -8,12 +8,14 @@ use std::path::PathBuf;
 use std::sync::{Arc, Mutex};
 
 use inflight_contract::SamplingSpec;
-use inflight_fixtures::{Arch, BenchmarkShape, Checkpoint, Dtype, TempDir, cases, is_thorough, skipped};
+use inflight_fixtures::{Arch, BenchmarkShape, Checkpoint, Dtype, Mtp, TempDir, cases, is_thorough, skipped};
 use inflight_harness::SimulatedGpu;
 use inflight_kernels::cpu::{Isa, KvDtype};
 use inflight_kernels::philox4x32;
 use inflight_models::{ModelDir, ModelSource};
-use inflight_runtime::{Batch, BlockCopy, PromptLogprobs, Runtime, Sampled, ScoreRow, SlotSetup};
+use inflight_runtime::{
+    Batch, BlockCopy, DRAFT_ROWS, Predictions, PromptLogprobs, Runtime, Sampled, ScoreRow, SlotSetup,
+};
 use inflight_runtime_cpu::{CpuOptions, CpuRuntime, Quantization};
 use inflight_runtime_cuda::{CudaOptions, CudaRuntime, KvStore};
 use inflight_worker_core::SnapshotShape;
@@ -85,7 +87,8 @@ impl LogitsRuntime for CudaRuntime {
 
 /// Writes a checkpoint with a context length beyond the largest chunk.
 fn checkpoint(arch: Arch, dtype: Dtype) -> TempDir {
-    let folder = Checkpoint::new(arch, dtype).write_temp().unwrap();
+    let mtp = if arch == Arch::Qwen35 { Mtp::Random } else { Mtp::Absent };
+    let folder = Checkpoint::new(arch, dtype).with_mtp(mtp).write_temp().unwrap();
     let path = folder.path().join("config.json");
     let mut config: serde_json::Value = serde_json::from_slice(&std::fs::read(&path).unwrap()).unwrap();
     config["max_position_embeddings"] = CONTEXT.into();
@@ -121,6 +124,7 @@ fn load(
         quantize: format.weights,
         kv_dtype: format.kv,
         tensor_parallel: ranks,
+        mtp: true,
     };
     CpuRuntime::load(&model, &options, &|_, _| {}).unwrap()
 }
@@ -177,6 +181,8 @@ struct RunningSequence {
     prompt: usize,
     slot: u32,
     tokens: Vec<u32>,
+    /// Tokens that the MTP layer predicts to follow.
+    predicted: Vec<u32>,
     /// Tokens with KV computed.
     fed: usize,
     /// Block table of each group of layers.
@@ -215,7 +221,7 @@ struct TestTable {
     blocks: Vec<u32>,
 }
 
-/// Drafts tokens behind the newest one of a decode: up to six, of which some first ones are those that the
+/// Drafts tokens behind the newest one of a decode: up to six, those that the MTP layer predicts or others, of which some first ones are those that the
 /// request, whose whole output is `expected`, will generate, and the next one is not.
 fn draft(rng: &mut ScheduleRng, sequence: &RunningSequence, expected: &[StepBits], vocab: u32) -> Vec<u32> {
     if rng.below(3) == 0 {
@@ -225,6 +231,9 @@ fn draft(rng: &mut ScheduleRng, sequence: &RunningSequence, expected: &[StepBits
     let future: Vec<u32> = expected[step..].iter().map(|step| step.sampled.token).collect();
     // The last token to generate has no row behind it.
     let count = rng.below(7).min(future.len() - 1);
+    if !sequence.predicted.is_empty() && rng.below(2) == 0 {
+        return sequence.predicted.iter().copied().take(count).collect();
+    }
     let stand = rng.below(count + 1);
     let guess = |(nth, token): (usize, &u32)| if nth < stand { *token } else { (token + 1) % vocab };
     future.iter().take(count).enumerate().map(guess).collect()
@@ -247,7 +256,7 @@ fn together(
     // Bounded, or a long prompt in small chunks might never finish.
     let mut preemptions = rng.below(12);
     let mut resumptions = rng.below(30);
-    let mut batch = Batch::default();
+    let (mut batch, mut predictions) = (Batch::default(), Predictions::default());
     while !waiting.is_empty() || !live.is_empty() {
         while !waiting.is_empty() && (live.is_empty() || rng.below(3) > 0) {
             let request = waiting.pop().unwrap();
@@ -256,8 +265,19 @@ fn together(
             attach(runtime, slot, &workload.requests[request], &tokens, &[]);
             let prompt = tokens.len();
             let tables = vec![TestTable::default(); bounds.shape.groups().len()];
-            let state = Vec::new();
-            live.push(RunningSequence { request, prompt, slot, tokens, fed: 0, tables, state, state_at: 0 });
+            let (state, predicted) = (Vec::new(), Vec::new());
+            let (fed, state_at) = (0, 0);
+            live.push(RunningSequence {
+                request,
+                prompt,
+                slot,
+                tokens,
+                predicted,
+                fed,
+                tables,
+                state,
+                state_at,
+            });
         }
         if preemptions > 0 && rng.below(8) == 0 {
             preemptions -= 1;
@@ -346,6 +366,11 @@ fn together(
             sequence.fed = end;
             let every = bounds.snapshot.map_or(usize::MAX, |snapshot| snapshot.every as usize);
             sequence.state_at = end / every * every;
+            // A sequence that the MTP layer does not always see is predicted badly, which must not matter.
+            if bounds.predicted_drafts > 0 && rng.below(8) > 0 {
+                let most = bounds.predicted_drafts.min(DRAFT_ROWS / bounds.slots);
+                batch.predict_last(sequence.slot, rng.below(most as usize + 1) as u32);
+            }
             if samples {
                 batch.sample_with_drafts(sequence.slot, drafts.len() as u32);
                 ran.push((index, drafts));
@@ -356,6 +381,12 @@ fn together(
         let results = execute(runtime, &mut batch);
         free.extend(copied);
         prop_assert_eq!(results.len(), ran.len() + drafted);
+        runtime.take_predictions(&mut predictions);
+        live.iter_mut().for_each(|sequence| sequence.predicted.clear());
+        for (slot, predicted) in predictions.iter() {
+            let sequence = live.iter_mut().find(|sequence| sequence.slot == slot);
+            sequence.into_iter().for_each(|sequence| sequence.predicted.extend_from_slice(predicted));
+        }
         let mut sample = 0;
         for (index, drafts) in &ran {
             let sequence = &mut live[*index];

@@ -186,6 +186,7 @@ fn engine_within(matcher_bytes: usize) -> (Engine, Arc<Vocabulary>, Arc<Grammars
         quantize: None,
         kv_dtype: None,
         tensor_parallel: 1,
+        mtp: false,
     };
     let runtime = CpuRuntime::load(&model, &options, &|_, _| {}).unwrap().overlapped().unwrap();
     let mut engine = Engine::new(Box::new(runtime), &EOS, EngineOptions::default()).unwrap();

@@ -35,6 +35,7 @@ fn load(
         quantize,
         kv_dtype: None,
         tensor_parallel: ranks,
+        mtp: false,
     };
     let mut runtime = CpuRuntime::load(model, &options, &|_, _| {}).unwrap();
     for slot in 0..SEQUENCES as u32 {
@@ -233,6 +234,7 @@ fn pools_and_progress_equal_those_of_the_unsharded_model() {
             quantize: None,
             kv_dtype: None,
             tensor_parallel: ranks,
+            mtp: false,
         };
         let most = std::sync::Mutex::new((0, 0));
         let progress = |done: u64, total: u64| {

@@ -36,8 +36,10 @@ const BUDGET_START: f64 = 4.0;
 const WORTH_MAX: f64 = 8.0;
 /// Plans without drafts after drafts that saved less than the overlap that was lost for them.
 const PAUSE_PLANS: u32 = 64;
-/// Weight of a new measurement of the lost overlap.
+/// Weight of a new measurement of the lost overlap, and of the time of a prediction.
 const OVERLAP_WEIGHT: f64 = 0.1;
+/// Maximum trials of the estimate that a sequence begins with, if others have one.
+const INHERITED_TRIALS: f64 = 4.0;
 
 /// Estimate of the probability that a sequence's drafts stand.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -62,6 +64,12 @@ impl Acceptance {
     /// Returns the probability that a draft stands if all before it do.
     pub fn probability(&self) -> f64 {
         (self.successes + PRIOR_SUCCESSES) / (self.trials + PRIOR_TRIALS)
+    }
+
+    /// Returns the estimate that a new sequence begins with where this one is that of the sequences before: it forgets faster.
+    pub fn inherited(&self) -> Self {
+        let part = (INHERITED_TRIALS / self.trials.max(1.0)).min(1.0);
+        Self { successes: self.successes * part, trials: self.trials * part, ..Self::default() }
     }
 
     /// Returns true if some of its drafts stood lately.
@@ -129,6 +137,8 @@ pub(crate) struct DraftPrice {
 pub(crate) struct DraftBudget {
     rows: f64,
     price: Option<DraftPrice>,
+    /// Seconds that the MTP layer takes for a token of each of its sequences.
+    prediction: f64,
     /// Seconds of host work that do not overlap with a step when the driver waits for verification.
     lost_overlap: f64,
     /// Plans until drafts are tried again.
@@ -137,7 +147,7 @@ pub(crate) struct DraftBudget {
 
 impl Default for DraftBudget {
     fn default() -> Self {
-        Self { rows: BUDGET_START, price: None, lost_overlap: 0.0, pause: 0 }
+        Self { rows: BUDGET_START, price: None, prediction: 0.0, lost_overlap: 0.0, pause: 0 }
     }
 }
 
@@ -158,6 +168,18 @@ impl DraftBudget {
         if let Some(lost) = lost_overlap {
             self.lost_overlap += OVERLAP_WEIGHT * (lost - self.lost_overlap);
         }
+    }
+
+    /// Price of a draft that is still to be predicted, beside `sequences` others.
+    pub fn price_of_prediction(&self, sequences: u32) -> Option<DraftPrice> {
+        let share = self.prediction / f64::from(sequences.max(1));
+        self.price().map(|price| DraftPrice { row: price.row + share, ..price })
+    }
+
+    /// Takes the measured time of a token predicted for each of some sequences.
+    pub fn observe_prediction(&mut self, seconds: f64) {
+        let weight = if self.prediction == 0.0 { 1.0 } else { OVERLAP_WEIGHT };
+        self.prediction += weight * (seconds - self.prediction);
     }
 
     /// Pauses drafts if those of a step do not save the overlap that is lost for them. The step takes `before`
@@ -240,6 +262,22 @@ mod tests {
         }
         assert!(wasted > 20, "no probes: {wasted}");
         assert!(f64::from(wasted) < 0.005 * f64::from(rows), "{wasted} of {rows}");
+    }
+
+    #[test]
+    fn predictions_that_cost_more_than_they_save_are_not_wanted() {
+        let (mut acceptance, mut budget) = (Acceptance::default(), budget(CHEAP));
+        (0..8).for_each(|_| acceptance.verify(1, 1));
+        budget.observe_prediction(1e-3);
+        let wanted = |budget: &DraftBudget| {
+            acceptance.drafts_wanted(budget.price_of_prediction(1).unwrap(), budget, 4)
+        };
+        assert_eq!(wanted(&budget), 4);
+        (0..100).for_each(|_| budget.observe_prediction(8e-3));
+        assert_eq!(wanted(&budget), 0);
+        let inherited = acceptance.inherited();
+        assert!(inherited.is_proven() && inherited.trials <= INHERITED_TRIALS);
+        assert!(inherited.probability() < acceptance.probability());
     }
 
     #[test]

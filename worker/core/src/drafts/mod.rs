@@ -15,6 +15,8 @@ pub enum DraftKind {
     /// Guessed from a sequence's own tokens, by a [`DraftSource`]: whether they stand depends on the sequence.
     #[default]
     Guessed,
+    /// Predicted by the MTP layer: whether they stand depends on the layer and on the text.
+    Predicted,
     /// Tokens of the bytes that a grammar forces: whether they stand depends on how the model writes these bytes as tokens, so
     /// what is learned from one sequence holds for all, also for short ones.
     Forced,
@@ -25,6 +27,8 @@ pub enum DraftKind {
 pub struct DraftsWanted {
     /// Number of guessed drafts.
     pub guessed: u32,
+    /// Number of predicted drafts.
+    pub predicted: u32,
     /// Number of forced drafts.
     pub forced: u32,
 }
@@ -32,16 +36,15 @@ pub struct DraftsWanted {
 impl DraftsWanted {
     /// Whether no draft of any kind is wanted.
     pub fn is_none(&self) -> bool {
-        self.guessed == 0 && self.forced == 0
+        *self == Self::default()
     }
 }
 
 /// Source of drafted tokens of one sequence.
 ///
 /// A source is a deterministic guess: a draft stands while it equals the token that the sequence's own random
-/// number draws, so a source never changes the output, only how many iterations it takes. Sources that look
-/// back (prompt lookup, a suffix tree) guess from `tokens` alone; a source that the device feeds (the heads of a
-/// multi-token-prediction model) keeps what the last iteration computed and returns it here.
+/// number draws, so a source never changes the output, only how many iterations it takes. It guesses from `tokens` alone, like prompt
+/// lookup or a suffix tree; what an MTP layer predicts comes with the results of an iteration.
 pub trait DraftSource: Send {
     /// Appends up to `max` tokens to `drafts` that may follow `tokens`, prompt and output so far. Between calls
     /// the output of a sequence only grows.

@@ -23,9 +23,10 @@ impl Scheduler {
         }
         self.log.iter_mut().for_each(|log| log.commit(iteration, &outcome));
         let Some(mut launched) = self.launches.pop() else { return Ok(()) };
-        self.history.finish(launched.number, outcome.took);
+        let took = outcome.took + std::mem::take(&mut launched.predicting);
+        self.history.finish(launched.number, took);
         self.cost.observe_step(&launched.work, outcome.took);
-        self.prefill_load.observe(outcome.took, launched.prefill_share);
+        self.prefill_load.observe(took, launched.prefill_share);
         let (mut verdicts, mut accepted) = (outcome.verdicts, outcome.accepted.iter().copied());
         for index in launched.sources.drain(..) {
             self.release_copy(index);
@@ -147,8 +148,15 @@ impl Scheduler {
         let sequence = &mut self.sequences[index];
         sequence.committed_tokens = chunk.start + chunk.len - rejected;
         sequence.without_progress = false;
-        if chunk.samples && (chunk.drafts == 0 || sequence.draft_kind == DraftKind::Forced) {
-            sequence.acceptance.pass();
+        if chunk.samples {
+            let had = |kind| chunk.drafts > 0 && sequence.draft_kind == kind;
+            let (guessed, predicted) = (had(DraftKind::Guessed), had(DraftKind::Predicted));
+            if !guessed {
+                sequence.acceptance.pass();
+            }
+            if !predicted {
+                sequence.predicted.pass();
+            }
         }
         sequence.scored.start = sequence.scored.start.max(sequence.committed_tokens);
         let inputs = sequence.committed_tokens.min(sequence.input_tokens);

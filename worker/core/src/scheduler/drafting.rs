@@ -61,8 +61,9 @@ impl DraftStep<'_> {
 #[derive(Debug, Default)]
 pub(super) struct Drafting {
     budget: DraftBudget,
-    /// Estimate of how many forced drafts stand, over all sequences.
+    /// Estimates of how many forced and predicted drafts stand, over all sequences.
     forced: Acceptance,
+    predicted: Acceptance,
     /// Sequences with tokens drafted since the last plan.
     offered: Vec<u32>,
     /// Buffer of the candidates of a plan.
@@ -97,18 +98,56 @@ impl Drafting {
             return DraftsWanted::default();
         }
         let most = limits.drafts_max.min(sequence.remaining_tokens);
+        let predicted = most.min(limits.predicted_max);
         if !limits.govern_drafts || most == 0 {
-            return DraftsWanted { guessed: most, forced: most };
+            return DraftsWanted { guessed: most, predicted, forced: most };
         }
         let Some(price) = self.budget.price() else { return DraftsWanted::default() };
-        let wanted = |kind| self.acceptance(sequence, kind).drafts_wanted(price, &self.budget, most);
-        DraftsWanted { guessed: wanted(DraftKind::Guessed), forced: wanted(DraftKind::Forced) }
+        let wanted = |kind, most| self.acceptance(sequence, kind).drafts_wanted(price, &self.budget, most);
+        DraftsWanted {
+            guessed: wanted(DraftKind::Guessed, most),
+            predicted: wanted(DraftKind::Predicted, predicted),
+            forced: wanted(DraftKind::Forced, most),
+        }
+    }
+
+    /// Returns the number of tokens that are worth to be predicted for a sequence, at most `most`, in a step that samples for `sequences`.
+    /// Where guessed drafts are expected to stand more often, none is.
+    pub fn predictions(
+        &self,
+        sequence: &Sequence,
+        limits: &SchedulerLimits,
+        sequences: u32,
+        most: u32,
+    ) -> u32 {
+        if !limits.govern_drafts {
+            return most;
+        }
+        let Some(price) = self.budget.price_of_prediction(sequences) else { return 0 };
+        let (guessed, predicted) = (&sequence.acceptance, &sequence.predicted);
+        if guessed.is_proven() && guessed.probability() > predicted.probability() {
+            return 0;
+        }
+        predicted.drafts_wanted(price, &self.budget, most)
+    }
+
+    /// Takes the measured time of `passes` tokens predicted one after the other.
+    pub fn observe_predictions(&mut self, took: f64, passes: u32) {
+        if passes > 0 {
+            self.budget.observe_prediction(took / f64::from(passes));
+        }
+    }
+
+    /// Returns the estimate of predicted drafts that a new sequence begins with.
+    pub fn inherited(&self) -> Acceptance {
+        self.predicted.inherited()
     }
 
     /// Returns the estimate of how many drafts of a sequence and kind stand.
     fn acceptance<'s>(&'s self, sequence: &'s Sequence, kind: DraftKind) -> &'s Acceptance {
         match kind {
             DraftKind::Guessed => &sequence.acceptance,
+            DraftKind::Predicted => &sequence.predicted,
             DraftKind::Forced => &self.forced,
         }
     }
@@ -216,6 +255,10 @@ impl Drafting {
         self.budget.verify(stand, drafts - stand);
         match sequence.draft_kind {
             DraftKind::Guessed => sequence.acceptance.verify(drafts, stand),
+            DraftKind::Predicted => {
+                sequence.predicted.verify(drafts, stand);
+                self.predicted.verify(drafts, stand);
+            }
             DraftKind::Forced => self.forced.verify(drafts, stand),
         }
     }

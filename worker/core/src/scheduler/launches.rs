@@ -1,6 +1,7 @@
 //! Iterations that were launched and are not committed.
 
 use std::collections::VecDeque;
+use std::time::Duration;
 
 use super::CommitError;
 use crate::cost::StepWork;
@@ -16,6 +17,8 @@ pub(super) struct LaunchedIteration {
     pub work: StepWork,
     /// Share of prefills in the predicted duration.
     pub prefill_share: f64,
+    /// Measured time of its predictions.
+    pub predicting: Duration,
 }
 
 impl LaunchedIteration {
@@ -78,6 +81,11 @@ impl Launches {
                 Err(CommitError::UnknownIteration { given, in_flight })
             }
         }
+    }
+
+    /// Returns the oldest iteration in flight.
+    pub fn oldest_mut(&mut self) -> Option<&mut LaunchedIteration> {
+        self.in_flight.front_mut()
     }
 
     /// Removes the oldest iteration in flight.

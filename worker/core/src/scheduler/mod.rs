@@ -289,7 +289,7 @@ impl Scheduler {
         let last = self.waiting.last(FlowKey::new(new.priority, tenant));
         let last = last.and_then(|last| self.sequences[last].virtual_start_time);
         let virtual_start_time = new.virtual_start_time.map(|start| start.max(last.unwrap_or_default()));
-        let arrival = self.arrivals;
+        let (arrival, predicted) = (self.arrivals, self.drafting.inherited());
         let index = self.sequences.insert(|id| Sequence {
             id,
             state: SequenceState::Waiting,
@@ -318,6 +318,7 @@ impl Scheduler {
             drafts_in_flight: 0,
             undrafted: Spans::default(),
             acceptance: Acceptance::default(),
+            predicted,
             in_flight: 0,
             copies: 0,
             preempt_for: None,

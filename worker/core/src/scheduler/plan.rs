@@ -44,6 +44,7 @@ impl Scheduler {
         self.plan_drafts(now, &mut draft);
         let decodes = draft.work;
         self.plan_prefills(now, &mut draft);
+        self.plan_predictions();
         // The search for cold blocks costs time, so it runs only every few iterations while there is work.
         if self.iteration.chunks.is_empty() || self.launches.count().is_multiple_of(8) {
             self.offload();
@@ -255,6 +256,6 @@ impl Scheduler {
             sequence.remaining_tokens -= 1;
         }
         let id = sequence.id;
-        self.iteration.chunks.push(Chunk { id, slot, start, len, samples, drafts: 0 });
+        self.iteration.chunks.push(Chunk { id, slot, start, len, samples, drafts: 0, predictions: 0 });
     }
 }

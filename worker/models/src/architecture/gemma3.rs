@@ -57,4 +57,5 @@ pub(super) static SPEC: ArchitectureSpec = ArchitectureSpec {
         post_norms: Some(["post_attention_layernorm", "post_feedforward_layernorm"]),
         ..TensorNames::LLAMA
     },
+    mtp: None,
 };

@@ -58,6 +58,8 @@ pub(crate) struct ArchitectureSpec {
     pub keys: &'static [&'static str],
     /// Names of the tensors in checkpoints.
     pub tensors: &'static TensorNames,
+    /// Names of the tensors of its MTP layer, if models have one.
+    pub mtp: Option<&'static MtpNames>,
 }
 
 /// Properties of an architecture's GGUF files.
@@ -306,6 +308,32 @@ impl DeltaNames {
         decay_bias: "linear_attn.dt_bias",
         norm: "linear_attn.norm",
         output: "linear_attn.out_proj",
+    };
+}
+
+/// Names of the tensors of a layer of multi-token prediction (MTP), without the suffix `.weight`.
+#[derive(Debug)]
+pub(crate) struct MtpNames {
+    /// Norm of the embedding of the next token.
+    pub embedding_norm: &'static str,
+    /// Norm of the last hidden state.
+    pub hidden_norm: &'static str,
+    /// Projection of both.
+    pub inputs: &'static str,
+    /// Prefix of the decoder layer.
+    pub layer: &'static str,
+    /// Norm before the LM head.
+    pub norm: &'static str,
+}
+
+impl MtpNames {
+    /// Names of Qwen3.5.
+    pub const QWEN: Self = Self {
+        embedding_norm: "mtp.pre_fc_norm_embedding",
+        hidden_norm: "mtp.pre_fc_norm_hidden",
+        inputs: "mtp.fc",
+        layer: "mtp.layers.0",
+        norm: "mtp.norm",
     };
 }
 

@@ -24,4 +24,5 @@ pub(super) static SPEC: ArchitectureSpec = ArchitectureSpec {
     defaults: &[],
     keys: &[],
     tensors: &TensorNames::LLAMA,
+    mtp: None,
 };

@@ -2,7 +2,8 @@
 //! zero-centred norms.
 
 use super::{
-    ArchitectureSpec, ArithmeticSpec, Bias, Biases, Default, GgufSpec, Ropes, SlidingWindow, TensorNames,
+    ArchitectureSpec, ArithmeticSpec, Bias, Biases, Default, GgufSpec, MtpNames, Ropes, SlidingWindow,
+    TensorNames,
 };
 
 pub(super) static SPEC: ArchitectureSpec = ArchitectureSpec {
@@ -46,9 +47,10 @@ pub(super) static SPEC: ArchitectureSpec = ArchitectureSpec {
         crate::gguf::GGUF_DELTA,
         // States are in f32.
         "mamba_ssm_dtype",
-        // Heads of multi-token prediction draft tokens.
+        // Layers of multi-token prediction, which draft tokens.
         "mtp_num_hidden_layers",
         "mtp_use_dedicated_embeddings",
     ],
     tensors: &TensorNames::LLAMA,
+    mtp: Some(&MtpNames::QWEN),
 };

@@ -138,38 +138,114 @@ impl AttentionLayers {
         self.ropes.iter_mut().for_each(|rope| rope.ensure(longest));
     }
 
-    /// Computes the layer `index`, counted among those with attention, of `normed`, the normalized hidden states, up to the inputs of its
-    /// output projection.
+    /// Computes the layer `index`, counted among those with attention, of `normed`, the normalized hidden states of rows at `positions`, up
+    /// to the inputs of its output projection.
     pub(super) fn run(
         &mut self,
         index: usize,
         (layer, spec): (&Attention, AttentionSpec),
-        (batch, normed): (&Batch, &[f32]),
+        (positions, normed): (&[u32], &[f32]),
         kv: &mut KvPool,
         (pool, isa, activations): (&Pool, Isa, &mut Activations),
     ) -> &[f32] {
-        let (rows, shape) = (batch.rows(), self.shape);
+        self.write(index, (layer, spec), (positions, normed), kv, (pool, isa, &mut *activations));
+        let (rows, shape) = (positions.len(), self.shape);
+        let (view, layout) = &self.kv_layers[index];
+        let ragged = &self.views[*view].ragged;
+        let qkv = &self.qkv[..rows * shape.width()];
+        let attended = &mut self.attended[..rows * shape.heads * shape.head_dim];
+        attention(pool, isa, shape, qkv, ragged, kv, layout, self.score_size, attended);
+        self.gate(rows, pool, isa)
+    }
+
+    /// Computes queries, keys and values of the layer `index`, and writes the latter two.
+    pub(super) fn write(
+        &mut self,
+        index: usize,
+        (layer, spec): (&Attention, AttentionSpec),
+        (positions, normed): (&[u32], &[f32]),
+        kv: &mut KvPool,
+        (pool, isa, activations): (&Pool, Isa, &mut Activations),
+    ) {
+        let (rows, shape) = (positions.len(), self.shape);
         let qkv = &mut self.qkv[..rows * shape.width()];
         let queries = shape.heads * shape.head_dim;
-        let attended = &mut self.attended[..rows * queries];
-        let is_gated = !self.gates.is_empty();
-        if is_gated {
+        if self.gates.is_empty() {
+            layer.qkv.apply(pool, normed, rows, qkv, activations);
+        } else {
             let projected = &mut self.projected[..rows * (shape.width() + queries)];
             layer.qkv.apply(pool, normed, rows, projected, activations);
             part_gates(shape, projected, qkv, &mut self.gates);
-        } else {
-            layer.qkv.apply(pool, normed, rows, qkv, activations);
         }
         let norms = layer.qk_norm.as_ref().map(|(q, k)| (q.as_slice(), k.as_slice(), self.norm_eps));
         let (view, layout) = &self.kv_layers[index];
-        let BlockView { ragged, places, .. } = &self.views[*view];
-        let rope = &self.ropes[spec.rope];
-        finish_qkv(pool, isa, shape, qkv, norms, rope, &batch.positions, places, kv, layout);
-        attention(pool, isa, shape, qkv, ragged, kv, layout, self.score_size, attended);
-        if is_gated {
+        let (places, rope) = (&self.views[*view].places, &self.ropes[spec.rope]);
+        finish_qkv(pool, isa, shape, qkv, norms, rope, positions, places, kv, layout);
+    }
+
+    /// Multiplies the outputs of attention with their gates, if there are some, and returns them.
+    fn gate(&mut self, rows: usize, pool: &Pool, isa: Isa) -> &[f32] {
+        let attended = &mut self.attended[..rows * self.shape.heads * self.shape.head_dim];
+        if !self.gates.is_empty() {
             sigmoid_gate(pool, isa, &self.gates[..attended.len()], attended);
         }
         attended
+    }
+
+    /// Returns the blocks of a sequence of a batch with the keys and values of the layer `index`, which has full attention.
+    pub(super) fn blocks<'b>(
+        &self,
+        index: usize,
+        batch: &'b Batch,
+        sequence: usize,
+        bounds: &Capabilities,
+    ) -> impl Iterator<Item = u32> + 'b {
+        let BlockView { group, part, .. } = self.views[self.kv_layers[index].0];
+        let stride = bounds.shape.groups()[group].blocks as usize;
+        batch.tables[group].of(sequence).iter().copied().skip(part).step_by(stride)
+    }
+
+    /// Sets where the layer `index` finds and keeps a row of each of some sequences, at these positions and with these blocks, until the
+    /// next batch is placed.
+    pub(super) fn place_single(
+        &mut self,
+        index: usize,
+        positions: &[u32],
+        tables: &[Vec<u32>],
+        block_tokens: u32,
+    ) {
+        let view = &mut self.views[self.kv_layers[index].0];
+        view.places.clear();
+        view.places.extend(positions.iter().zip(tables).map(|(position, table)| KvSlot {
+            block: table[(position / block_tokens) as usize],
+            offset: position % block_tokens,
+        }));
+    }
+
+    /// Computes the layer `index` of the rows placed by [`AttentionLayers::place_single`], each of which sees its sequence from the second
+    /// row on.
+    pub(super) fn run_single(
+        &mut self,
+        index: usize,
+        (layer, spec): (&Attention, AttentionSpec),
+        (positions, tables, block_tokens): (&[u32], &[Vec<u32>], u32),
+        normed: &[f32],
+        kv: &mut KvPool,
+        (pool, isa, activations): (&Pool, Isa, &mut Activations),
+    ) -> &[f32] {
+        self.write(index, (layer, spec), (positions, normed), kv, (pool, isa, &mut *activations));
+        let (shape, queries) = (self.shape, self.shape.heads * self.shape.head_dim);
+        let (view, layout) = &self.kv_layers[index];
+        let ragged = &mut self.views[*view].ragged;
+        for (row, (position, table)) in positions.iter().zip(tables).enumerate() {
+            // Without the first row, by a window that begins behind it.
+            ragged.clear(Some(*position));
+            ragged.push(&[*position], 0, table.iter().copied(), block_tokens as usize);
+            let qkv = &self.qkv[row * shape.width()..(row + 1) * shape.width()];
+            let attended = &mut self.attended[row * queries..(row + 1) * queries];
+            attention(pool, isa, shape, qkv, ragged, kv, layout, self.score_size, attended);
+        }
+        self.gate(positions.len(), pool, isa)
     }
 }
 

@@ -111,6 +111,7 @@ fn answer(
         quantize: quantize.map(base),
         kv_dtype: kv_dtype.filter(|dtype| *dtype == KvDtype::Int8),
         tensor_parallel: 1,
+        mtp: false,
     };
     let mut runtime =
         CpuRuntime::load(&model, &options, &|_, _| {}).map_err(|error: Error| error.to_string())?;

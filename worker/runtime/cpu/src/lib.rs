@@ -9,6 +9,7 @@ mod delta;
 mod forward;
 mod known_answers;
 mod load_plan;
+mod mtp;
 mod overlapped;
 mod processor;
 mod quantization;
@@ -28,8 +29,8 @@ use inflight_runtime::collective::{Collective, host_group};
 use inflight_runtime::sharding::{Indivisible, RANKS_MAX, Shard};
 use inflight_runtime::{
     self as runtime, Batch, Capabilities, DRAFT_ROWS, HostMemory, KvPlanError, MemoryLedger, NonFiniteRows,
-    OverLimit, PromptLogprobs, Readable, Runtime, RuntimeFacts, Sampled, Slot, SlotSetup, TokenMasks,
-    TransferDone,
+    OverLimit, Predictions, PromptLogprobs, Readable, Runtime, RuntimeFacts, Sampled, Slot, SlotSetup,
+    TokenMasks, TransferDone,
 };
 use inflight_worker_core::Transfer;
 
@@ -70,6 +71,8 @@ pub struct CpuOptions {
     pub kv_dtype: Option<KvDtype>,
     /// Tensor-parallel degree; the threads are divided among the ranks.
     pub tensor_parallel: usize,
+    /// Load the MTP layer, if the model has one, to draft tokens.
+    pub mtp: bool,
 }
 
 /// Error of [`CpuRuntime::load`].
@@ -181,6 +184,8 @@ pub struct CpuRuntime {
     scores: Vec<PromptLogprobs>,
     /// Rows of the step launched last whose logits are not all finite.
     non_finite: NonFiniteRows,
+    /// Tokens predicted in the step launched last.
+    predictions: Predictions,
     /// Duration of a launched step that is not completed.
     took: Option<Duration>,
     /// Batch of a launched step that waits for its token masks.
@@ -246,12 +251,15 @@ impl CpuRuntime {
             return Err(Error::KvTooSmall { kv_bytes, block_tokens, block_bytes });
         }
         let (kv_bytes, host_bytes) = (options.kv_bytes, options.host_bytes);
+        let scratch = if tensors.has_mtp() { mtp::SCRATCH_BLOCKS } else { 0 };
+        let kv_bytes = kv_bytes.saturating_add(u64::from(scratch) * block_bytes);
         reserve_memory(ledger, weight_bytes, kv_bytes, host_bytes)?;
         let no_memory = |_| Error::Memory { kv_bytes, host_bytes };
         let mut pools = Vec::with_capacity(world);
         let mut copiers = Vec::with_capacity(world);
         for _ in &shards {
-            let pool = KvPool::new(kv.block_bytes() as usize, blocks as usize).map_err(no_memory)?;
+            let pool_blocks = blocks as usize + scratch as usize;
+            let pool = KvPool::new(kv.block_bytes() as usize, pool_blocks).map_err(no_memory)?;
             copiers.push(KvCopier::new(&pool, host_blocks as usize).map_err(no_memory)?);
             pools.push(pool);
         }
@@ -292,6 +300,7 @@ impl CpuRuntime {
             sample_rows: options.slots.saturating_add(DRAFT_ROWS),
             snapshot: delta::snapshot(&kv),
             sequence_drafts: if config.delta.is_some() { delta::DRAFTS_MAX } else { u32::MAX },
+            predicted_drafts: if tensors.has_mtp() { mtp::PREDICTED_MAX } else { 0 },
             depth: 1,
             fingerprint,
             facts,
@@ -323,7 +332,8 @@ impl CpuRuntime {
         let slots = SamplingSlots::new(options.slots as usize);
         let compute = Compute { isa, group, slots, sampler: Sampler::default(), capabilities };
         let (last, scores, non_finite) = (Vec::new(), Vec::new(), NonFiniteRows::default());
-        Ok(Self { compute, copies, last, scores, non_finite, took: None, unmasked: None })
+        let predictions = Predictions::default();
+        Ok(Self { compute, copies, last, scores, non_finite, predictions, took: None, unmasked: None })
     }
 
     /// Converts to a runtime that runs steps on a dedicated thread, so that the caller can plan the next one
@@ -457,19 +467,31 @@ impl Compute {
         Ok(begun.elapsed())
     }
 
-    /// Samples from the logits of the forward pass of `batch` and returns the duration. Adds the sample rows whose logits are not all
-    /// finite to `non_finite`.
+    /// Samples from the logits of the forward pass of `batch` and returns the duration; then lets the MTP layer predict. Adds the sample
+    /// rows whose logits are not all finite to `non_finite`; `predictions` is replaced.
     fn sample(
         &mut self,
         batch: &Batch,
         masks: &TokenMasks,
         last: &mut Vec<Sampled>,
         non_finite: &mut NonFiniteRows,
+        predictions: &mut Predictions,
     ) -> Result<Duration, runtime::Error> {
         let begun = Instant::now();
         masks.check(batch, self.capabilities.vocab_size)?;
         self.sampler.run(batch, masks, &mut self.slots, &self.group, self.isa, last, &mut non_finite.samples);
-        Ok(begun.elapsed())
+        let took = begun.elapsed();
+        predictions.clear();
+        if self.capabilities.predicted_drafts > 0 {
+            self.group.predict(batch, last, &self.capabilities, predictions)?;
+            predictions.took = begun.elapsed() - took;
+        }
+        Ok(took)
+    }
+
+    fn attach(&mut self, slot: Slot, setup: &SlotSetup<'_>) -> Result<(), runtime::Error> {
+        self.group.forget(slot);
+        self.slots.attach(slot, setup)
     }
 }
 
@@ -479,7 +501,7 @@ impl Runtime for CpuRuntime {
     }
 
     fn attach(&mut self, slot: Slot, setup: &SlotSetup<'_>) -> Result<(), runtime::Error> {
-        self.compute.slots.attach(slot, setup)
+        self.compute.attach(slot, setup)
     }
 
     fn detach(&mut self, slot: Slot) {
@@ -495,14 +517,16 @@ impl Runtime for CpuRuntime {
             return Ok(());
         }
         let none = TokenMasks::none(self.compute.capabilities.vocab_size);
-        let sampling = self.compute.sample(batch, &none, &mut self.last, &mut self.non_finite)?;
+        let Self { last, non_finite, predictions, .. } = self;
+        let sampling = self.compute.sample(batch, &none, last, non_finite, predictions)?;
         self.took = Some(took + sampling);
         Ok(())
     }
 
     fn supply_masks(&mut self, masks: &mut TokenMasks) -> Result<(), runtime::Error> {
         let batch = self.unmasked.take().ok_or_else(runtime::Error::no_step_lacks_masks)?;
-        let took = self.compute.sample(&batch, masks, &mut self.last, &mut self.non_finite)?;
+        let Self { last, non_finite, predictions, .. } = self;
+        let took = self.compute.sample(&batch, masks, last, non_finite, predictions)?;
         self.took = self.took.map(|forward| forward + took);
         Ok(())
     }
@@ -525,6 +549,11 @@ impl Runtime for CpuRuntime {
     fn take_non_finite(&mut self, rows: &mut NonFiniteRows) {
         rows.clear();
         std::mem::swap(rows, &mut self.non_finite);
+    }
+
+    fn take_predictions(&mut self, predictions: &mut Predictions) {
+        predictions.clear();
+        std::mem::swap(predictions, &mut self.predictions);
     }
 
     fn start_transfer(&mut self, transfer: &Transfer) -> Result<(), runtime::Error> {

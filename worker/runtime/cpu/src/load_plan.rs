@@ -34,14 +34,16 @@ impl LoadPlan {
     pub(super) fn new(model: &ModelDir, options: &CpuOptions, world: usize) -> Result<Self, Error> {
         let config = model.config();
         let context_tokens = check(options, config)?;
-        let tensors = weights::find(model)?;
+        let tensors = weights::find(model, options.mtp)?;
         let shards = sharding::shards(config, world, &|ranks| tensors.alignment(options.quantize, ranks))?;
         let kv_dtype = options.kv_dtype.unwrap_or_else(|| tensors.kv_dtype().into());
         // All ranks have equally many KV heads.
         let bytes = kv_layout(&shards[0], kv_dtype, options.block_tokens).layer_bytes() as u64;
         let attention = config.layers.iter().filter_map(LayerSpec::attention);
-        let rows: Vec<LayerRows> = attention.map(|layer| LayerRows { window: layer.window, bytes }).collect();
+        let mut rows: Vec<LayerRows> =
+            attention.map(|layer| LayerRows { window: layer.window, bytes }).collect();
         let recurrent = config.layers.len() - rows.len();
+        rows.extend(tensors.has_mtp().then_some(LayerRows { window: None, bytes }));
         let delta = shards[0].delta.map(|spec| delta::shape(&spec, DRAFTS_MAX));
         let pieces =
             |of: fn(&DeltaShape) -> Vec<u64>| delta.as_ref().map_or_else(Vec::new, of).repeat(recurrent);

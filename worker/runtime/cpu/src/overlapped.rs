@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use inflight_runtime::{
     Batch, Capabilities, CommandThread, CommandThreadOptions, Error, NonFiniteRows, OwnedSlotSetup,
-    PromptLogprobs, Runtime, Sampled, Slot, SlotSetup, ThreadEnded, TokenMasks, TransferDone,
+    Predictions, PromptLogprobs, Runtime, Sampled, Slot, SlotSetup, ThreadEnded, TokenMasks, TransferDone,
 };
 use inflight_worker_core::Transfer;
 use metrics::Gauge;
@@ -32,6 +32,7 @@ struct StepResult {
     sampled: Vec<Sampled>,
     scores: Vec<PromptLogprobs>,
     non_finite: NonFiniteRows,
+    predictions: Predictions,
     batch: Batch,
 }
 
@@ -52,6 +53,8 @@ pub struct Overlapped {
     scores: Vec<PromptLogprobs>,
     /// Rows of the step completed last whose logits are not all finite.
     non_finite: NonFiniteRows,
+    /// Tokens predicted in the step completed last.
+    predictions: Predictions,
     /// Number of masked rows of each step in flight that lacks its masks, oldest step first; else `None`.
     unmasked: VecDeque<Option<usize>>,
 }
@@ -73,7 +76,7 @@ impl Overlapped {
                 match command {
                     StepCommand::Attach(slot, setup) => {
                         // Fails only for a slot out of range, which the sender has checked.
-                        let _ = compute.slots.attach(slot, &setup.borrow());
+                        let _ = compute.attach(slot, &setup.borrow());
                     }
                     StepCommand::Detach(slot) => compute.slots.detach(slot),
                     StepCommand::Step(mut batch) => {
@@ -86,11 +89,14 @@ impl Overlapped {
                         } else {
                             None
                         };
+                        let mut predictions = Predictions::default();
                         let outcome = forward.and_then(|forward| {
                             let masks = step_masks.as_ref().unwrap_or(&none);
-                            Ok(forward + compute.sample(&batch, masks, &mut last, &mut non_finite)?)
+                            let (last, rows) = (&mut last, &mut non_finite);
+                            Ok(forward + compute.sample(&batch, masks, last, rows, &mut predictions)?)
                         });
-                        let done = StepResult { outcome, sampled: last.clone(), scores, non_finite, batch };
+                        let sampled = last.clone();
+                        let done = StepResult { outcome, sampled, scores, non_finite, predictions, batch };
                         if results.send(done).is_err() {
                             return; // the runtime was dropped
                         }
@@ -99,8 +105,20 @@ impl Overlapped {
             }
         })?;
         let (spare, scores, non_finite) = (Vec::new(), Vec::new(), NonFiniteRows::default());
-        let unmasked = VecDeque::new();
-        Ok(Self { capabilities, masks, thread, copies, in_flight: 0, spare, scores, non_finite, unmasked })
+        let (predictions, unmasked) = (Predictions::default(), VecDeque::new());
+        let in_flight = 0;
+        Ok(Self {
+            capabilities,
+            masks,
+            thread,
+            copies,
+            in_flight,
+            spare,
+            scores,
+            non_finite,
+            predictions,
+            unmasked,
+        })
     }
 
     fn send(&self, command: StepCommand) -> Result<(), Error> {
@@ -159,8 +177,8 @@ impl Runtime for Overlapped {
             return Err(Error::Malformed("the step lacks its token masks".to_owned()));
         }
         let done = self.thread.results().recv().map_err(|_| thread_ended())?;
-        let StepResult { outcome, sampled: mut got, scores, non_finite, batch } = done;
-        (self.scores, self.non_finite) = (scores, non_finite);
+        let StepResult { outcome, sampled: mut got, scores, non_finite, predictions, batch } = done;
+        (self.scores, self.non_finite, self.predictions) = (scores, non_finite, predictions);
         self.in_flight -= 1;
         self.unmasked.pop_front();
         self.spare.push(batch);
@@ -176,6 +194,11 @@ impl Runtime for Overlapped {
     fn take_non_finite(&mut self, rows: &mut NonFiniteRows) {
         rows.clear();
         std::mem::swap(rows, &mut self.non_finite);
+    }
+
+    fn take_predictions(&mut self, predictions: &mut Predictions) {
+        predictions.clear();
+        std::mem::swap(predictions, &mut self.predictions);
     }
 
     fn start_transfer(&mut self, transfer: &Transfer) -> Result<(), Error> {

@@ -4,11 +4,12 @@ use std::any::Any;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-use inflight_kernels::cpu::{Isa, KvPool, Pool};
+use inflight_kernels::cpu::{Isa, KvPool, Pool, argmax};
 use inflight_runtime::collective::{Collective, GroupFailed};
-use inflight_runtime::{Batch, Capabilities, Error, PromptLogprobs};
+use inflight_runtime::{Batch, Capabilities, Error, Prediction, Predictions, PromptLogprobs, Sampled, Slot};
 
-use super::forward::Forward;
+use super::forward::{Forward, RankDevice};
+use super::mtp::PredictedRow;
 use super::weights::Weights;
 
 /// Tensor-parallel rank: a shard of the model and its threads.
@@ -28,7 +29,25 @@ impl Rank {
             self.kv.copy_block(copy.from, copy.to);
         }
         let Self { pool, isa, weights, kv, forward, collective } = self;
-        forward.run(batch, weights, kv, pool, *isa, &**collective)
+        forward.run(batch, weights, kv, RankDevice { pool, isa: *isa, collective: &**collective })
+    }
+
+    /// Runs the MTP layer on a row of each of some sequences of the batch computed last.
+    fn predict(
+        &mut self,
+        batch: &Batch,
+        rows: &[PredictedRow],
+        bounds: &Capabilities,
+    ) -> Result<(), GroupFailed> {
+        let Self { pool, isa, weights, kv, forward, collective } = self;
+        forward.predict(
+            batch,
+            rows,
+            bounds,
+            weights,
+            kv,
+            RankDevice { pool, isa: *isa, collective: &**collective },
+        )
     }
 }
 
@@ -64,8 +83,75 @@ impl RankGroup {
     pub(super) fn step(&mut self, batch: &Batch, bounds: &Capabilities) -> Result<(), Error> {
         self.check()?;
         self.lead.forward.place(batch, bounds)?;
+        self.on_ranks(&|rank| {
+            if !rank.forward.leads() {
+                rank.forward.place(batch, bounds).map_err(|error| error.to_string())?;
+            }
+            rank.run(batch).map_err(|failed| failed.reason)
+        })
+    }
+
+    /// Lets the MTP layer predict the tokens that follow those sampled in the batch computed last, as many as its predictions ask for.
+    ///
+    /// # Errors
+    /// [`Error::Device`] if a rank fails, and on every later call.
+    pub(super) fn predict(
+        &mut self,
+        batch: &Batch,
+        sampled: &[Sampled],
+        bounds: &Capabilities,
+        predictions: &mut Predictions,
+    ) -> Result<(), Error> {
+        let (isa, vocab, context) = (self.lead.isa, bounds.vocab_size as usize, bounds.context_tokens);
+        let first = |(index, prediction): (usize, &Prediction)| {
+            let (row, token) = batch.last_counted(prediction.sequence as usize, sampled)?;
+            Some(PredictedRow {
+                index,
+                token,
+                position: batch.positions[row as usize] + 1,
+                is_predicted: false,
+            })
+        };
+        let mut rows: Vec<PredictedRow> = batch.predictions.iter().enumerate().filter_map(first).collect();
+        let mut drafts = vec![Vec::new(); batch.predictions.len()];
+        loop {
+            rows.retain(|row| {
+                let most = batch.predictions[row.index].tokens as usize;
+                drafts[row.index].len() < most && row.position < context
+            });
+            if rows.is_empty() {
+                break;
+            }
+            self.check()?;
+            self.on_ranks(&|rank| rank.predict(batch, &rows, bounds).map_err(|failed| failed.reason))?;
+            let logits = self.lead.forward.predicted_logits().chunks_exact(vocab);
+            for (row, logits) in rows.iter_mut().zip(logits) {
+                row.token = argmax(isa, logits);
+                (row.position, row.is_predicted) = (row.position + 1, true);
+                drafts[row.index].push(row.token);
+            }
+        }
+        for (prediction, drafts) in batch.predictions.iter().zip(&drafts) {
+            if !drafts.is_empty() {
+                predictions.push(prediction.slot, drafts);
+            }
+        }
+        Ok(())
+    }
+
+    /// Forgets what the MTP layer keeps of a slot's sequence.
+    pub(super) fn forget(&mut self, slot: Slot) {
+        self.lead.forward.forget(slot);
+        self.rest.iter().for_each(|rank| lock(rank).forward.forget(slot));
+    }
+
+    /// Runs `work` on all ranks at once.
+    ///
+    /// # Errors
+    /// [`Error::Device`] if a rank fails.
+    fn on_ranks(&mut self, work: &(dyn Fn(&mut Rank) -> Result<(), String> + Sync)) -> Result<(), Error> {
         if self.rest.is_empty() {
-            return self.lead.run(batch).map_err(device);
+            return work(&mut self.lead).map_err(|reason| device(GroupFailed { rank: 0, reason }));
         }
         let lead = Mutex::new(&mut self.lead);
         let rest = &self.rest;
@@ -78,12 +164,7 @@ impl RankGroup {
                 other = lock(&rest[index - 1]);
                 &mut other
             };
-            let run = AssertUnwindSafe(|| {
-                if index > 0 {
-                    rank.forward.place(batch, bounds).map_err(|error| error.to_string())?;
-                }
-                rank.run(batch).map_err(|failed| failed.reason)
-            });
+            let run = AssertUnwindSafe(|| work(rank));
             // Fail the group first, so that the other ranks do not wait for this one.
             match catch_unwind(run) {
                 Ok(Ok(())) => {}

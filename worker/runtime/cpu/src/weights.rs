@@ -11,8 +11,8 @@ use inflight_kernels::cpu::{
     AccumulatorInit, Activations, Isa, PackedMatrix, Pool, WeightFormat, WeightRows, decay_rates, gemm,
 };
 use inflight_models::{
-    Arithmetic, CheckpointLayer, DecoderLayer, DeltaForm, DeltaSpec, Error, LoadedTensor, Matrix,
-    MixerWeights, ModelConfig, ModelDir, StackedLinear, Tensor, VectorKind,
+    Arithmetic, CheckpointLayer, CheckpointMtp, DecoderLayer, DeltaForm, DeltaSpec, Error, LoadedTensor,
+    Matrix, MixerWeights, ModelConfig, ModelDir, StackedLinear, Tensor, VectorKind,
 };
 use inflight_runtime::sharding::{Alignment, Partition, Shard};
 
@@ -24,6 +24,8 @@ pub(super) struct Weights {
     pub(super) layers: Vec<Layer>,
     pub(super) norm: Vec<f32>,
     pub(super) head: PackedMatrix,
+    /// MTP layer, if it is loaded.
+    pub(super) mtp: Option<Mtp>,
 }
 
 /// Packed weights of one rank without the embedding.
@@ -31,16 +33,20 @@ pub(super) struct PackedLayers {
     layers: Vec<Layer>,
     norm: Vec<f32>,
     head: PackedMatrix,
+    mtp: Option<Mtp>,
 }
 
 impl PackedLayers {
     pub(super) fn with_embedding(self, embedding: Arc<LoadedTensor>) -> Weights {
-        let Self { layers, norm, head } = self;
-        Weights { embedding, layers, norm, head }
+        let Self { layers, norm, head, mtp } = self;
+        Weights { embedding, layers, norm, head, mtp }
     }
 }
 
 pub(super) type Layer = DecoderLayer<Vec<f32>, Linear>;
+
+/// Packed weights of an MTP layer.
+pub(super) type Mtp = inflight_models::MtpLayer<Vec<f32>, Linear>;
 
 /// Packed weights of attention.
 pub(super) type Attention = inflight_models::AttentionWeights<Vec<f32>, Linear>;
@@ -69,6 +75,14 @@ impl Linear {
 }
 
 impl Weights {
+    /// Writes the embedding of a token to `out`, multiplied with `scale` if the model scales it.
+    pub(super) fn embed(&self, token: u32, scale: Option<f32>, out: &mut [f32]) {
+        self.embedding.row(token as usize, out);
+        if let Some(scale) = scale {
+            out.iter_mut().for_each(|element| *element *= scale);
+        }
+    }
+
     /// Bytes of the packed matrices, without the embedding, of which a step reads a few rows.
     pub(super) fn bytes(&self) -> usize {
         let linears = self.layers.iter().flat_map(Layer::linears);
@@ -82,6 +96,8 @@ pub(super) struct CheckpointWeights {
     layers: Vec<CheckpointLayer>,
     norm: Tensor,
     head: StackedLinear,
+    /// MTP layer, if it is to be loaded.
+    mtp: Option<CheckpointMtp>,
     /// The embedding is also the LM head.
     tied: bool,
     arithmetic: Arithmetic,
@@ -98,8 +114,8 @@ pub(super) enum PackError {
     Memory(#[from] io::Error),
 }
 
-/// Looks up every tensor that the configuration requires.
-pub(super) fn find(model: &ModelDir) -> Result<CheckpointWeights, Error> {
+/// Looks up every tensor that the configuration requires, and those of the MTP layer if `mtp` is set and the model has one.
+pub(super) fn find(model: &ModelDir, mtp: bool) -> Result<CheckpointWeights, Error> {
     let decoder = model.decoder()?;
     let tied = decoder.head.is_none();
     let head = decoder.head.unwrap_or_else(|| decoder.embedding.clone());
@@ -108,6 +124,7 @@ pub(super) fn find(model: &ModelDir) -> Result<CheckpointWeights, Error> {
         layers: decoder.layers,
         norm: decoder.norm,
         head: StackedLinear { matrix: Matrix::Head, matrices: vec![head], biases: Vec::new() },
+        mtp: if mtp { model.mtp()? } else { None },
         tied,
         arithmetic: model.config().arithmetic,
     })
@@ -129,9 +146,12 @@ fn packed_format(linear: &StackedLinear, quantization: Option<Quantization>, ran
     };
     match linear.matrix {
         Matrix::Head => quantization.head(linear.inputs()),
-        Matrix::Qkv | Matrix::GateUp | Matrix::DeltaInputs | Matrix::DeltaGates | Matrix::DeltaScalars => {
-            quantization.layer(linear.inputs())
-        }
+        Matrix::Qkv
+        | Matrix::GateUp
+        | Matrix::DeltaInputs
+        | Matrix::DeltaGates
+        | Matrix::DeltaScalars
+        | Matrix::MtpInputs => quantization.layer(linear.inputs()),
         // By a rank's inputs, so that partitions are whole groups.
         Matrix::Output | Matrix::Down | Matrix::DeltaOutput => quantization.layer(linear.inputs() / ranks),
     }
@@ -178,24 +198,31 @@ impl CheckpointWeights {
         kv_dtype(packed_format(self.layers[0].linears()[0], None, 1))
     }
 
+    /// Returns whether an MTP layer is to be loaded.
+    pub(super) fn has_mtp(&self) -> bool {
+        self.mtp.is_some()
+    }
+
     /// Returns all linear layers with their packed formats for `ranks` ranks.
     fn formats(
         &self,
         quantization: Option<Quantization>,
         ranks: usize,
     ) -> Vec<(&StackedLinear, WeightFormat)> {
-        self.layers
-            .iter()
-            .flat_map(CheckpointLayer::linears)
-            .chain([&self.head])
-            .map(|linear| (linear, packed_format(linear, quantization, ranks)))
-            .collect()
+        let of_mtp = self.mtp.iter().flat_map(CheckpointMtp::linears);
+        let linears = self.decoder_linears().chain(of_mtp);
+        linears.map(|linear| (linear, packed_format(linear, quantization, ranks))).collect()
     }
 
-    /// Returns the formats of all matrices in order, for the numerics fingerprint.
+    /// Returns the linear layers without those of the MTP layer.
+    fn decoder_linears(&self) -> impl Iterator<Item = &StackedLinear> {
+        self.layers.iter().flat_map(CheckpointLayer::linears).chain([&self.head])
+    }
+
+    /// Returns the formats of the matrices in order, for the numerics fingerprint: without those of the MTP layer, which changes no output.
     pub(super) fn format_names(&self, quantization: Option<Quantization>, ranks: usize) -> String {
-        let names = self.formats(quantization, ranks).into_iter().map(|(_, format)| format.to_string());
-        names.collect::<Vec<_>>().join(" ")
+        let format = |linear| packed_format(linear, quantization, ranks).to_string();
+        self.decoder_linears().map(format).collect::<Vec<_>>().join(" ")
     }
 
     /// Returns the formats of the matrices in words, each once, for operators.
@@ -237,7 +264,8 @@ impl CheckpointWeights {
                 | Matrix::Head
                 | Matrix::DeltaInputs
                 | Matrix::DeltaGates
-                | Matrix::DeltaScalars => continue,
+                | Matrix::DeltaScalars
+                | Matrix::MtpInputs => continue,
             };
             let blocks = linear.matrices.iter().map(|matrix| matrix.encoding.block());
             let group = match format {
@@ -318,7 +346,8 @@ impl CheckpointWeights {
             }
             None => pack(&self.head)?.matrix,
         };
-        Ok(PackedLayers { layers, norm: self.norm_weight(&self.norm)?, head })
+        let mtp = self.mtp.as_ref().map(|mtp| mtp.try_map(vector, &pack)).transpose()?;
+        Ok(PackedLayers { layers, norm: self.norm_weight(&self.norm)?, head, mtp })
     }
 
     /// Reads the factors of a norm.
@@ -378,7 +407,7 @@ mod tests {
             for quantize in [None, Some("int8:8"), Some("int4:8")] {
                 let folder = Checkpoint::new(arch, Dtype::Bf16).write_temp().unwrap();
                 let model = ModelDir::open(&ModelSource::Directory(folder.path().to_owned())).unwrap();
-                let checkpoint = find(&model).unwrap();
+                let checkpoint = find(&model, true).unwrap();
                 let quantize: Option<Quantization> = quantize.map(|name| name.parse().unwrap());
                 let sharded = |ranks| {
                     shards(model.config(), ranks, &|ranks| checkpoint.alignment(quantize, ranks)).unwrap()

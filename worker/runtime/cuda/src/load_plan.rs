@@ -139,6 +139,7 @@ impl LoadPlan {
             sample_rows: options.sample_rows(),
             snapshot: None,
             sequence_drafts: u32::MAX,
+            predicted_drafts: 0,
             depth: DEPTH,
             // Known when all ranks have read their tensors.
             fingerprint: String::new(),

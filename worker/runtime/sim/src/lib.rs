@@ -120,6 +120,7 @@ impl SimRuntime {
             sample_rows: options.slots.saturating_add(DRAFT_ROWS),
             snapshot: None,
             sequence_drafts: u32::MAX,
+            predicted_drafts: 0,
             depth: if options.overlap { 2 } else { 1 },
             fingerprint,
             facts: RuntimeFacts { device: "simulated".to_owned(), ranks: 1, ..RuntimeFacts::default() },

@@ -81,6 +81,7 @@ fn load(culprit: usize, at: usize, panics: bool) -> CpuRuntime {
         quantize: None,
         kv_dtype: None,
         tensor_parallel: 2,
+        mtp: false,
     };
     let faulty = |inner: Box<dyn Collective>| -> Box<dyn Collective> {
         let at = if inner.rank() == culprit { at } else { usize::MAX };
@@ -237,6 +238,7 @@ fn a_broken_element_of_any_vector_is_noticed_in_every_row_of_every_format() {
                 quantize: quantize.map(|name| name.parse().unwrap()),
                 kv_dtype,
                 tensor_parallel: ranks,
+                mtp: false,
             };
             let mut runtime = CpuRuntime::load(&model, &options, &|_, _| {}).unwrap();
             assert_eq!(broken_rows(&mut runtime), NonFiniteRows::default(), "{arch} {quantize:?}");

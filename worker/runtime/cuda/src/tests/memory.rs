@@ -36,6 +36,7 @@ fn every_device_allocation_is_in_the_memory_plan() {
             sample_rows: slots + draft_rows,
             snapshot: None,
             sequence_drafts: u32::MAX,
+            predicted_drafts: 0,
             depth: 2,
             fingerprint: String::new(),
             facts: RuntimeFacts::default(),

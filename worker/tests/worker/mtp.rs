@@ -1,0 +1,208 @@
+//! Layer of multi-token prediction (MTP): what it predicts, and what its predictions save.
+
+use std::sync::Arc;
+
+use inflight_contract::{FinishReason, SamplingSpec, Weight};
+use inflight_fixtures::{Arch, Checkpoint, Dtype, Mtp, MtpReference, TempDir};
+use inflight_models::{ModelDir, ModelSource};
+use inflight_runtime::{Batch, Predictions, Runtime, SlotSetup};
+use inflight_runtime_cpu::{CpuOptions, CpuRuntime};
+use inflight_worker::engine::{
+    ChoiceEvent, Command, Engine, EngineOptions, Finish, Request, RequestKey, ResumedChoice, SessionId,
+};
+use inflight_worker_core::{Drafts, SchedulingOptions, StepTargetOption, Time};
+
+/// Relative distance of the two largest logits from which on both implementations must agree.
+const MARGIN: f32 = 1e-3;
+const BLOCK_TOKENS: u32 = 8;
+
+fn load(folder: &TempDir, ranks: usize) -> CpuRuntime {
+    let model = ModelDir::open(&ModelSource::Directory(folder.path().to_owned())).unwrap();
+    let options = CpuOptions {
+        threads: Some(2),
+        kv_bytes: 16 << 20,
+        host_bytes: 0,
+        block_tokens: BLOCK_TOKENS,
+        slots: 4,
+        batch_tokens: 256,
+        context_tokens: None,
+        isa: None,
+        quantize: None,
+        kv_dtype: None,
+        tensor_parallel: ranks,
+        mtp: true,
+    };
+    CpuRuntime::load(&model, &options, &|_, _| {}).unwrap()
+}
+
+fn checkpoint(mtp: Mtp) -> TempDir {
+    Checkpoint::new(Arch::Qwen35, Dtype::F32).with_mtp(mtp).write_temp().unwrap()
+}
+
+/// Feeds the tokens of the reference in chunks of `chunk`, the last one of the prompt shorter, and after it one by one, with drafts where
+/// `drafts` says how many of them stand and how many do not. Returns the predictions compared and those too close to compare.
+fn compare(
+    runtime: &mut CpuRuntime,
+    reference: &MtpReference,
+    chunk: usize,
+    drafts: &[(usize, usize)],
+) -> [u32; 2] {
+    let (tokens, shape) = (&reference.tokens, runtime.capabilities().shape);
+    let vocab = runtime.capabilities().vocab_size;
+    let greedy = SamplingSpec { temperature: 0.0, ..SamplingSpec::default() };
+    let sampling = Arc::new(greedy.validate().unwrap());
+    let prompt = &tokens[..=reference.first];
+    let setup = SlotSetup { sampling, choice: 0, prompt, generated: &[], eos_token_ids: &[] };
+    runtime.attach(1, &setup).unwrap();
+    let (mut batch, mut sampled, mut predictions) = (Batch::default(), Vec::new(), Predictions::default());
+    let (mut fed, mut nth, mut compared) = (0, 0, [0; 2]);
+    while fed + 1 < tokens.len() {
+        let in_prompt = fed < prompt.len();
+        let end = if in_prompt { (fed + chunk).min(prompt.len()) } else { fed + 1 };
+        let samples = end >= prompt.len();
+        let (stand, fail) = if samples { drafts[nth % drafts.len()] } else { (0, 0) };
+        nth += usize::from(samples);
+        // The token behind the last draft that stands is in the reference, too.
+        let stand = stand.min(tokens.len() - end - 1);
+        let mut guessed = tokens[end..end + stand].to_vec();
+        guessed
+            .extend((0..fail).map(|wrong| (tokens[(end + stand + wrong).min(tokens.len() - 1)] + 1) % vocab));
+        batch.clear();
+        // Only the blocks of this chunk and its drafts, as from a scheduler.
+        let blocks: Vec<u32> = (0..shape.whole_blocks((end + guessed.len()) as u32)).collect();
+        let (state, spans) = (shape.state_blocks(), blocks.len() as u32 - shape.state_blocks());
+        let states: Vec<u32> = (0..state).map(|block| 64 + block).collect();
+        let table: Vec<u32> = (0..spans).collect();
+        batch.push_tables(&tokens[fed..end], &guessed, fed as u32, [(0, &table[..])], &states);
+        batch.predict_last(1, if samples { 3 } else { 0 });
+        if samples {
+            batch.sample_with_drafts(1, guessed.len() as u32);
+        }
+        runtime.execute(&mut batch, &mut sampled).unwrap();
+        runtime.take_predictions(&mut predictions);
+        fed = end;
+        let Some((slot, predicted)) = predictions.iter().next() else { continue };
+        assert!(samples && slot == 1);
+        fed += stand;
+        let at = fed - reference.first;
+        assert_eq!(sampled[stand].token, tokens[fed], "the model itself");
+        for depth in 0..3 {
+            if reference.margins[at][..=depth].iter().any(|margin| *margin < MARGIN) {
+                compared[1] += 1;
+                break;
+            }
+            assert_eq!(
+                predicted[depth], reference.predictions[at][depth],
+                "depth {depth} behind token {fed}, chunks of {chunk}"
+            );
+            compared[0] += 1;
+        }
+    }
+    compared
+}
+
+#[test]
+fn predictions_are_those_of_the_reference_under_any_chunks_and_drafts() {
+    let (folder, reference) = (checkpoint(Mtp::Random), MtpReference::load().unwrap());
+    for ranks in [1, 2] {
+        let mut runtime = load(&folder, ranks);
+        assert!(runtime.capabilities().predicted_drafts >= 3);
+        for (chunk, drafts) in [
+            (256, &[(0, 0)][..]),
+            (1, &[(0, 0)]),
+            (7, &[(0, 2), (1, 0), (2, 3)]),
+            (16, &[(3, 1), (0, 1), (6, 0), (0, 0)]),
+        ] {
+            let [compared, close] = compare(&mut runtime, &reference, chunk, drafts);
+            assert!(compared > 40 && close < compared / 8, "{compared} compared, {close} too close");
+        }
+    }
+}
+
+/// Runs requests of one session and returns their tokens and the number of iterations with decodes.
+fn generate(
+    folder: &TempDir,
+    drafts: Drafts,
+    govern_drafts: bool,
+    overlap: bool,
+) -> (Vec<Vec<u32>>, u32, [u64; 2]) {
+    const REQUESTS: u64 = 2;
+    let runtime = load(folder, 1);
+    let runtime: Box<dyn Runtime> =
+        if overlap { Box::new(runtime.overlapped().unwrap()) } else { Box::new(runtime) };
+    let scheduling = SchedulingOptions {
+        step_target: StepTargetOption::Off,
+        drafts,
+        drafts_max: 4,
+        ..SchedulingOptions::default()
+    };
+    let options = EngineOptions { scheduling, govern_drafts, ..EngineOptions::default() };
+    let mut engine = Engine::new(runtime, &[], options).unwrap();
+    let mut events: Vec<ChoiceEvent> = Vec::new();
+    engine.command(Command::Open(SessionId(0)), Time::ZERO, &mut events);
+    for id in 0..REQUESTS {
+        let key = RequestKey { session: SessionId(0), request: id };
+        let prompt: Vec<u32> = (0..9 + id as u32 * 14).map(|at| (at * 37 + id as u32) % 300).collect();
+        let sampling = SamplingSpec { ignore_eos: true, temperature: 0.0, ..SamplingSpec::default() };
+        let request = Request {
+            key,
+            attempt: 1,
+            prompt: prompt.into(),
+            max_tokens: 80,
+            sampling: Arc::new(sampling.validate().unwrap()),
+            choices: vec![ResumedChoice::default()],
+            prompt_logprobs_received: 0,
+            tenant: "".into(),
+            weight: Weight::default(),
+            virtual_start_time: None,
+            priority: 0,
+            deadline: None,
+            queued: None,
+            grammar: None,
+            span: tracing::Span::none(),
+        };
+        engine.command(Command::Submit(Box::new(request)), Time::ZERO, &mut events);
+    }
+    let (mut outputs, mut ended, mut iterations) = (vec![Vec::new(); REQUESTS as usize], 0, 0);
+    for step in 0..10_000 {
+        let report = engine.step(Time::from_nanos(step), &mut events).unwrap();
+        iterations += u32::from(report.decodes > 0);
+        for event in events.drain(..) {
+            outputs[event.key.request as usize].extend(event.token);
+            if let Some(finish) = event.finish {
+                assert_eq!(finish, Finish::Ended(FinishReason::Length));
+                ended += 1;
+            }
+        }
+        if ended == REQUESTS {
+            let load = engine.load();
+            return (outputs, iterations, [load.drafted_tokens, load.accepted_drafts]);
+        }
+    }
+    panic!("no end");
+}
+
+#[test]
+fn drafts_of_a_layer_that_predicts_the_model_all_stand_and_save_their_iterations() {
+    let folder = checkpoint(Mtp::Copied);
+    let (expected, alone, _) = generate(&folder, Drafts::Off, false, false);
+    assert!(expected.iter().all(|tokens| tokens.len() == 80));
+    for overlap in [false, true] {
+        for drafts in [Drafts::Mtp, Drafts::Auto] {
+            let (outputs, iterations, [drafted, accepted]) = generate(&folder, drafts, false, overlap);
+            assert_eq!(outputs, expected, "{drafts}, overlap {overlap}");
+            assert_eq!(accepted, drafted, "{drafts}, overlap {overlap}");
+            // Of five tokens, one is sampled and four are predicted before.
+            assert!(
+                iterations <= alone / 4,
+                "{iterations} of {alone} iterations, {drafts}, overlap {overlap}"
+            );
+        }
+    }
+    // Drafts that are looked up follow a repetition alone.
+    let (outputs, ..) = generate(&folder, Drafts::PromptLookup, false, false);
+    assert_eq!(outputs, expected);
+    // The governor predicts where it is worth its time, which nothing here says.
+    let (outputs, ..) = generate(&folder, Drafts::Auto, true, true);
+    assert_eq!(outputs, expected);
+}
