@@ -38,8 +38,7 @@ const SEED: &str = "a seed belongs to a request; without one a seed is drawn and
 const ONE_MACHINE: &str = "the layers of a model are not spread; --tensor-parallel splits each of them";
 const HOST_CACHE: &str = "give --host-cache-bytes BYTES, for KV blocks of preempted sequences and evicted prefixes; weights are not offloaded";
 const KV_BYTES: &str = "give --kv-cache-bytes BYTES on CPUs, --gpu-memory-utilization on GPUs";
-const DRAFTS: &str =
-    "give --drafts prompt-lookup, which needs no draft model; draft models, EAGLE and Medusa are not served";
+const DRAFTS: &str = "give --drafts prompt-lookup, or mtp for a model with an MTP layer; draft models, EAGLE and Medusa are not served";
 const TOOL_FORMAT: &str = "give --tool-call-format FORMAT (llama3, hermes, qwen-xml, mistral), by default that of the chat template";
 const REASONING_FORMAT: &str =
     "give --reasoning-format FORMAT (think, mistral), by default that of the chat template";

@@ -76,6 +76,11 @@ pub(crate) fn load_runtime(
         },
         Device::Cpu | Device::Sim(_) => {}
     }
+    if options.compute.scheduling.drafts == Drafts::Mtp && !model.has_mtp() {
+        let range = "auto, prompt-lookup or off for this model: it has no layer of multi-token prediction that can be used (`mtp_num_hidden_layers` \
+                     1 in config.json, and tensors `mtp.*`)";
+        return Err(wrong_drafts(options, range));
+    }
     let cpu = cpu_options(options)?;
     check_known_answer(options, &cpu)?;
     let runtime = CpuRuntime::load_beside(model, &cpu, ledger, progress)?;
@@ -130,6 +135,12 @@ fn wrong_kv_dtype(options: &Options, range: &'static str) -> Error {
     OptionsError::OutOfRange { name, value, range }.into()
 }
 
+/// Error for a source of drafts that model or device do not have.
+fn wrong_drafts(options: &Options, range: &'static str) -> Error {
+    let (name, value) = ("--drafts", options.compute.scheduling.drafts.to_string());
+    OptionsError::OutOfRange { name, value, range }.into()
+}
+
 /// Ordinals of the visible GPUs that a worker can use.
 pub fn usable_gpus() -> Vec<u32> {
     (0..cuda::count()).filter(|gpu| cuda::available(&[*gpu as usize]).is_ok()).collect()
@@ -162,6 +173,12 @@ pub(crate) fn cuda_options(options: &Options) -> Result<CudaOptions, Error> {
         let range = "left out on GPUs, which keep weights in 16 bits; --device cpu rounds them";
         let (name, value) = ("quantize", quantize.to_string());
         return Err(OptionsError::OutOfRange { name, value, range }.into());
+    }
+    if options.compute.scheduling.drafts == Drafts::Mtp {
+        return Err(wrong_drafts(
+            options,
+            "auto, prompt-lookup or off on GPUs, which compute no MTP layers yet",
+        ));
     }
     Ok(CudaOptions {
         gpus: ordinals(options),
@@ -198,9 +215,13 @@ mod tests {
 
     #[test]
     fn a_gpu_has_rows_for_drafts_only_if_there_are_some() {
-        for (drafts, rows) in [("--drafts=off", 0), ("--drafts=prompt-lookup", DRAFT_ROWS)] {
+        for (drafts, rows) in
+            [("--drafts=off", 0), ("--drafts=prompt-lookup", DRAFT_ROWS), ("--drafts=auto", DRAFT_ROWS)]
+        {
             let options: Options = inflight_options::parse(&[drafts]).unwrap();
             assert_eq!(cuda_options(&options).ok().map(|cuda| cuda.draft_rows), Some(rows));
         }
+        let options: Options = inflight_options::parse(&["--drafts=mtp"]).unwrap();
+        assert!(cuda_options(&options).is_err_and(|error| error.to_string().contains("--drafts is mtp")));
     }
 }

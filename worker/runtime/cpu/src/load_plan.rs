@@ -6,6 +6,7 @@ use inflight_runtime::sharding::{self, Shard};
 use inflight_runtime::{KvPlan, LayerRows, MemoryNeeds};
 
 use super::delta::{self, DRAFTS_MAX};
+use super::mtp::SCRATCH_BLOCKS;
 use super::weights::{self, CheckpointWeights};
 use super::{CpuOptions, Error, check, kv_layout};
 
@@ -65,7 +66,7 @@ pub fn memory_needs(model: &ModelDir, options: &CpuOptions) -> Result<MemoryNeed
     let plan = LoadPlan::new(model, options, options.tensor_parallel)?;
     Ok(MemoryNeeds {
         weight_bytes: plan.weight_bytes,
-        buffer_bytes: 0,
+        buffer_bytes: if plan.tensors.has_mtp() { u64::from(SCRATCH_BLOCKS) * plan.block_bytes } else { 0 },
         block_bytes: plan.block_bytes,
         shape: plan.kv.shape(),
         context_tokens: plan.context_tokens,

@@ -29,9 +29,12 @@ impl Harness {
         for (nth, id) in self.live.keys().copied().enumerate().collect::<Vec<_>>() {
             let count = (mix(self.now.as_nanos(), nth as u64) % 8) as u32;
             let wanted = self.scheduler.drafts_wanted(id);
-            assert!(wanted.guessed.max(wanted.forced) <= self.scheduler.limits().drafts_max);
-            let forced = (mix(self.now.as_nanos(), nth as u64) / 8).is_multiple_of(2);
-            self.scheduler.draft(id, count, if forced { DraftKind::Forced } else { DraftKind::Guessed });
+            let limits = self.scheduler.limits();
+            assert!(wanted.guessed.max(wanted.forced) <= limits.drafts_max);
+            assert!(wanted.predicted <= limits.predicted_max);
+            let kinds = [DraftKind::Forced, DraftKind::Guessed, DraftKind::Predicted];
+            let kind = kinds[(mix(self.now.as_nanos(), nth as u64) / 8 % 3) as usize];
+            self.scheduler.draft(id, count, kind);
             offered.insert(id, count);
         }
         offered
@@ -46,6 +49,15 @@ impl Harness {
     ) -> BTreeMap<SequenceId, DraftedChunk> {
         let limits = *self.scheduler.limits();
         let mut drafted_chunks = BTreeMap::new();
+        let predicted: u32 = plan.chunks.iter().map(|chunk| chunk.predictions).sum();
+        assert!(
+            predicted <= limits.iteration_samples - limits.running_max,
+            "more predictions than rows of drafts"
+        );
+        for chunk in plan.chunks.iter().filter(|chunk| chunk.predictions > 0) {
+            let rest = self.live.get(&chunk.id).map_or(0, |model| model.remaining);
+            assert!(chunk.samples && chunk.predictions <= limits.predicted_max && chunk.predictions < rest);
+        }
         assert_eq!(plan.drafts, plan.chunks.iter().map(|chunk| chunk.drafts).sum::<u32>());
         for (at, chunk) in plan.chunks.iter().enumerate().filter(|(_, chunk)| chunk.drafts > 0) {
             let drafts = chunk.drafts;

@@ -129,6 +129,8 @@ pub fn limits() -> impl Strategy<Value = SchedulerLimits> {
             )| SchedulerLimits {
                 iteration_scores,
                 drafts_max,
+                predicted_max: drafts_max / 2,
+                iteration_samples: running_max + iteration_scores,
                 govern_drafts,
                 host_blocks,
                 waiting_max,
@@ -677,6 +679,9 @@ impl Harness {
         }
         let took = Duration::from_micros(100 + 10 * oldest.chunks.len() as u64);
         self.reject_bad_counts(number, &verdicts, &accepted);
+        if oldest.chunks.len() % 2 == 0 {
+            self.scheduler.observe_predictions(took / 10);
+        }
         let outcome = IterationOutcome { verdicts: &verdicts, accepted: &accepted, took };
         self.scheduler.commit(number, outcome).unwrap();
         self.check_roll_back(&oldest.drafted);
