@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use anyhow::{Context, Result, bail, ensure};
 use futures::future::try_join_all;
-use inflight_fixtures::{Arch, BenchmarkShape, Checkpoint, Dtype, TempDir};
+use inflight_fixtures::{Arch, BenchmarkShape, Checkpoint, Dtype, Mtp, TempDir};
 use inflight_harness::{RoleProcess, exclusive, scrape};
 use inflight_proto::v1::constraint::Grammar;
 use inflight_proto::v1::generate_response::Event;
@@ -264,12 +264,12 @@ async fn streams_of_a_model_with_windows_that_are_cut_and_moved_equal_undisturbe
     failover(seed, &[&[model.as_str()], &windows[..]].concat()).await.with_context(|| format!("seed {seed}"))
 }
 
-/// Of a model with recurrent layers, whose streams resume from snapshots of states where a worker has them.
+/// Of a model with recurrent layers and an MTP layer, whose streams resume from snapshots of states where a worker has them.
 #[tokio::test(flavor = "multi_thread")]
 async fn streams_of_a_model_with_recurrent_layers_that_are_cut_and_moved_equal_undisturbed_ones() -> Result<()>
 {
     let folder = TempDir::new("inflight-recurrent")?;
-    let checkpoint = Checkpoint::new(Arch::Qwen35, Dtype::Bf16);
+    let checkpoint = Checkpoint::new(Arch::Qwen35, Dtype::Bf16).with_mtp(Mtp::Random);
     checkpoint.write(folder.path())?;
     let path = folder.path().join("config.json");
     let mut config = checkpoint.config();
@@ -286,7 +286,7 @@ async fn failover(seed: u64, model: &[&str]) -> Result<()> {
     let mut workers = Vec::new();
     for nth in 0..WORKERS {
         // Streams move between workers with and without drafts.
-        let drafts = if nth == 0 { "off" } else { "prompt-lookup" };
+        let drafts = if nth == 0 { "off" } else { "auto" };
         let worker = [worker_flags(), flags(&[&format!("--drafts={drafts}")]), flags(model)].concat();
         workers.push(RoleProcess::start(program().to_owned(), "worker", &worker).await?);
     }

@@ -58,3 +58,22 @@ impl Drafter {
         self.source.take().map_or(0, |source| source.bytes())
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn tokens_that_are_predicted_behind_other_tokens_are_no_drafts() {
+        let mut drafter = Drafter::default();
+        drafter.predict(7, &[1, 2, 3]);
+        assert_eq!(
+            [(7, 8), (7, 2), (6, 8), (8, 8)].map(|(tokens, max)| drafter.predicted(tokens, max)),
+            [3, 2, 0, 0]
+        );
+        drafter.propose_predicted(2);
+        assert_eq!(drafter.take(2), [1, 2]);
+        drafter.clear();
+        assert_eq!(drafter.predicted(7, 8), 0);
+    }
+}
