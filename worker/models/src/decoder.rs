@@ -333,13 +333,13 @@ impl Lookup<'_> {
         let width = self.config.hidden_size;
         let norm = |name: &str| self.get(format!("{name}.weight"), &[width]);
         Ok(CheckpointMtp {
-            embedding_norm: norm(names.embedding_norm)?,
-            hidden_norm: norm(names.hidden_norm)?,
             inputs: StackedLinear {
                 matrix: Matrix::MtpInputs,
                 matrices: vec![self.get(format!("{}.weight", names.inputs), &[width, 2 * width])?],
                 biases: Vec::new(),
             },
+            embedding_norm: norm(names.embedding_norm)?,
+            hidden_norm: norm(names.hidden_norm)?,
             layer: self.layer(names.layer, Mixer::Attention(AttentionSpec::FULL))?,
             norm: norm(names.norm)?,
         })

@@ -441,6 +441,32 @@ fn recurrent_layers_have_shapes_that_are_computed() {
 }
 
 #[test]
+fn an_mtp_layer_of_another_model_is_refused_where_it_is_to_draft_and_ignored_elsewhere() {
+    let open = |changes: &[Change]| {
+        let folder = directory(Arch::Qwen35, changes);
+        let model = ModelDir::open(&ModelSource::Directory(folder.path().to_owned())).unwrap();
+        assert!(model.decoder().is_ok(), "it is served without drafts");
+        model
+    };
+    let one = || Config(json!({ "mtp_num_hidden_layers": 1 }));
+    for (changes, clue) in [
+        (vec![one(), Tensor("mtp.fc.weight", "BF16", &[64, 64])], "mtp.fc.weight"),
+        (vec![one(), Tensor("mtp.fc.weight", "BF16", &[64, 128])], "mtp.pre_fc_norm_embedding.weight"),
+    ] {
+        let model = open(&changes);
+        assert!(model.has_mtp());
+        let refusal = model.mtp().err().map(|error| error.to_string());
+        assert!(refusal.as_ref().is_some_and(|sentence| sentence.contains(clue)), "{refusal:?}");
+    }
+    let two = Config(json!({ "mtp_num_hidden_layers": 2 }));
+    let own = Config(json!({ "mtp_num_hidden_layers": 1, "mtp_use_dedicated_embeddings": true }));
+    for changes in [vec![one()], vec![two, Tensor("mtp.fc.weight", "BF16", &[64, 128])], vec![own]] {
+        let model = open(&changes);
+        assert!(!model.has_mtp() && model.mtp().unwrap().is_none());
+    }
+}
+
+#[test]
 fn a_multimodal_model_ties_its_embeddings_as_config_json_says_at_either_place() {
     let tied = |outer: Option<bool>, inner: Option<bool>| {
         let head = Tensor("lm_head.weight", "BF16", &[320, 96]);

@@ -8,7 +8,8 @@ use inflight_models::{ModelDir, ModelSource};
 use inflight_runtime::{Batch, Predictions, Runtime, SlotSetup};
 use inflight_runtime_cpu::{CpuOptions, CpuRuntime};
 use inflight_worker::engine::{
-    ChoiceEvent, Command, Engine, EngineOptions, Finish, Request, RequestKey, ResumedChoice, SessionId,
+    ChoiceEvent, Command, Engine, EngineOptions, Failure, Finish, Request, RequestKey, ResumedChoice,
+    SessionId,
 };
 use inflight_worker_core::{Drafts, SchedulingOptions, StepTargetOption, Time};
 
@@ -161,14 +162,26 @@ fn predictions_are_those_of_the_reference_under_any_chunks_and_drafts() {
     }
 }
 
-/// Runs requests of one session and returns their tokens and the number of iterations with decodes.
-fn generate(
+/// What requests of one session came to.
+pub(crate) struct Generated {
+    /// Tokens and end of each request.
+    pub(crate) outputs: Vec<(Vec<u32>, Finish)>,
+    /// Iterations with decodes.
+    iterations: u32,
+    /// Drafts computed, and accepted.
+    drafts: [u64; 2],
+    /// Prompt tokens taken from the prefix cache.
+    pub(crate) cached: u64,
+}
+
+/// Generates `output` tokens greedily for requests with these prompts: all at once or, if `in_turn`, one after the other.
+pub(crate) fn generate(
     folder: &TempDir,
-    drafts: Drafts,
-    govern_drafts: bool,
-    overlap: bool,
-) -> (Vec<Vec<u32>>, u32, [u64; 2]) {
-    const REQUESTS: u64 = 2;
+    prompts: &[Vec<u32>],
+    output: u32,
+    in_turn: bool,
+    (drafts, govern_drafts, overlap): (Drafts, bool, bool),
+) -> Generated {
     let runtime = load(folder, 1);
     let runtime: Box<dyn Runtime> =
         if overlap { Box::new(runtime.overlapped().unwrap()) } else { Box::new(runtime) };
@@ -182,15 +195,13 @@ fn generate(
     let mut engine = Engine::new(runtime, &[], options).unwrap();
     let mut events: Vec<ChoiceEvent> = Vec::new();
     engine.command(Command::Open(SessionId(0)), Time::ZERO, &mut events);
-    for id in 0..REQUESTS {
-        let key = RequestKey { session: SessionId(0), request: id };
-        let prompt: Vec<u32> = (0..9 + id as u32 * 14).map(|at| (at * 37 + id as u32) % 300).collect();
+    let mut submit = |engine: &mut Engine, id: usize, events: &mut Vec<ChoiceEvent>| {
         let sampling = SamplingSpec { ignore_eos: true, temperature: 0.0, ..SamplingSpec::default() };
         let request = Request {
-            key,
+            key: RequestKey { session: SessionId(0), request: id as u64 },
             attempt: 1,
-            prompt: prompt.into(),
-            max_tokens: 80,
+            prompt: prompts[id].clone().into(),
+            max_tokens: output,
             sampling: Arc::new(sampling.validate().unwrap()),
             choices: vec![ResumedChoice::default()],
             prompt_logprobs_received: 0,
@@ -203,22 +214,30 @@ fn generate(
             grammar: None,
             span: tracing::Span::none(),
         };
-        engine.command(Command::Submit(Box::new(request)), Time::ZERO, &mut events);
-    }
-    let (mut outputs, mut ended, mut iterations) = (vec![Vec::new(); REQUESTS as usize], 0, 0);
-    for step in 0..10_000 {
+        engine.command(Command::Submit(Box::new(request)), Time::ZERO, events);
+    };
+    let mut submitted = if in_turn { 1 } else { prompts.len() };
+    (0..submitted).for_each(|id| submit(&mut engine, id, &mut events));
+    let mut outputs = vec![(Vec::new(), None); prompts.len()];
+    let mut iterations = 0;
+    for step in 0..20_000 {
         let report = engine.step(Time::from_nanos(step), &mut events).unwrap();
         iterations += u32::from(report.decodes > 0);
         for event in events.drain(..) {
-            outputs[event.key.request as usize].extend(event.token);
-            if let Some(finish) = event.finish {
-                assert_eq!(finish, Finish::Ended(FinishReason::Length));
-                ended += 1;
-            }
+            let output = &mut outputs[event.key.request as usize];
+            output.0.extend(event.token);
+            output.1 = event.finish.or(output.1.take());
         }
-        if ended == REQUESTS {
+        let ended = outputs.iter().filter(|(_, finish)| finish.is_some()).count();
+        if ended == prompts.len() {
             let load = engine.load();
-            return (outputs, iterations, [load.drafted_tokens, load.accepted_drafts]);
+            let outputs = outputs.into_iter().map(|(tokens, finish)| (tokens, finish.unwrap())).collect();
+            let drafts = [load.drafted_tokens, load.accepted_drafts];
+            return Generated { outputs, iterations, drafts, cached: load.cached_tokens };
+        }
+        if ended == submitted {
+            submit(&mut engine, submitted, &mut events);
+            submitted += 1;
         }
     }
     panic!("no end");
@@ -227,24 +246,72 @@ fn generate(
 #[test]
 fn drafts_of_a_layer_that_predicts_the_model_all_stand_and_save_their_iterations() {
     let folder = checkpoint(Mtp::Copied);
-    let (expected, alone, _) = generate(&folder, Drafts::Off, false, false);
-    assert!(expected.iter().all(|tokens| tokens.len() == 80));
+    let prompt = |id: u32| (0..9 + id * 14).map(|at| (at * 37 + id) % 300).collect::<Vec<u32>>();
+    let prompts = [prompt(0), prompt(1)];
+    let run = |drafts: Drafts, governed: bool, overlap: bool| {
+        generate(&folder, &prompts, 80, false, (drafts, governed, overlap))
+    };
+    let expected = run(Drafts::Off, false, false);
+    let ends = |(tokens, finish): &(Vec<u32>, Finish)| {
+        tokens.len() == 80 && *finish == Finish::Ended(FinishReason::Length)
+    };
+    assert!(expected.outputs.iter().all(ends));
     for overlap in [false, true] {
         for drafts in [Drafts::Mtp, Drafts::Auto] {
-            let (outputs, iterations, [drafted, accepted]) = generate(&folder, drafts, false, overlap);
-            assert_eq!(outputs, expected, "{drafts}, overlap {overlap}");
-            assert_eq!(accepted, drafted, "{drafts}, overlap {overlap}");
+            let got = run(drafts, false, overlap);
+            assert_eq!(got.outputs, expected.outputs, "{drafts}, overlap {overlap}");
+            assert_eq!(got.drafts[0], got.drafts[1], "{drafts}, overlap {overlap}");
             // Of five tokens, one is sampled and four are predicted before.
-            assert!(
-                iterations <= alone / 4,
-                "{iterations} of {alone} iterations, {drafts}, overlap {overlap}"
-            );
+            let (with, without) = (got.iterations, expected.iterations);
+            assert!(with <= without / 4, "{with} of {without} iterations, {drafts}, overlap {overlap}");
         }
     }
-    // Drafts that are looked up follow a repetition alone.
-    let (outputs, ..) = generate(&folder, Drafts::PromptLookup, false, false);
-    assert_eq!(outputs, expected);
-    // The governor predicts where it is worth its time, which nothing here says.
-    let (outputs, ..) = generate(&folder, Drafts::Auto, true, true);
-    assert_eq!(outputs, expected);
+    assert_eq!(run(Drafts::PromptLookup, false, false).outputs, expected.outputs);
+    // The governor predicts where it is worth its time, which depends on the processor.
+    assert_eq!(run(Drafts::Auto, true, true).outputs, expected.outputs);
+}
+
+/// A token whose embedding is so large that its norm overflows: it makes the states of its sequence NaN.
+const OVERFLOWING: u32 = 7;
+
+#[test]
+fn a_state_that_overflows_ends_its_request_and_is_kept_for_no_other() {
+    let folder = checkpoint(Mtp::Random);
+    let path = folder.path().join("model.safetensors");
+    let mut bytes = std::fs::read(&path).unwrap();
+    let row = {
+        let tensors = safetensors::SafeTensors::deserialize(&bytes).unwrap();
+        let embedding = tensors.tensor("model.embed_tokens.weight").unwrap();
+        let width = embedding.shape()[1] * 4;
+        let start =
+            embedding.data().as_ptr() as usize - bytes.as_ptr() as usize + OVERFLOWING as usize * width;
+        start..start + width
+    };
+    bytes[row].chunks_exact_mut(4).for_each(|element| element.copy_from_slice(&3e38f32.to_le_bytes()));
+    std::fs::write(&path, bytes).unwrap();
+    let text = |from: u32, count: u32| (0..count).map(move |at| 10 + (at * 29 + from) % 270);
+    let shared: Vec<u32> = text(0, 40).collect();
+    let with = |more: Vec<u32>| [shared.clone(), more].concat();
+    let overflowing = with(std::iter::once(OVERFLOWING).chain(text(5, 60)).collect());
+    let prompts = [
+        with(text(9, 30).collect()),
+        overflowing.clone(),
+        overflowing,
+        with(text(3, 40).collect()),
+        with(text(9, 30).collect()),
+    ];
+    for drafts in [Drafts::Off, Drafts::Auto] {
+        let alone =
+            |at: usize| generate(&folder, &prompts[at..=at], 20, false, (drafts, false, false)).outputs;
+        for in_turn in [true, false] {
+            let got = generate(&folder, &prompts, 20, in_turn, (drafts, false, true));
+            assert!(!in_turn || got.cached > 0, "nothing was resumed");
+            for (at, output) in got.outputs.iter().enumerate() {
+                let fails = [1, 2].contains(&at);
+                let failed = matches!(output.1, Finish::Failed(Failure::NonFinite(_)));
+                assert_eq!(failed && output.0.is_empty(), fails, "request {at}: {output:?}");
+                assert!(fails || *output == alone(at)[0], "request {at}, in turn {in_turn}");
+            }
+        }
+    }
 }
