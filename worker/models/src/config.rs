@@ -142,7 +142,7 @@ impl ModelConfig {
                 .collect(),
             ropes,
             rotated_dim,
-            delta: if recurrent.contains(&true) { Some(delta(fields)?) } else { None },
+            delta: if recurrent.contains(&true) { Some(delta(fields, spec.fused_delta)?) } else { None },
             mtp_layers: fields.number("mtp_num_hidden_layers")?.map_or(0, |layers| layers as usize),
             mtp_embedding: fields.flag("mtp_use_dedicated_embeddings")?.unwrap_or(false),
             heads,
@@ -316,14 +316,18 @@ fn recurrent_layers(
 }
 
 /// Returns the gated delta rule of the recurrent layers.
-fn delta(fields: &Fields) -> Result<DeltaSpec, Error> {
+fn delta(fields: &Fields, fused: bool) -> Result<DeltaSpec, Error> {
     let spec = DeltaSpec {
         key_heads: fields.needed_count("linear_num_key_heads", WIDTH_MAX)?,
         value_heads: fields.needed_count("linear_num_value_heads", WIDTH_MAX)?,
         key_dim: fields.needed_count("linear_key_head_dim", WIDTH_MAX)?,
         value_dim: fields.needed_count("linear_value_head_dim", WIDTH_MAX)?,
         taps: fields.needed_count("linear_conv_kernel_dim", TAPS_MAX)?,
-        form: if fields.flag(GGUF_DELTA)?.unwrap_or(false) { DeltaForm::Gguf } else { DeltaForm::Checkpoint },
+        form: match fields.flag(GGUF_DELTA)? {
+            Some(true) => DeltaForm::Gguf,
+            _ if fused => DeltaForm::Fused,
+            _ => DeltaForm::Checkpoint,
+        },
     };
     if !spec.value_heads.is_multiple_of(spec.key_heads) {
         let rule = format!("a multiple of the {} key heads", spec.key_heads);

@@ -204,7 +204,7 @@ impl<V, L> DecoderLayer<V, L> {
 pub struct StackedLinear {
     /// Role of the stacked matrices in the model.
     pub matrix: Matrix,
-    /// Matrices [outputs, inputs], all with the same inputs.
+    /// Matrices [outputs, inputs], all with the same inputs. A fused one has rows of other linear layers, too.
     pub matrices: Vec<Tensor>,
     /// Biases of the matrices; empty if it has none.
     pub biases: Vec<Tensor>,
@@ -368,15 +368,27 @@ impl Lookup<'_> {
             let (names, at) = (DeltaNames::QWEN, |name: &str| format!("{at}.{name}"));
             let DeltaSpec { value_heads, value_dim, taps, .. } = delta;
             let (channels, values) = (delta.channels(), delta.values());
-            let inputs = |matrix, name, outputs| linear(matrix, &[(name, outputs)], hidden, false);
-            let scalars = [(names.beta, value_heads), (names.decay_input, value_heads)];
+            let inputs = |matrix, part: (&str, usize)| linear(matrix, &[part], hidden, false);
+            let [fused, fused_scalars] = names.fused;
+            let is_fused = delta.form == DeltaForm::Fused;
+            // Each of both linear layers takes its rows of the fused matrix.
+            let (inputs_in, gates_in) = match is_fused {
+                true => ((fused, channels + values), (fused, channels + values)),
+                false => ((names.inputs, channels), (names.gates, values)),
+            };
+            let scalars: &[(&str, usize)] = match is_fused {
+                true => &[(fused_scalars, 2 * value_heads)],
+                false => &[(names.beta, value_heads), (names.decay_input, value_heads)],
+            };
             let convolution = format!("{}.weight", at(names.convolution));
             Ok::<_, Error>(DeltaWeights {
-                inputs: inputs(Matrix::DeltaInputs, names.inputs, channels)?,
-                gates: inputs(Matrix::DeltaGates, names.gates, values)?,
-                scalars: linear(Matrix::DeltaScalars, &scalars, hidden, false)?,
+                inputs: inputs(Matrix::DeltaInputs, inputs_in)?,
+                gates: inputs(Matrix::DeltaGates, gates_in)?,
+                scalars: linear(Matrix::DeltaScalars, scalars, hidden, false)?,
                 convolution: match delta.form {
-                    DeltaForm::Checkpoint => self.get(convolution, &[channels, 1, taps])?,
+                    DeltaForm::Checkpoint | DeltaForm::Fused => {
+                        self.get(convolution, &[channels, 1, taps])?
+                    }
                     DeltaForm::Gguf => self.get(convolution, &[channels, taps])?,
                 },
                 decay: self.get(at(names.decay), &[value_heads])?,

@@ -52,6 +52,9 @@ pub struct DeltaSpec {
 pub enum DeltaForm {
     /// As of Hugging Face checkpoints: a key head serves consecutive value heads, and rates of decays are given by their logarithms.
     Checkpoint,
+    /// As of Hugging Face checkpoints of Qwen3-Next: as those, but the projections to the inputs of the convolution and to the gates are one
+    /// matrix, those to betas and decays another, and the rows of both are ordered by key head.
+    Fused,
     /// As of GGUF files: the value heads of a key head are as many apart as there are key heads, rates of decays are given negated, and
     /// norms are not zero-centred.
     Gguf,
@@ -66,6 +69,11 @@ impl DeltaSpec {
     /// Returns the elements of all value heads.
     pub fn values(&self) -> usize {
         self.value_heads * self.value_dim
+    }
+
+    /// Returns the value heads of a key head.
+    pub fn group(&self) -> usize {
+        self.value_heads / self.key_heads
     }
 
     /// Returns the part of one of `ranks` ranks, which divide the key heads.

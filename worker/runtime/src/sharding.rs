@@ -212,6 +212,11 @@ impl Shard {
                 let projected = queries.start * self.query_rows..queries.end * self.query_rows;
                 Partition::Outputs(vec![vec![projected], vec![keys.clone()], vec![keys]])
             }
+            Matrix::DeltaInputs if self.is_fused() => {
+                Partition::Outputs(vec![(0..3).flat_map(|nth| self.fused_rows(nth)).collect()])
+            }
+            Matrix::DeltaGates if self.is_fused() => Partition::Outputs(vec![self.fused_rows(3)]),
+            Matrix::DeltaScalars if self.is_fused() => Partition::Outputs(vec![self.fused_scalars()]),
             Matrix::DeltaInputs => Partition::Outputs(vec![self.delta_channels()]),
             Matrix::DeltaGates => Partition::Outputs(vec![vec![part(values)]]),
             Matrix::DeltaScalars => Partition::Outputs(vec![vec![part(value_heads)]; 2]),
@@ -236,6 +241,33 @@ impl Shard {
             start..start + width
         };
         widths.into_iter().map(range).collect()
+    }
+
+    fn is_fused(&self) -> bool {
+        self.delta.is_some_and(|delta| delta.form == DeltaForm::Fused)
+    }
+
+    /// Returns the rows of this rank's queries (0), keys (1), values (2) or gates (3) in a fused projection, which has those of one key head
+    /// behind those of another.
+    fn fused_rows(&self, nth: usize) -> Vec<Range<usize>> {
+        let Some(delta) = self.delta else { return Vec::new() };
+        let values = delta.group() * delta.value_dim;
+        let widths = [delta.key_dim, delta.key_dim, values, values];
+        let (before, all): (usize, usize) = (widths[..nth].iter().sum(), widths.iter().sum());
+        let first = self.rank * delta.key_heads;
+        let rows = |head: usize| head * all + before..head * all + before + widths[nth];
+        (first..first + delta.key_heads).map(rows).collect()
+    }
+
+    /// Returns the rows of this rank's betas, then of its decays, in a fused projection.
+    fn fused_scalars(&self) -> Vec<Range<usize>> {
+        let Some(delta) = self.delta else { return Vec::new() };
+        let (first, group) = (self.rank * delta.key_heads, delta.group());
+        let rows = |nth: usize| {
+            (first..first + delta.key_heads)
+                .map(move |head| (2 * head + nth) * group..(2 * head + nth + 1) * group)
+        };
+        rows(0).chain(rows(1)).collect()
     }
 
     /// Returns this rank's part of a vector with an element for each value head of a recurrent layer.

@@ -195,7 +195,7 @@ pub(crate) fn generate(
     let mut engine = Engine::new(runtime, &[], options).unwrap();
     let mut events: Vec<ChoiceEvent> = Vec::new();
     engine.command(Command::Open(SessionId(0)), Time::ZERO, &mut events);
-    let mut submit = |engine: &mut Engine, id: usize, events: &mut Vec<ChoiceEvent>| {
+    let submit = |engine: &mut Engine, id: usize, events: &mut Vec<ChoiceEvent>| {
         let sampling = SamplingSpec { ignore_eos: true, temperature: 0.0, ..SamplingSpec::default() };
         let request = Request {
             key: RequestKey { session: SessionId(0), request: id as u64 },

@@ -12,6 +12,10 @@ use inflight_runtime_cpu::{CpuOptions, CpuRuntime};
 const BLOCK_TOKENS: u32 = 16;
 
 fn load(checkpoint: &Checkpoint, isa: Isa) -> CpuRuntime {
+    load_on(checkpoint, isa, 1)
+}
+
+fn load_on(checkpoint: &Checkpoint, isa: Isa, ranks: usize) -> CpuRuntime {
     let folder = checkpoint.write_temp().unwrap();
     let model = ModelDir::open(&ModelSource::Directory(folder.path().to_path_buf())).unwrap();
     let options = CpuOptions {
@@ -25,7 +29,7 @@ fn load(checkpoint: &Checkpoint, isa: Isa) -> CpuRuntime {
         isa: Some(isa),
         quantize: None,
         kv_dtype: None,
-        tensor_parallel: 1,
+        tensor_parallel: ranks,
         mtp: false,
     };
     // The directory is deleted here; mapped files stay readable.
@@ -93,6 +97,26 @@ fn f32_logits_agree_within_1e_4_and_greedy_tokens_are_identical() {
                 assert_eq!(tokens, run.greedy, "{arch} {}: other tokens for {:?}", isa.name(), run.text);
             }
         }
+    }
+}
+
+/// transformers computes the same of both: `tests/support/fixtures/reference/fused.py` compares them.
+#[test]
+fn qwen3_next_computes_what_qwen3_5_does_with_the_same_weights_to_the_bit() {
+    for (dtype, ranks) in [(Dtype::F32, 1), (Dtype::F32, 2), (Dtype::Bf16, 1)] {
+        let reference = Reference::load(Arch::Qwen35, dtype).unwrap();
+        let bits = |checkpoint: &Checkpoint| {
+            let mut runtime = load_on(checkpoint, Isa::detect(), ranks);
+            let mut bits = Vec::new();
+            for (run, chunk) in reference.runs().iter().zip([1, 64]) {
+                let on_logits = |_, logits: &[f32]| bits.extend(logits.iter().map(|logit| logit.to_bits()));
+                decode(&mut runtime, run, chunk, |step, _| run.greedy[step], on_logits);
+            }
+            bits
+        };
+        let plain = Checkpoint::new(Arch::Qwen35, dtype);
+        let (expected, got) = (bits(&plain), bits(&plain.clone().fused()));
+        assert!(expected == got, "{dtype}, {ranks} ranks: other logits");
     }
 }
 

@@ -25,6 +25,7 @@ pub(super) static SPEC: ArchitectureSpec = ArchitectureSpec {
     ropes: Ropes::ByWindow { full: 1_000_000.0, window: 10_000.0 },
     rotated_part: 1.0,
     full_attention_interval: None,
+    fused_delta: false,
     arithmetic: ArithmeticSpec {
         norms: NormPlaces::Around,
         zero_centred_norms: true,

@@ -9,6 +9,7 @@ mod mistral;
 mod qwen2;
 mod qwen3;
 mod qwen35;
+mod qwen3_next;
 
 use std::fmt;
 
@@ -20,8 +21,15 @@ use super::NormPlaces;
 use super::fields::Fields;
 
 /// Every supported architecture, in the order of error messages.
-static ARCHITECTURES: &[&ArchitectureSpec] =
-    &[&llama::SPEC, &mistral::SPEC, &qwen2::SPEC, &qwen3::SPEC, &qwen35::SPEC, &gemma3::SPEC];
+static ARCHITECTURES: &[&ArchitectureSpec] = &[
+    &llama::SPEC,
+    &mistral::SPEC,
+    &qwen2::SPEC,
+    &qwen3::SPEC,
+    &qwen3_next::SPEC,
+    &qwen35::SPEC,
+    &gemma3::SPEC,
+];
 
 /// Description of an architecture.
 #[derive(Debug)]
@@ -50,6 +58,8 @@ pub(crate) struct ArchitectureSpec {
     pub rotated_part: f64,
     /// Layers are recurrent as `layer_types` or `full_attention_interval` says, this many in one by default; `None`: none is.
     pub full_attention_interval: Option<usize>,
+    /// The projections of recurrent layers are fused, see [`DeltaForm::Fused`](crate::DeltaForm::Fused).
+    pub fused_delta: bool,
     /// Arithmetic of all layers.
     pub arithmetic: ArithmeticSpec,
     /// Values of keys that config.json may leave out.
@@ -294,10 +304,12 @@ pub(crate) struct DeltaNames {
     pub decay_bias: &'static str,
     pub norm: &'static str,
     pub output: &'static str,
+    /// Fused projections: to the inputs and gates, and to betas and decays.
+    pub fused: [&'static str; 2],
 }
 
 impl DeltaNames {
-    /// Names of Qwen3.5.
+    /// Names of Qwen3.5 and Qwen3-Next.
     pub const QWEN: Self = Self {
         inputs: "linear_attn.in_proj_qkv",
         gates: "linear_attn.in_proj_z",
@@ -308,6 +320,7 @@ impl DeltaNames {
         decay_bias: "linear_attn.dt_bias",
         norm: "linear_attn.norm",
         output: "linear_attn.out_proj",
+        fused: ["linear_attn.in_proj_qkvz", "linear_attn.in_proj_ba"],
     };
 }
 

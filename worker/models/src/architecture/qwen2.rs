@@ -20,6 +20,7 @@ pub(super) static SPEC: ArchitectureSpec = ArchitectureSpec {
     ropes: Ropes::One,
     rotated_part: 1.0,
     full_attention_interval: None,
+    fused_delta: false,
     arithmetic: ArithmeticSpec::LLAMA,
     defaults: &[],
     keys: &[],

@@ -28,6 +28,7 @@ pub(super) static SPEC: ArchitectureSpec = ArchitectureSpec {
     ropes: Ropes::One,
     rotated_part: 0.25,
     full_attention_interval: Some(4),
+    fused_delta: false,
     arithmetic: ArithmeticSpec { zero_centred_norms: true, output_gate: true, ..ArithmeticSpec::LLAMA },
     defaults: &[
         ("linear_conv_kernel_dim", Default::Count(4)),

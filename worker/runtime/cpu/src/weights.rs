@@ -367,7 +367,7 @@ fn prepare(layer: &mut Delta, spec: &DeltaSpec, shard: &Shard) {
     let heads = shard.delta_heads();
     let decay = layer.decay[heads.clone()].to_vec();
     layer.decay = match spec.form {
-        DeltaForm::Checkpoint => decay_rates(decay),
+        DeltaForm::Checkpoint | DeltaForm::Fused => decay_rates(decay),
         DeltaForm::Gguf => decay.into_iter().map(|rate| -rate).collect(),
     };
     layer.decay_bias = layer.decay_bias[heads].to_vec();
