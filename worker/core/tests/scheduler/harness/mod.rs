@@ -527,6 +527,7 @@ impl Harness {
         }
         assert!(scores <= limits.iteration_scores, "the budget of scored positions is exceeded");
         let drafted = self.check_drafts(&before, &offered, &plan);
+        self.check_copies(&plan);
         let moved = !plan.transfers.is_empty() || !plan.preempted.is_empty();
         if plan.chunks.is_empty() {
             assert!(plan.copies.is_empty(), "copies without an iteration");

@@ -6,7 +6,7 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use inflight_contract::{GROUPS_MAX, Service, Tenant, TokenCost, VirtualTokenCounters, Weight};
 use inflight_worker_core::policy::{PolicyKind, SequenceView};
-use inflight_worker_core::{Iteration, SequenceId, Time};
+use inflight_worker_core::{Direction, Iteration, SequenceId, Time};
 
 use super::{Harness, SequenceModel};
 
@@ -227,5 +227,25 @@ impl Harness {
             let served = planned(&one.beneficiary) || preempted(&one.beneficiary);
             assert!(served || for_admission || pending, "{one:?}: the beneficiary does not proceed");
         }
+    }
+}
+
+impl Harness {
+    /// Checks that nothing overwrites a block while a copy of an iteration that is not completed reads or writes it: no transfer from the
+    /// host, which runs beside iterations, and no other copy of its plan.
+    pub(super) fn check_copies(&self, plan: &Iteration) {
+        let transfers = plan.transfers.iter().filter(|transfer| transfer.direction == Direction::In);
+        let written: BTreeSet<u32> =
+            transfers.flat_map(|transfer| &transfer.blocks).map(|(device, _)| *device).collect();
+        let in_flight = self.in_flight.iter().flat_map(|running| &running.copies);
+        for copy in in_flight.chain(&plan.copies) {
+            assert!(
+                !written.contains(&copy.from) && !written.contains(&copy.to),
+                "{copy:?} beside a transfer"
+            );
+        }
+        let targets: BTreeSet<u32> = plan.copies.iter().map(|copy| copy.to).collect();
+        assert_eq!(targets.len(), plan.copies.len(), "two copies to one block");
+        assert!(plan.copies.iter().all(|copy| !targets.contains(&copy.from)), "a copy of a copy: {plan:?}");
     }
 }
