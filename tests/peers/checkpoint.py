@@ -179,6 +179,37 @@ def hybrid_weights(shape, delta, seed):
     return tensors
 
 
+def copied_mtp(tensors, hidden, heads, kv_heads, intermediate):
+    """Adds an MTP layer that predicts exactly what the model continues with: no layer adds to the embedding of the last token. What is
+    computed, and how long it takes, is as with other weights."""
+    import torch
+
+    def zeros(*size):
+        return torch.zeros(size, dtype=torch.bfloat16)
+
+    def normal(*size):
+        return (torch.randn(*size) * 0.02).to(torch.bfloat16)
+
+    for name in [name for name in tensors if name.endswith(("o_proj.weight", "out_proj.weight", "down_proj.weight"))]:
+        tensors[name] = zeros(*tensors[name].shape)
+    name = "mtp.layers.0."
+    return tensors | {
+        "mtp.fc.weight": torch.cat([torch.eye(hidden), torch.zeros(hidden, hidden)], 1).to(torch.bfloat16),
+        **{f"mtp.{norm}.weight": zeros(hidden) for norm in ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm")},
+        name + "input_layernorm.weight": zeros(hidden),
+        name + "post_attention_layernorm.weight": zeros(hidden),
+        name + "self_attn.q_proj.weight": normal(2 * heads * 256, hidden),
+        name + "self_attn.k_proj.weight": normal(kv_heads * 256, hidden),
+        name + "self_attn.v_proj.weight": normal(kv_heads * 256, hidden),
+        name + "self_attn.o_proj.weight": zeros(hidden, heads * 256),
+        name + "self_attn.q_norm.weight": zeros(256),
+        name + "self_attn.k_norm.weight": zeros(256),
+        name + "mlp.gate_proj.weight": normal(intermediate, hidden),
+        name + "mlp.up_proj.weight": normal(intermediate, hidden),
+        name + "mlp.down_proj.weight": zeros(hidden, intermediate),
+    }
+
+
 def hybrid_config(delta):
     key_heads, value_heads = delta
     return {
@@ -198,7 +229,7 @@ def hybrid_config(delta):
     }
 
 
-def write(shape_name, folder, seed=0):
+def write(shape_name, folder, seed=0, mtp=False):
     """Writes the checkpoint."""
     from safetensors.torch import save_file
 
@@ -246,6 +277,10 @@ def write(shape_name, folder, seed=0):
     for name, content in files.items():
         (folder / name).write_text(json.dumps(content, indent=1))
     tensors = hybrid_weights(shape, delta, seed) if delta else weights(shape, seed)
+    if mtp:
+        config["mtp_num_hidden_layers"] = 1
+        (folder / "config.json").write_text(json.dumps(config, indent=1))
+        tensors = copied_mtp(tensors, hidden, heads, kv_heads, intermediate)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     return sum(tensor.numel() for tensor in tensors.values())
 
@@ -255,8 +290,11 @@ def main():
     parser.add_argument("shape", choices=ALL_SHAPES)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--mtp", action="store_true", help="with an MTP layer whose drafts all stand; hybrids only")
     arguments = parser.parse_args()
-    count = write(arguments.shape, arguments.folder, arguments.seed)
+    if arguments.mtp and arguments.shape not in HYBRID_SHAPES:
+        parser.error("--mtp is for hybrids")
+    count = write(arguments.shape, arguments.folder, arguments.seed, arguments.mtp)
     print(f"{arguments.shape}: {count / 1e6:.1f} M parameters in {arguments.folder}")
 
 

@@ -39,6 +39,16 @@ pub(crate) fn load_runtime(
     ledger: &MemoryLedger,
     progress: Progress<'_>,
 ) -> Result<LoadedRuntime, Error> {
+    if options.compute.scheduling.drafts == Drafts::Mtp {
+        if matches!(options.compute.device, Device::Sim(_)) {
+            return Err(wrong_drafts(options, "off on simulated devices, which take no drafts"));
+        }
+        if !model.has_mtp() {
+            let range = "auto, prompt-lookup or off for this model: it has no layer of multi-token prediction that can be used \
+                         (`mtp_num_hidden_layers` 1 in config.json, and tensors `mtp.*`)";
+            return Err(wrong_drafts(options, range));
+        }
+    }
     if let Device::Sim(profile) = options.compute.device {
         let config = model.config();
         let sim = SimOptions {
@@ -75,11 +85,6 @@ pub(crate) fn load_runtime(
             Err(reason) => return Err(cuda::Error::from(reason).into()),
         },
         Device::Cpu | Device::Sim(_) => {}
-    }
-    if options.compute.scheduling.drafts == Drafts::Mtp && !model.has_mtp() {
-        let range = "auto, prompt-lookup or off for this model: it has no layer of multi-token prediction that can be used (`mtp_num_hidden_layers` \
-                     1 in config.json, and tensors `mtp.*`)";
-        return Err(wrong_drafts(options, range));
     }
     let cpu = cpu_options(options)?;
     check_known_answer(options, &cpu)?;

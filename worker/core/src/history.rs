@@ -12,9 +12,9 @@ pub struct IterationSummary {
     pub number: u64,
     /// Time of the plan.
     pub planned: Time,
-    /// Measured duration; `None` while in flight.
+    /// Measured duration, predictions included; `None` while in flight.
     pub took: Option<Duration>,
-    /// Duration predicted by the cost model.
+    /// Duration predicted by the cost model, with that of predictions.
     pub predicted: Duration,
     /// Duration up to which prefill chunks were planned; `None`: unbounded.
     pub bound: Option<Duration>,
@@ -22,6 +22,8 @@ pub struct IterationSummary {
     pub decodes: u32,
     /// Drafted tokens of the decodes.
     pub drafts: u32,
+    /// Tokens predicted for the drafts of the next iteration.
+    pub predictions: u32,
     /// Number of prefill chunks.
     pub prefills: u32,
     /// Tokens in the prefill chunks.

@@ -173,6 +173,8 @@ pub(crate) struct Sequence {
     /// Estimate of how many of its guessed drafts stand, and of its predicted ones.
     pub acceptance: Acceptance,
     pub predicted: Acceptance,
+    /// Number of tokens predicted in its last committed chunk, until a plan takes them as drafts.
+    pub predictions: u32,
     /// Number of iterations in flight that use its slot or blocks.
     pub in_flight: u32,
     /// Number of block copies from or to it in iterations in flight: windows do not pass meanwhile.

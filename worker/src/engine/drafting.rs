@@ -39,7 +39,7 @@ impl Engine {
             }
             let predicted = |wanted: u32| if wanted > 0 { PREDICTED_MIN } else { 0 };
             let (guessed, forced) = (predicted(wanted.guessed), predicted(wanted.forced));
-            let wanted = DraftsWanted { guessed, forced, predicted: 0 };
+            let wanted = DraftsWanted { guessed, forced, ..DraftsWanted::default() };
             let proposed = self.live.propose_drafts(chunk.id, wanted);
             if proposed.is_some_and(|(_, count)| count >= PREDICTED_MIN as usize) {
                 return true;

@@ -156,9 +156,8 @@ impl LiveChoice {
             }
         }
         let predicted = drafter.predicted(tokens.len(), wanted.predicted as usize);
-        // Where both have tokens, those of which more are worth their price.
         let (mut count, mut grown) = (0, 0);
-        if wanted.guessed > 0 && (predicted == 0 || wanted.guessed > wanted.predicted) {
+        if wanted.guessed > 0 && (predicted == 0 || wanted.guessed_first) {
             (count, grown) = drafter.propose(tokens, wanted.guessed as usize);
         }
         let kind = if count == 0 && predicted > 0 {

@@ -88,8 +88,6 @@ pub struct StepReport {
     pub sampled: u32,
     /// Duration of the completed iteration.
     pub took: Duration,
-    /// Part of it in which the MTP layer predicted tokens, which `predicted` does not include.
-    pub drafting: Duration,
     /// Its predicted duration.
     pub predicted: Duration,
     /// Its decodes.
@@ -417,7 +415,6 @@ impl Engine {
         self.results.keep_predictions(&launched, &mut self.live);
         let drafting = self.results.predicting();
         drafting.into_iter().for_each(|drafting| self.scheduler.observe_predictions(drafting));
-        let drafting = drafting.unwrap_or_default();
         // Before the commit, which would add their blocks to the prefix cache.
         self.results.unsound().iter().for_each(|id| self.scheduler.discard(*id));
         let committed = self.scheduler.commit(launched.number, self.results.outcome(took));
@@ -427,11 +424,11 @@ impl Engine {
         self.settle(events);
         self.start_masks();
         let ended = self.granting.ended() - before;
-        let took = took + drafting;
+        let took = took + drafting.unwrap_or_default();
         self.granting.complete(took);
         let sampled = self.results.sampled();
         // Whether the engine is idle is known after the next plan, which may still offload cold blocks.
-        Ok(StepReport { tokens, sampled, took, drafting, predicted, decodes, ended, idle: false })
+        Ok(StepReport { tokens, sampled, took, predicted, decodes, ended, idle: false })
     }
 
     /// Reports finished transfers to the scheduler.

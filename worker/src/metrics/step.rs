@@ -145,8 +145,7 @@ impl StepMetrics {
         self.step_decodes.record(step.decodes);
         self.step_prefill_tokens.record(prefill);
         if !step.predicted.is_zero() {
-            let took = step.took.saturating_sub(step.drafting);
-            self.prediction.record(took.as_secs_f64() / step.predicted.as_secs_f64());
+            self.prediction.record(step.took.as_secs_f64() / step.predicted.as_secs_f64());
         }
         self.tokens.increment(step.tokens.into());
         self.prefill_tokens.increment(prefill.into());

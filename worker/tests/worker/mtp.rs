@@ -18,13 +18,17 @@ const MARGIN: f32 = 1e-3;
 const BLOCK_TOKENS: u32 = 8;
 
 fn load(folder: &TempDir, ranks: usize) -> CpuRuntime {
+    load_with(folder, ranks, 4)
+}
+
+fn load_with(folder: &TempDir, ranks: usize, slots: u32) -> CpuRuntime {
     let model = ModelDir::open(&ModelSource::Directory(folder.path().to_owned())).unwrap();
     let options = CpuOptions {
         threads: Some(2),
         kv_bytes: 16 << 20,
         host_bytes: 0,
         block_tokens: BLOCK_TOKENS,
-        slots: 4,
+        slots,
         batch_tokens: 256,
         context_tokens: None,
         isa: None,
@@ -162,6 +166,37 @@ fn predictions_are_those_of_the_reference_under_any_chunks_and_drafts() {
     }
 }
 
+#[test]
+fn the_last_of_more_sequences_than_rows_of_drafts_is_predicted() {
+    const SEQUENCES: u32 = 100;
+    let (folder, greedy) =
+        (checkpoint(Mtp::Random), SamplingSpec { temperature: 0.0, ..SamplingSpec::default() });
+    let mut runtime = load_with(&folder, 1, SEQUENCES);
+    let (shape, sampling) = (runtime.capabilities().shape, Arc::new(greedy.validate().unwrap()));
+    let blocks = shape.whole_blocks(2);
+    let mut batch = Batch::default();
+    let (mut sampled, mut predictions) = (Vec::new(), Predictions::default());
+    let mut predicted = |sequences: std::ops::Range<u32>| {
+        batch.clear();
+        for slot in sequences.clone() {
+            let (sampling, prompt) = (Arc::clone(&sampling), &[slot, slot + 1][..]);
+            let setup = SlotSetup { sampling, choice: 0, prompt, generated: &[], eos_token_ids: &[] };
+            runtime.attach(slot, &setup).unwrap();
+            let own: Vec<u32> = (slot * blocks..(slot + 1) * blocks).collect();
+            batch.push_whole(prompt, 0, &shape, &own);
+            batch.sample_last_row(slot);
+            batch.predict_last(slot, if slot + 1 == SEQUENCES { 3 } else { 0 });
+        }
+        runtime.execute(&mut batch, &mut sampled).unwrap();
+        runtime.take_predictions(&mut predictions);
+        let found: Vec<_> = predictions.iter().map(|(slot, tokens)| (slot, tokens.to_vec())).collect();
+        found
+    };
+    let among = predicted(0..SEQUENCES);
+    assert_eq!((among.len(), among[0].0, among[0].1.len()), (1, SEQUENCES - 1, 3));
+    assert_eq!(predicted(SEQUENCES - 1..SEQUENCES), among);
+}
+
 /// What requests of one session came to.
 pub(crate) struct Generated {
     /// Tokens and end of each request.
@@ -257,14 +292,16 @@ fn drafts_of_a_layer_that_predicts_the_model_all_stand_and_save_their_iterations
     };
     assert!(expected.outputs.iter().all(ends));
     for overlap in [false, true] {
-        for drafts in [Drafts::Mtp, Drafts::Auto] {
-            let got = run(drafts, false, overlap);
-            assert_eq!(got.outputs, expected.outputs, "{drafts}, overlap {overlap}");
-            assert_eq!(got.drafts[0], got.drafts[1], "{drafts}, overlap {overlap}");
-            // Of five tokens, one is sampled and four are predicted before.
-            let (with, without) = (got.iterations, expected.iterations);
-            assert!(with <= without / 4, "{with} of {without} iterations, {drafts}, overlap {overlap}");
-        }
+        let got = run(Drafts::Mtp, false, overlap);
+        assert_eq!(got.outputs, expected.outputs, "overlap {overlap}");
+        assert_eq!(got.drafts[0], got.drafts[1], "overlap {overlap}");
+        // Of five tokens, one is sampled and four are predicted before.
+        let (with, without) = (got.iterations, expected.iterations);
+        assert!(with <= without / 4, "{with} of {without} iterations, overlap {overlap}");
+        // In turn with those that are looked up.
+        let got = run(Drafts::Auto, false, overlap);
+        assert_eq!(got.outputs, expected.outputs, "overlap {overlap}");
+        assert!(got.iterations <= expected.iterations / 2 && got.drafts[1] > 0, "overlap {overlap}");
     }
     assert_eq!(run(Drafts::PromptLookup, false, false).outputs, expected.outputs);
     // The governor predicts where it is worth its time, which depends on the processor.

@@ -225,6 +225,7 @@ mod tests {
             predicted: Duration::from_millis(10),
             bound: Some(Duration::from_millis(20)),
             decodes: 40,
+            predictions: 0,
             drafts: 0,
             prefills: 0,
             prefill_tokens: 0,

@@ -31,12 +31,14 @@ pub struct DraftsWanted {
     pub predicted: u32,
     /// Number of forced drafts.
     pub forced: u32,
+    /// Where a sequence has guessed and predicted drafts, the guessed ones are to be taken.
+    pub guessed_first: bool,
 }
 
 impl DraftsWanted {
     /// Whether no draft of any kind is wanted.
     pub fn is_none(&self) -> bool {
-        *self == Self::default()
+        self.guessed == 0 && self.predicted == 0 && self.forced == 0
     }
 }
 

@@ -26,16 +26,17 @@ impl Scheduler {
         let took = outcome.took + std::mem::take(&mut launched.predicting);
         self.history.finish(launched.number, took);
         self.cost.observe_step(&launched.work, outcome.took);
-        self.prefill_load.observe(took, launched.prefill_share);
+        self.prefill_load.observe(outcome.took, launched.prefill_share);
         let (mut verdicts, mut accepted) = (outcome.verdicts, outcome.accepted.iter().copied());
         for index in launched.sources.drain(..) {
             self.release_copy(index);
         }
-        let (mut sampled, mut forced) = (false, false);
+        let (mut sampled, mut forced, mut predicted) = (false, false, false);
         for chunk in launched.chunks.drain(..) {
             sampled |= chunk.samples;
-            let kind = || self.sequences.find(chunk.id.index).map(|sequence| sequence.draft_kind);
-            forced |= chunk.drafts > 0 && kind() == Some(DraftKind::Forced);
+            let kind = self.sequences.find(chunk.id.index).map(|sequence| sequence.draft_kind);
+            forced |= chunk.drafts > 0 && kind == Some(DraftKind::Forced);
+            predicted |= chunk.drafts > 0 && kind == Some(DraftKind::Predicted);
             let count = match (chunk.samples, chunk.drafts) {
                 (false, _) => 0,
                 (true, 0) => 1,
@@ -45,8 +46,10 @@ impl Scheduler {
             (own, verdicts) = verdicts.split_at(count as usize);
             self.commit_chunk(&chunk, own, iteration);
         }
-        if sampled && !forced {
-            self.drafting.pass_forced();
+        for (kind, had) in [(DraftKind::Forced, forced), (DraftKind::Predicted, predicted)] {
+            if sampled && !had {
+                self.drafting.pass(kind);
+            }
         }
         self.launches.recycle(launched);
         Ok(())
@@ -149,6 +152,7 @@ impl Scheduler {
         sequence.committed_tokens = chunk.start + chunk.len - rejected;
         sequence.without_progress = false;
         if chunk.samples {
+            sequence.predictions = chunk.predictions;
             let had = |kind| chunk.drafts > 0 && sequence.draft_kind == kind;
             let (guessed, predicted) = (had(DraftKind::Guessed), had(DraftKind::Predicted));
             if !guessed {

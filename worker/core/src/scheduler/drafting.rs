@@ -6,6 +6,8 @@ use crate::drafts::{Acceptance, DraftBudget, DraftKind, DraftPrice, DraftsWanted
 use crate::sequence::{Sequence, SequenceState};
 use crate::{Chunk, SchedulerLimits, StepTarget};
 
+/// Where predicted drafts stand more often than guessed ones, these are tried at every so many tokens.
+const GUESSES_EVERY: u32 = 16;
 /// Prefill time as a multiple of the decode time that must fit into a step target beside drafts.
 const PREFILL_TIME_FACTOR: f64 = 0.25;
 
@@ -60,10 +62,12 @@ impl DraftStep<'_> {
 /// Estimates of the drafts, and the sequences for which the driver has drafted.
 #[derive(Debug, Default)]
 pub(super) struct Drafting {
-    budget: DraftBudget,
+    pub(super) budget: DraftBudget,
     /// Estimates of how many forced and predicted drafts stand, over all sequences.
     forced: Acceptance,
-    predicted: Acceptance,
+    pub(super) predicted: Acceptance,
+    /// Number of tokens that the last plan has predicted one after the other.
+    pub(super) passes: u32,
     /// Sequences with tokens drafted since the last plan.
     offered: Vec<u32>,
     /// Buffer of the candidates of a plan.
@@ -99,8 +103,9 @@ impl Drafting {
         }
         let most = limits.drafts_max.min(sequence.remaining_tokens);
         let predicted = most.min(limits.predicted_max);
+        let guessed_first = Self::guesses_first(sequence, limits);
         if !limits.govern_drafts || most == 0 {
-            return DraftsWanted { guessed: most, predicted, forced: most };
+            return DraftsWanted { guessed: most, predicted, forced: most, guessed_first };
         }
         let Some(price) = self.budget.price() else { return DraftsWanted::default() };
         let wanted = |kind, most| self.acceptance(sequence, kind).drafts_wanted(price, &self.budget, most);
@@ -108,27 +113,19 @@ impl Drafting {
             guessed: wanted(DraftKind::Guessed, most),
             predicted: wanted(DraftKind::Predicted, predicted),
             forced: wanted(DraftKind::Forced, most),
+            guessed_first,
         }
     }
 
-    /// Returns the number of tokens that are worth to be predicted for a sequence, at most `most`, in a step that samples for `sequences`.
-    /// Where guessed drafts are expected to stand more often, none is.
-    pub fn predictions(
-        &self,
-        sequence: &Sequence,
-        limits: &SchedulerLimits,
-        sequences: u32,
-        most: u32,
-    ) -> u32 {
+    /// Returns true if guessed drafts of a sequence are to be taken before predicted ones: they stand more often, or it is their turn to
+    /// show whether they do.
+    fn guesses_first(sequence: &Sequence, limits: &SchedulerLimits) -> bool {
+        let turn = |every| sequence.known_tokens.is_multiple_of(every);
         if !limits.govern_drafts {
-            return most;
+            return turn(2);
         }
-        let Some(price) = self.budget.price_of_prediction(sequences) else { return 0 };
         let (guessed, predicted) = (&sequence.acceptance, &sequence.predicted);
-        if guessed.is_proven() && guessed.probability() > predicted.probability() {
-            return 0;
-        }
-        predicted.drafts_wanted(price, &self.budget, most)
+        guessed.probability() > predicted.probability() || !guessed.is_proven() || turn(GUESSES_EVERY)
     }
 
     /// Takes the measured time of `passes` tokens predicted one after the other.
@@ -136,6 +133,16 @@ impl Drafting {
         if passes > 0 {
             self.budget.observe_prediction(took / f64::from(passes));
         }
+    }
+
+    /// Returns the expected time of `passes` tokens predicted one after the other, in seconds.
+    pub fn prediction_time(&self, passes: u32) -> f64 {
+        f64::from(passes) * self.budget.prediction()
+    }
+
+    /// Number of tokens that the last plan has predicted one after the other.
+    pub fn passes(&self) -> u32 {
+        self.passes
     }
 
     /// Returns the estimate of predicted drafts that a new sequence begins with.
@@ -245,9 +252,13 @@ impl Drafting {
         }
     }
 
-    /// Counts an iteration that sampled tokens without forced drafts.
-    pub fn pass_forced(&mut self) {
-        self.forced.pass();
+    /// Counts an iteration that sampled tokens without drafts of a kind that has an estimate over all sequences.
+    pub fn pass(&mut self, kind: DraftKind) {
+        match kind {
+            DraftKind::Guessed => {}
+            DraftKind::Predicted => self.predicted.pass(),
+            DraftKind::Forced => self.forced.pass(),
+        }
     }
 
     /// Counts the drafts of a sequence that stand and those that do not.

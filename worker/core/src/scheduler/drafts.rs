@@ -8,8 +8,6 @@
 //! Drafts come after all decodes and take what is left: half of the token budget where prompts want tokens, and
 //! free blocks beyond the watermark. They preempt nothing.
 
-use std::time::Duration;
-
 use super::Scheduler;
 use super::drafting::{DraftCandidate, DraftStep};
 use super::plan_draft::PlanDraft;
@@ -83,9 +81,9 @@ impl Scheduler {
     }
 
     /// Returns the seconds between the end of the last iteration and this plan, if nothing is in flight because
-    /// the driver waited for drafts to be verified.
+    /// the driver waited for drafts to be verified or predicted.
     fn lost_overlap(&self, now: Time) -> Option<f64> {
-        let last = self.history.iter().next_back().filter(|last| last.drafts > 0)?;
+        let last = self.history.iter().next_back().filter(|last| last.drafts > 0 || last.predictions > 0)?;
         let took = last.took.filter(|_| self.launches.in_flight() == 0)?;
         Some(now.since(last.planned).saturating_sub(took).min(took).as_secs_f64())
     }
@@ -119,33 +117,6 @@ impl Scheduler {
         draft.work.extend(chunk.start, chunk.len, drafts);
         self.iteration.drafts += drafts;
         (chunk.len, chunk.drafts) = (chunk.len + drafts, drafts);
-    }
-
-    /// Sets for which sampling chunks the MTP layer predicts the tokens of the next plan's drafts, and how many, within the rows of drafts.
-    pub(super) fn plan_predictions(&mut self) {
-        let limits = &self.limits;
-        let mut rows = limits.iteration_samples.saturating_sub(limits.running_max);
-        let predicted_max = limits.predicted_max.min(limits.drafts_max);
-        if predicted_max == 0 {
-            return;
-        }
-        let sampling = self.iteration.chunks.iter().filter(|chunk| chunk.samples).count() as u32;
-        for chunk in self.iteration.chunks.iter_mut().filter(|chunk| chunk.samples) {
-            let sequence = &self.sequences[chunk.id.index];
-            // A draft stands before the last token at most.
-            let most = predicted_max.min(sequence.remaining_tokens.saturating_sub(1)).min(rows);
-            chunk.predictions = self.drafting.predictions(sequence, limits, sampling, most);
-            rows -= chunk.predictions;
-        }
-    }
-
-    /// Takes the measured time of the predictions of the oldest iteration in flight, before it is committed. Its own time is without it.
-    pub fn observe_predictions(&mut self, took: Duration) {
-        let Some(launched) = self.launches.oldest_mut() else { return };
-        let passes = launched.chunks.iter().map(|chunk| chunk.predictions).max().unwrap_or(0);
-        self.log.iter_mut().for_each(|log| log.predictions(took));
-        launched.predicting = took;
-        self.drafting.observe_predictions(took.as_secs_f64(), passes);
     }
 
     /// Rolls back the drafts of a chunk that do not stand, and returns their number. `accepted` tokens stand or

@@ -14,6 +14,7 @@ mod load;
 mod needs;
 mod plan;
 mod plan_draft;
+mod predictions;
 mod preempt;
 mod prefill_backlog;
 mod prefix;
@@ -319,6 +320,7 @@ impl Scheduler {
             undrafted: Spans::default(),
             acceptance: Acceptance::default(),
             predicted,
+            predictions: 0,
             in_flight: 0,
             copies: 0,
             preempt_for: None,

@@ -42,6 +42,7 @@ impl Scheduler {
         draft.incoming = self.incoming_blocks();
         self.plan_decodes(now, &mut draft);
         self.plan_drafts(now, &mut draft);
+        self.note_unused_predictions();
         let decodes = draft.work;
         self.plan_prefills(now, &mut draft);
         self.plan_predictions();
@@ -54,7 +55,7 @@ impl Scheduler {
             self.iteration.number = launched.number;
             self.plan_state_copies();
             let predicted = self.cost.step(&draft.work);
-            self.push_history(now, predicted, &draft);
+            self.push_history(now, predicted + self.prediction_time(), &draft);
             launched.work = draft.work;
             launched.prefill_share = self.prefill_share(&decodes, predicted);
             if let Some(bound) = draft.bound {
@@ -89,6 +90,7 @@ impl Scheduler {
             decodes: plan.decodes,
             prefills: plan.chunks.len() as u32 - plan.decodes,
             drafts: plan.drafts,
+            predictions: plan.chunks.iter().map(|chunk| chunk.predictions).sum(),
             prefill_tokens: plan.tokens() - plan.decodes - plan.drafts,
             longest_wait,
             preempted: plan.preempted.len() as u32,
@@ -153,7 +155,9 @@ impl Scheduler {
         }
         let prompts = prefills.len() as u32 + self.waiting.len();
         let single = if prompts == 1 { self.with_single_prompt(&prefills, &draft.work) } else { None };
-        draft.bound = self.step_bounds().bound(&draft.work, prompts, single, Some(now));
+        let bound = self.step_bounds().bound(&draft.work, prompts, single, Some(now));
+        // The predictions behind the step are a part of the gap between tokens, too.
+        draft.bound = bound.map(|bound| bound.less(self.prediction_time()));
         let first = self.reserve_first(&mut prefills, now, draft);
         // Blocks for the first prefill may have been taken from others.
         prefills.retain(|(index, _)| self.is_prefilling(*index));

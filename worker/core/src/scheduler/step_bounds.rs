@@ -27,6 +27,14 @@ pub(super) struct StepBound {
     pub usual: Duration,
 }
 
+impl StepBound {
+    /// Returns the bound of a step behind which the device does something else for this time, at most half of each duration.
+    pub fn less(self, time: Duration) -> Self {
+        let less = |bound: Duration| bound - time.min(bound / 2);
+        Self { all: less(self.all), first: less(self.first), usual: self.usual }
+    }
+}
+
 /// Prompts and the time to prefill them.
 #[derive(Debug, Clone, Copy, Default)]
 struct Backlog {

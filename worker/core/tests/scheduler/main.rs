@@ -9,5 +9,6 @@ mod bounded_wait;
 mod cost;
 mod harness;
 mod known_faults;
+mod predictions;
 mod properties;
 mod virtual_time;

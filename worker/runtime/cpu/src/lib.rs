@@ -240,7 +240,17 @@ impl CpuRuntime {
         let config = model.config();
         let world = collectives.len();
         let plan = LoadPlan::new(model, options, world)?;
-        let LoadPlan { context_tokens, tensors, shards, kv_dtype, isa, kv, block_bytes, weight_bytes } = plan;
+        let LoadPlan {
+            context_tokens,
+            tensors,
+            shards,
+            kv_dtype,
+            isa,
+            kv,
+            block_bytes,
+            weight_bytes,
+            scratch_blocks,
+        } = plan;
         let blocks = u32::try_from(options.kv_bytes / block_bytes).unwrap_or(u32::MAX);
         let host_blocks = u32::try_from(options.host_bytes / block_bytes).unwrap_or(u32::MAX);
         // A sequence needs a span in each group of layers, and a state.
@@ -251,14 +261,13 @@ impl CpuRuntime {
             return Err(Error::KvTooSmall { kv_bytes, block_tokens, block_bytes });
         }
         let (kv_bytes, host_bytes) = (options.kv_bytes, options.host_bytes);
-        let scratch = if tensors.has_mtp() { mtp::SCRATCH_BLOCKS } else { 0 };
-        let kv_bytes = kv_bytes.saturating_add(u64::from(scratch) * block_bytes);
+        let kv_bytes = kv_bytes.saturating_add(u64::from(scratch_blocks) * block_bytes);
         reserve_memory(ledger, weight_bytes, kv_bytes, host_bytes)?;
         let no_memory = |_| Error::Memory { kv_bytes, host_bytes };
         let mut pools = Vec::with_capacity(world);
         let mut copiers = Vec::with_capacity(world);
         for _ in &shards {
-            let pool_blocks = blocks as usize + scratch as usize;
+            let pool_blocks = blocks as usize + scratch_blocks as usize;
             let pool = KvPool::new(kv.block_bytes() as usize, pool_blocks).map_err(no_memory)?;
             copiers.push(KvCopier::new(&pool, host_blocks as usize).map_err(no_memory)?);
             pools.push(pool);

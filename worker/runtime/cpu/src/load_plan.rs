@@ -6,7 +6,7 @@ use inflight_runtime::sharding::{self, Shard};
 use inflight_runtime::{KvPlan, LayerRows, MemoryNeeds};
 
 use super::delta::{self, DRAFTS_MAX};
-use super::mtp::SCRATCH_BLOCKS;
+use super::mtp::scratch_blocks;
 use super::weights::{self, CheckpointWeights};
 use super::{CpuOptions, Error, check, kv_layout};
 
@@ -25,6 +25,8 @@ pub(super) struct LoadPlan {
     pub(super) block_bytes: u64,
     /// Bytes of the packed weights of all ranks and of the embedding.
     pub(super) weight_bytes: u64,
+    /// Blocks behind those of the scheduler, for the MTP layer.
+    pub(super) scratch_blocks: u32,
 }
 
 impl LoadPlan {
@@ -54,7 +56,19 @@ impl LoadPlan {
         let isa = options.isa.unwrap_or_else(Isa::detect);
         let packed = |shard| tensors.packed_bytes(options.quantize, isa, shard);
         let weight_bytes = shards.iter().map(packed).sum::<u64>() + tensors.embedding_bytes();
-        Ok(Self { context_tokens, tensors, shards, kv_dtype, isa, kv, block_bytes, weight_bytes })
+        let scratch_blocks =
+            if tensors.has_mtp() { scratch_blocks(options.slots, options.block_tokens) } else { 0 };
+        Ok(Self {
+            context_tokens,
+            tensors,
+            shards,
+            kv_dtype,
+            isa,
+            kv,
+            block_bytes,
+            weight_bytes,
+            scratch_blocks,
+        })
     }
 }
 
@@ -66,7 +80,7 @@ pub fn memory_needs(model: &ModelDir, options: &CpuOptions) -> Result<MemoryNeed
     let plan = LoadPlan::new(model, options, options.tensor_parallel)?;
     Ok(MemoryNeeds {
         weight_bytes: plan.weight_bytes,
-        buffer_bytes: if plan.tensors.has_mtp() { u64::from(SCRATCH_BLOCKS) * plan.block_bytes } else { 0 },
+        buffer_bytes: u64::from(plan.scratch_blocks) * plan.block_bytes,
         block_bytes: plan.block_bytes,
         shape: plan.kv.shape(),
         context_tokens: plan.context_tokens,

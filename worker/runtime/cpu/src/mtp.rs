@@ -19,9 +19,12 @@ use super::weights::{Mtp, Weights};
 
 /// Maximum tokens predicted for a sequence in a step.
 pub(super) const PREDICTED_MAX: u32 = 8;
-/// Blocks behind those of the scheduler, for rows of predicted tokens that are beyond a sequence's blocks: one for each of them, as a
-/// sequence of few tokens a block may need.
-pub(super) const SCRATCH_BLOCKS: u32 = DRAFT_ROWS;
+
+/// Returns the number of blocks behind those of the scheduler, for rows of predicted tokens that are beyond a sequence's blocks.
+pub(super) fn scratch_blocks(slots: u32, block_tokens: u32) -> u32 {
+    // A block of a token each, at most; or so many for each slot.
+    DRAFT_ROWS.min(slots.saturating_mul(PREDICTED_MAX.div_ceil(block_tokens)))
+}
 
 /// Token whose successor the layer predicts.
 #[derive(Debug, Clone, Copy)]
@@ -57,14 +60,14 @@ pub(super) struct MtpDrafter {
     width: usize,
     norm_eps: f32,
     block_tokens: u32,
-    /// First block of [`SCRATCH_BLOCKS`].
+    /// First block of [`scratch_blocks`].
     scratch: u32,
     slots: Vec<SlotStates>,
     /// Embeddings or states, the same normalized, and the inputs of the projection: [rows, width] and [rows, 2 width].
     rows: Vec<f32>,
     normed: Vec<f32>,
     joined: Vec<f32>,
-    /// Hidden states of the rows predicted last before the LM head, by index of the prediction; [predictions, width].
+    /// Hidden states of the rows predicted last before the LM head, by index of the prediction; [sequences, width].
     outputs: Vec<f32>,
     positions: Vec<u32>,
     /// Blocks of the sequences that are predicted, by index of the row.
@@ -87,7 +90,7 @@ impl MtpDrafter {
             rows: vec![0.0; rows * width],
             normed: vec![0.0; rows * width],
             joined: vec![0.0; rows * 2 * width],
-            outputs: vec![0.0; DRAFT_ROWS as usize * width],
+            outputs: vec![0.0; rows.min(bounds.slots as usize) * width],
             positions: Vec::new(),
             tables: Vec::new(),
             logits: Vec::new(),
