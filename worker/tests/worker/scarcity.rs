@@ -513,7 +513,7 @@ fn check(
             policy: policy.into(),
             step_target,
             // Of a model without an MTP layer the same.
-            drafts: if drafts_max % 2 == 0 { Drafts::Auto } else { Drafts::PromptLookup },
+            drafts: if drafts_max.is_multiple_of(2) { Drafts::Auto } else { Drafts::PromptLookup },
             drafts_max,
             ..SchedulingOptions::default()
         },

@@ -28,9 +28,8 @@ use inflight_models::{self as models, LayerSpec, ModelConfig, ModelDir};
 use inflight_runtime::collective::{Collective, host_group};
 use inflight_runtime::sharding::{Indivisible, RANKS_MAX, Shard};
 use inflight_runtime::{
-    self as runtime, Batch, Capabilities, DRAFT_ROWS, HostMemory, KvPlanError, MemoryLedger, NonFiniteRows,
-    OverLimit, Predictions, PromptLogprobs, Readable, Runtime, RuntimeFacts, Sampled, Slot, SlotSetup,
-    TokenMasks, TransferDone,
+    self as runtime, Batch, Capabilities, DRAFT_ROWS, KvPlanError, MemoryLedger, NonFiniteRows, OverLimit,
+    Predictions, PromptLogprobs, Readable, Runtime, Sampled, Slot, SlotSetup, TokenMasks, TransferDone,
 };
 use inflight_worker_core::Transfer;
 
@@ -229,6 +228,12 @@ impl CpuRuntime {
         Self::load_with_group(model, options, host_group(options.tensor_parallel), ledger, progress)
     }
 
+    fn new(compute: Compute, copies: CopyThread) -> Self {
+        let (last, scores, non_finite) = (Vec::new(), Vec::new(), NonFiniteRows::default());
+        let predictions = Predictions::default();
+        Self { compute, copies, last, scores, non_finite, predictions, took: None, unmasked: None }
+    }
+
     /// Loads a model on the ranks of a given collective group.
     fn load_with_group(
         model: &ModelDir,
@@ -240,6 +245,7 @@ impl CpuRuntime {
         let config = model.config();
         let world = collectives.len();
         let plan = LoadPlan::new(model, options, world)?;
+        let facts = plan.facts(options, world);
         let LoadPlan {
             context_tokens,
             tensors,
@@ -263,15 +269,9 @@ impl CpuRuntime {
         let (kv_bytes, host_bytes) = (options.kv_bytes, options.host_bytes);
         let kv_bytes = kv_bytes.saturating_add(u64::from(scratch_blocks) * block_bytes);
         reserve_memory(ledger, weight_bytes, kv_bytes, host_bytes)?;
-        let no_memory = |_| Error::Memory { kv_bytes, host_bytes };
-        let mut pools = Vec::with_capacity(world);
-        let mut copiers = Vec::with_capacity(world);
-        for _ in &shards {
-            let pool_blocks = blocks as usize + scratch_blocks as usize;
-            let pool = KvPool::new(kv.block_bytes() as usize, pool_blocks).map_err(no_memory)?;
-            copiers.push(KvCopier::new(&pool, host_blocks as usize).map_err(no_memory)?);
-            pools.push(pool);
-        }
+        let pool_blocks = blocks as usize + scratch_blocks as usize;
+        let pools = allocate(world, kv.block_bytes() as usize, pool_blocks, host_blocks as usize);
+        let (pools, copiers) = pools.map_err(|_| Error::Memory { kv_bytes, host_bytes })?;
         let threads = compute_threads(options, world);
         let share = |rank: usize| threads * (rank + 1) / world - threads * rank / world;
         let rank_pools = (0..world).map(|rank| Pool::pinned(share(rank))).collect::<Result<Vec<_>, _>>()?;
@@ -281,15 +281,6 @@ impl CpuRuntime {
             // The degree decides the summation order over ranks.
             formats.push_str(&format!(" tensor-parallel {world}"));
         }
-        let facts = RuntimeFacts {
-            device: processor::name(isa),
-            memory_bytes: HostMemory::read().map_or(0, |memory| memory.limit()),
-            weight_bytes,
-            weight_encoding: tensors.distinct_formats(options.quantize, world),
-            kv_encoding: kv_dtype.name().to_owned(),
-            ranks: u32::try_from(world).unwrap_or(u32::MAX),
-            groups: if kv.shape().is_uniform() { Vec::new() } else { kv.groups().to_vec() },
-        };
         let weights = pack(&tensors, &shards, options.quantize, isa, &rank_threads, &rank_pools, progress);
         let weights = weights.map_err(|error| match error {
             PackError::Model(error) => Error::Model(error),
@@ -340,9 +331,7 @@ impl CpuRuntime {
         let copies = CopyThread::start(copiers, blocks, host_blocks)?;
         let slots = SamplingSlots::new(options.slots as usize);
         let compute = Compute { isa, group, slots, sampler: Sampler::default(), capabilities };
-        let (last, scores, non_finite) = (Vec::new(), Vec::new(), NonFiniteRows::default());
-        let predictions = Predictions::default();
-        Ok(Self { compute, copies, last, scores, non_finite, predictions, took: None, unmasked: None })
+        Ok(Self::new(compute, copies))
     }
 
     /// Converts to a runtime that runs steps on a dedicated thread, so that the caller can plan the next one
@@ -368,6 +357,21 @@ impl CpuRuntime {
     pub fn isa(&self) -> Isa {
         self.compute.isa
     }
+}
+
+/// Allocates the KV pool of each rank, and its copies to and from the host pool.
+fn allocate(
+    world: usize,
+    block_bytes: usize,
+    blocks: usize,
+    host_blocks: usize,
+) -> std::io::Result<(Vec<KvPool>, Vec<KvCopier>)> {
+    let of_rank = |_| {
+        let pool = KvPool::new(block_bytes, blocks)?;
+        let copier = KvCopier::new(&pool, host_blocks)?;
+        Ok((pool, copier))
+    };
+    (0..world).map(of_rank).collect()
 }
 
 /// Packs every shard on its rank's threads.

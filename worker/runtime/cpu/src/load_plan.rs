@@ -3,12 +3,12 @@
 use inflight_kernels::cpu::{DeltaShape, Isa, KvDtype};
 use inflight_models::{LayerSpec, ModelDir};
 use inflight_runtime::sharding::{self, Shard};
-use inflight_runtime::{KvPlan, LayerRows, MemoryNeeds};
+use inflight_runtime::{HostMemory, KvPlan, LayerRows, MemoryNeeds, RuntimeFacts};
 
 use super::delta::{self, DRAFTS_MAX};
 use super::mtp::scratch_blocks;
 use super::weights::{self, CheckpointWeights};
-use super::{CpuOptions, Error, check, kv_layout};
+use super::{CpuOptions, Error, check, kv_layout, processor};
 
 /// What is loaded, and how many bytes it takes.
 pub(super) struct LoadPlan {
@@ -69,6 +69,19 @@ impl LoadPlan {
             weight_bytes,
             scratch_blocks,
         })
+    }
+
+    /// Returns device and memory of the runtime, for operators.
+    pub(super) fn facts(&self, options: &CpuOptions, world: usize) -> RuntimeFacts {
+        RuntimeFacts {
+            device: processor::name(self.isa),
+            memory_bytes: HostMemory::read().map_or(0, |memory| memory.limit()),
+            weight_bytes: self.weight_bytes,
+            weight_encoding: self.tensors.distinct_formats(options.quantize, world),
+            kv_encoding: self.kv_dtype.name().to_owned(),
+            ranks: u32::try_from(world).unwrap_or(u32::MAX),
+            groups: if self.kv.shape().is_uniform() { Vec::new() } else { self.kv.groups().to_vec() },
+        }
     }
 }
 
