@@ -68,6 +68,7 @@ const EVICTED_HITS: &str = "inflight_worker_evicted_hit_tokens_total";
 const SAMPLED: &str = "inflight_worker_generated_tokens_total";
 const DRAFTED: &str = "inflight_worker_drafted_tokens_total";
 const ACCEPTED_DRAFTS: &str = "inflight_worker_accepted_drafts_total";
+const PREDICTED: &str = "inflight_worker_predicted_tokens_total";
 const DRAFT_INDEX_BYTES: &str = "inflight_worker_draft_index_bytes";
 const SWAPPED: &str = "inflight_worker_swapped_sequences";
 const HOST_BLOCKS_USED: &str = "inflight_worker_host_kv_blocks_used";
@@ -333,6 +334,7 @@ pub const INVENTORY: &[(&str, MetricKind, Unit, &str)] = &[
     (SAMPLED, MetricKind::Counter, Unit::Count, "Tokens generated"),
     (DRAFTED, MetricKind::Counter, Unit::Count, "Drafted tokens computed and verified (--drafts)"),
     (ACCEPTED_DRAFTS, MetricKind::Counter, Unit::Count, "Drafted tokens that became output"),
+    (PREDICTED, MetricKind::Counter, Unit::Count, "Tokens predicted by the MTP layer (--drafts mtp, auto)"),
     (
         DRAFT_INDEX_BYTES,
         MetricKind::Gauge,

@@ -9,10 +9,10 @@ use super::{
     ACCEPTED_DRAFTS, ADMITTED_TOKENS, ANTICIPATION_SECONDS, BATCH_TOKENS_MAX, BLOCK_BYTES, BLOCK_TOKENS,
     BLOCKS, BLOCKS_USED, BYPASS_MAX, CACHED_TOKENS, COMMANDS, CONTEXT_MAX, DECODE_RESERVE, DRAFT_INDEX_BYTES,
     DRAFTED, DRAFTS_MAX, EVICTED_HITS, HOST_BLOCKS, HOST_BLOCKS_USED, HOST_CACHED_TOKENS, ITERATIONS,
-    KV_WATERMARK, OFFLOADED_BLOCKS, PREDICTION, PREEMPTION_COST, PREEMPTION_THRESHOLD, PREEMPTIONS,
-    PREFILL_TOKENS, QUEUE_SECONDS, RECOMPUTED, RUNNING, SAMPLED, SEQUENCES_MAX, SLO_UNMET, STEP_DECODES,
-    STEP_PREFILL_TOKENS, STEP_SECONDS, STEP_TOKENS, SWAPPED, SWAPPED_BLOCKS, SWAPPED_BYTES, TOKENS,
-    TOTAL_QUEUE_SECONDS, UNFILLED, WAITING, WAITING_MAX,
+    KV_WATERMARK, OFFLOADED_BLOCKS, PREDICTED, PREDICTION, PREEMPTION_COST, PREEMPTION_THRESHOLD,
+    PREEMPTIONS, PREFILL_TOKENS, QUEUE_SECONDS, RECOMPUTED, RUNNING, SAMPLED, SEQUENCES_MAX, SLO_UNMET,
+    STEP_DECODES, STEP_PREFILL_TOKENS, STEP_SECONDS, STEP_TOKENS, SWAPPED, SWAPPED_BLOCKS, SWAPPED_BYTES,
+    TOKENS, TOTAL_QUEUE_SECONDS, UNFILLED, WAITING, WAITING_MAX,
 };
 use crate::engine::{QueueingTime, StepReport};
 
@@ -36,6 +36,7 @@ pub(crate) struct StepMetrics {
     sampled: Counter,
     drafted: Counter,
     accepted_drafts: Counter,
+    predicted: Counter,
     pub draft_index_bytes: Gauge,
     swapped: Gauge,
     host_blocks_used: Gauge,
@@ -96,6 +97,7 @@ impl StepMetrics {
             sampled: metrics::counter!(SAMPLED),
             drafted: metrics::counter!(DRAFTED),
             accepted_drafts: metrics::counter!(ACCEPTED_DRAFTS),
+            predicted: metrics::counter!(PREDICTED),
             draft_index_bytes: metrics::gauge!(DRAFT_INDEX_BYTES),
             swapped: metrics::gauge!(SWAPPED),
             host_blocks_used: metrics::gauge!(HOST_BLOCKS_USED),
@@ -162,6 +164,7 @@ impl StepMetrics {
         self.host_blocks_used.set(now.host_blocks_used);
         self.drafted.increment(now.drafted_tokens - before.drafted_tokens);
         self.accepted_drafts.increment(now.accepted_drafts - before.accepted_drafts);
+        self.predicted.increment(now.predicted_tokens - before.predicted_tokens);
         self.recompute_preemptions.increment(now.recompute_preemptions - before.recompute_preemptions);
         self.swap_preemptions.increment(now.swap_preemptions - before.swap_preemptions);
         self.recompute_cost.increment(now.preemption_recompute_us - before.preemption_recompute_us);

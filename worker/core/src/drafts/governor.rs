@@ -157,8 +157,9 @@ pub(crate) struct DraftPrice {
 pub(crate) struct DraftBudget {
     rows: f64,
     price: Option<DraftPrice>,
-    /// Seconds that the MTP layer takes for a token of each of its sequences.
+    /// Seconds that the MTP layer takes for a token of each of its sequences, and that the last planned decodes take.
     prediction: f64,
+    step: f64,
     /// Seconds of host work that do not overlap with a step when the driver waits for verification.
     lost_overlap: f64,
     /// Plans until drafts are tried again.
@@ -167,7 +168,7 @@ pub(crate) struct DraftBudget {
 
 impl Default for DraftBudget {
     fn default() -> Self {
-        Self { rows: BUDGET_START, price: None, prediction: 0.0, lost_overlap: 0.0, pause: 0 }
+        Self { rows: BUDGET_START, price: None, prediction: 0.0, step: 0.0, lost_overlap: 0.0, pause: 0 }
     }
 }
 
@@ -181,6 +182,7 @@ impl DraftBudget {
     /// further row `row`. `lost_overlap` is the host time that did not overlap with the step before, if it had
     /// drafts.
     pub fn observe_step(&mut self, step: f64, row: f64, decodes: u32, lost_overlap: Option<f64>) {
+        self.step = step;
         let decodes = f64::from(decodes.max(1));
         self.price = Some(DraftPrice { seconds_per_token: step / decodes, row });
         self.rows = (self.rows + WASTE_SHARE * decodes).min(BUDGET_MAX);
@@ -193,6 +195,13 @@ impl DraftBudget {
     /// Seconds that the MTP layer takes for a token of each of its sequences; 0 before it was measured.
     pub fn prediction(&self) -> f64 {
         self.prediction
+    }
+
+    /// Returns true if guessed drafts save as much as predicted ones, which take time themselves: a token of each sequence that part of a
+    /// step.
+    pub fn prefers_guesses(&self, guessed: &Acceptance, predicted: &Acceptance) -> bool {
+        let part = if self.step > 0.0 { self.prediction / self.step } else { 0.0 };
+        guessed.probability() + part.min(1.0) > predicted.probability()
     }
 
     /// Takes the measured time of a token predicted for each of some sequences.

@@ -34,6 +34,7 @@ impl Scheduler {
         let (mut sampled, mut forced, mut predicted) = (false, false, false);
         for chunk in launched.chunks.drain(..) {
             sampled |= chunk.samples;
+            self.totals.predicted_tokens += u64::from(chunk.predictions);
             let kind = self.sequences.find(chunk.id.index).map(|sequence| sequence.draft_kind);
             forced |= chunk.drafts > 0 && kind == Some(DraftKind::Forced);
             predicted |= chunk.drafts > 0 && kind == Some(DraftKind::Predicted);

@@ -103,7 +103,7 @@ impl Drafting {
         }
         let most = limits.drafts_max.min(sequence.remaining_tokens);
         let predicted = most.min(limits.predicted_max);
-        let guessed_first = Self::guesses_first(sequence, limits);
+        let guessed_first = self.guesses_first(sequence, limits);
         if !limits.govern_drafts || most == 0 {
             return DraftsWanted { guessed: most, predicted, forced: most, guessed_first };
         }
@@ -117,15 +117,15 @@ impl Drafting {
         }
     }
 
-    /// Returns true if guessed drafts of a sequence are to be taken before predicted ones: they stand more often, or it is their turn to
+    /// Returns true if guessed drafts of a sequence are to be taken before predicted ones: they save more, or it is their turn to
     /// show whether they do.
-    fn guesses_first(sequence: &Sequence, limits: &SchedulerLimits) -> bool {
+    fn guesses_first(&self, sequence: &Sequence, limits: &SchedulerLimits) -> bool {
         let turn = |every| sequence.known_tokens.is_multiple_of(every);
         if !limits.govern_drafts {
             return turn(2);
         }
         let (guessed, predicted) = (&sequence.acceptance, &sequence.predicted);
-        guessed.probability() > predicted.probability() || !guessed.is_proven() || turn(GUESSES_EVERY)
+        !guessed.is_proven() || self.budget.prefers_guesses(guessed, predicted) || turn(GUESSES_EVERY)
     }
 
     /// Takes the measured time of `passes` tokens predicted one after the other.

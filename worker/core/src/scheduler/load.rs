@@ -54,6 +54,8 @@ pub struct Load {
     pub drafted_tokens: u64,
     /// Subset of `drafted_tokens` that became output.
     pub accepted_drafts: u64,
+    /// Total tokens that the MTP layer was to predict in committed iterations, to be drafts of the next ones.
+    pub predicted_tokens: u64,
     /// Total steps whose decodes alone took too long for the objective for gaps.
     pub gap_objective_unmet: u64,
     /// Total steps at which the prompts could not all meet the objective for first tokens.

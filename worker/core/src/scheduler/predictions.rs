@@ -104,7 +104,7 @@ impl Drafting {
             let (guessed, predicted) = (&sequence.acceptance, &sequence.predicted);
             let guesses = guessed.is_drafting()
                 && guessed.is_proven()
-                && guessed.probability() > predicted.probability();
+                && self.budget.prefers_guesses(guessed, predicted);
             let known = predicted.is_proven();
             let due = !limits.govern_drafts || !guesses && (known || predicted.is_due());
             let probability = known.then(|| predicted.probability());
