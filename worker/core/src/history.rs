@@ -16,7 +16,7 @@ pub struct IterationSummary {
     pub took: Option<Duration>,
     /// Duration predicted by the cost model, with that of predictions.
     pub predicted: Duration,
-    /// Duration up to which prefill chunks were planned; `None`: unbounded.
+    /// Duration up to which prefill chunks were planned, with that of predictions; `None`: unbounded.
     pub bound: Option<Duration>,
     /// Number of decodes.
     pub decodes: u32,

@@ -166,7 +166,6 @@ fn directories() -> Vec<(&'static str, Vec<Change>, &'static str)> {
     ];
     for name in [
         "Qwen3MoeForCausalLM",
-        "Qwen3NextForCausalLM",
         "Qwen3_5MoeForConditionalGeneration",
         "MixtralForCausalLM",
         "GptOssForCausalLM",
@@ -430,6 +429,11 @@ fn recurrent_layers_have_shapes_that_are_computed() {
         (json!({ "layer_types": vec!["mamba"; 4] }), "full_attention, sliding_attention, linear_attention"),
         (json!({ "attn_output_gate": false }), "self_attn.q_proj"),
         (json!({ "num_experts": 4 }), "a mixture of experts"),
+        (
+            json!({ "architectures": ["Qwen3NextForCausalLM"], "num_experts": 512, "decoder_sparse_step": 1 }),
+            "a mixture of experts",
+        ),
+        (json!({ "architectures": ["Qwen3NextForCausalLM"] }), "linear_attn.in_proj_qkvz.weight"),
     ] {
         let refusal = refusal(directory(Arch::Qwen35, &[Config(change.clone())]).path());
         assert!(refusal.as_ref().is_some_and(|sentence| sentence.contains(clue)), "{change}: {refusal:?}");

@@ -203,8 +203,8 @@ pub(crate) struct Generated {
     pub(crate) outputs: Vec<(Vec<u32>, Finish)>,
     /// Iterations with decodes.
     iterations: u32,
-    /// Drafts computed, and accepted.
-    drafts: [u64; 2],
+    /// Drafts computed, and accepted, and tokens predicted.
+    drafts: [u64; 3],
     /// Prompt tokens taken from the prefix cache.
     pub(crate) cached: u64,
 }
@@ -267,7 +267,7 @@ pub(crate) fn generate(
         if ended == prompts.len() {
             let load = engine.load();
             let outputs = outputs.into_iter().map(|(tokens, finish)| (tokens, finish.unwrap())).collect();
-            let drafts = [load.drafted_tokens, load.accepted_drafts];
+            let drafts = [load.drafted_tokens, load.accepted_drafts, load.predicted_tokens];
             return Generated { outputs, iterations, drafts, cached: load.cached_tokens };
         }
         if ended == submitted {
@@ -301,7 +301,7 @@ fn drafts_of_a_layer_that_predicts_the_model_all_stand_and_save_their_iterations
         // In turn with those that are looked up.
         let got = run(Drafts::Auto, false, overlap);
         assert_eq!(got.outputs, expected.outputs, "overlap {overlap}");
-        assert!(got.iterations <= expected.iterations / 2 && got.drafts[1] > 0, "overlap {overlap}");
+        assert!(got.iterations <= expected.iterations / 2 && got.drafts[2] > 0, "overlap {overlap}");
     }
     assert_eq!(run(Drafts::PromptLookup, false, false).outputs, expected.outputs);
     // The governor predicts where it is worth its time, which depends on the processor.

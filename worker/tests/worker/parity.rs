@@ -12,10 +12,10 @@ use inflight_runtime_cpu::{CpuOptions, CpuRuntime};
 const BLOCK_TOKENS: u32 = 16;
 
 fn load(checkpoint: &Checkpoint, isa: Isa) -> CpuRuntime {
-    load_on(checkpoint, isa, 1)
+    load_on(checkpoint, isa, 1, None)
 }
 
-fn load_on(checkpoint: &Checkpoint, isa: Isa, ranks: usize) -> CpuRuntime {
+fn load_on(checkpoint: &Checkpoint, isa: Isa, ranks: usize, quantize: Option<&str>) -> CpuRuntime {
     let folder = checkpoint.write_temp().unwrap();
     let model = ModelDir::open(&ModelSource::Directory(folder.path().to_path_buf())).unwrap();
     let options = CpuOptions {
@@ -27,7 +27,7 @@ fn load_on(checkpoint: &Checkpoint, isa: Isa, ranks: usize) -> CpuRuntime {
         batch_tokens: 256,
         context_tokens: None,
         isa: Some(isa),
-        quantize: None,
+        quantize: quantize.map(|name| name.parse().unwrap()),
         kv_dtype: None,
         tensor_parallel: ranks,
         mtp: false,
@@ -103,10 +103,13 @@ fn f32_logits_agree_within_1e_4_and_greedy_tokens_are_identical() {
 /// transformers computes the same of both: `tests/support/fixtures/reference/fused.py` compares them.
 #[test]
 fn qwen3_next_computes_what_qwen3_5_does_with_the_same_weights_to_the_bit() {
-    for (dtype, ranks) in [(Dtype::F32, 1), (Dtype::F32, 2), (Dtype::Bf16, 1)] {
+    let int8 = Some("int8:32");
+    for (dtype, ranks, quantize) in
+        [(Dtype::F32, 1, None), (Dtype::F32, 2, None), (Dtype::Bf16, 1, None), (Dtype::Bf16, 2, int8)]
+    {
         let reference = Reference::load(Arch::Qwen35, dtype).unwrap();
         let bits = |checkpoint: &Checkpoint| {
-            let mut runtime = load_on(checkpoint, Isa::detect(), ranks);
+            let mut runtime = load_on(checkpoint, Isa::detect(), ranks, quantize);
             let mut bits = Vec::new();
             for (run, chunk) in reference.runs().iter().zip([1, 64]) {
                 let on_logits = |_, logits: &[f32]| bits.extend(logits.iter().map(|logit| logit.to_bits()));

@@ -40,8 +40,11 @@ const PAUSE_PLANS: u32 = 64;
 const OVERLAP_WEIGHT: f64 = 0.1;
 /// Maximum growth of the estimated time of a prediction by a measurement, before it is weighted.
 const PREDICTION_GROWTH_MAX: f64 = 4.0;
-/// Factor of the estimated time of a prediction for each plan without one: halved in 350 plans.
+/// Weight of a measurement of it that is shorter.
+const PREDICTION_FALL_WEIGHT: f64 = 0.5;
+/// Factor of the part of it that counts, for each plan in which it was not worth it: halved in 350 plans. And its minimum.
 const PREDICTION_FADE: f64 = 0.998;
+const PREDICTION_DISCOUNT_MIN: f64 = 0.125;
 /// Maximum trials of the estimate that a sequence begins with, if others have one.
 const INHERITED_TRIALS: f64 = 4.0;
 
@@ -131,9 +134,14 @@ impl Acceptance {
         if accepted > 0 {
             (self.wait, self.next_wait) = (0, PROBE_WAIT_MIN);
         } else {
-            self.wait = self.next_wait;
-            self.next_wait = (2 * self.next_wait).min(PROBE_WAIT_MAX);
+            self.back_off();
         }
+    }
+
+    /// Waits before the next probe, for twice as many steps as the time before.
+    pub fn back_off(&mut self) {
+        self.wait = self.next_wait;
+        self.next_wait = (2 * self.next_wait).min(PROBE_WAIT_MAX);
     }
 
     /// Records a decode without drafts.
@@ -157,8 +165,10 @@ pub(crate) struct DraftPrice {
 pub(crate) struct DraftBudget {
     rows: f64,
     price: Option<DraftPrice>,
-    /// Seconds that the MTP layer takes for a token of each of its sequences, and that the last planned decodes take.
+    /// Seconds that the MTP layer takes for a token of each of its sequences, the part of it that counts, and the seconds that the last planned
+    /// decodes take.
     prediction: f64,
+    discount: f64,
     step: f64,
     /// Seconds of host work that do not overlap with a step when the driver waits for verification.
     lost_overlap: f64,
@@ -168,7 +178,15 @@ pub(crate) struct DraftBudget {
 
 impl Default for DraftBudget {
     fn default() -> Self {
-        Self { rows: BUDGET_START, price: None, prediction: 0.0, step: 0.0, lost_overlap: 0.0, pause: 0 }
+        Self {
+            rows: BUDGET_START,
+            price: None,
+            prediction: 0.0,
+            discount: 1.0,
+            step: 0.0,
+            lost_overlap: 0.0,
+            pause: 0,
+        }
     }
 }
 
@@ -206,25 +224,29 @@ impl DraftBudget {
 
     /// Takes the measured time of a token predicted for each of some sequences.
     pub fn observe_prediction(&mut self, seconds: f64) {
+        self.discount = 1.0;
         if self.prediction == 0.0 {
             self.prediction = seconds;
             return;
         }
-        // A step that the machine has interrupted says little.
+        // A step that the machine has interrupted says little; one that was shorter says that the others were.
         let bounded = seconds.min(PREDICTION_GROWTH_MAX * self.prediction);
-        self.prediction += OVERLAP_WEIGHT * (bounded - self.prediction);
+        let weight = if bounded < self.prediction { PREDICTION_FALL_WEIGHT } else { OVERLAP_WEIGHT };
+        self.prediction += weight * (bounded - self.prediction);
     }
 
-    /// Notes a plan without predictions. Their price falls until it is measured again, so that one that was too high does not end them.
+    /// Notes a plan in which predictions were not worth their time. They count as cheaper until they are measured again, so that a measurement
+    /// that was too high does not end them.
     pub fn pass_prediction(&mut self) {
-        self.prediction *= PREDICTION_FADE;
+        self.discount = (self.discount * PREDICTION_FADE).max(PREDICTION_DISCOUNT_MIN);
     }
 
     /// Returns true if predicting one more token for each of some sequences, which are expected to gain `tokens` by it with `rows` rows,
     /// saves more time than it takes. `continues`: the last plan has predicted, too.
     pub fn pays_to_predict(&self, tokens: f64, rows: u32, price: DraftPrice, continues: bool) -> bool {
         let ratio = if continues { CONTINUE_RATIO } else { BEGIN_RATIO };
-        tokens * price.seconds_per_token > ratio * (f64::from(rows) * price.row + self.prediction)
+        tokens * price.seconds_per_token
+            > ratio * (f64::from(rows) * price.row + self.discount * self.prediction)
     }
 
     /// Pauses drafts if those of a step do not save the overlap that is lost for them. The step takes `before`
@@ -238,7 +260,8 @@ impl DraftBudget {
     /// Records verified drafts.
     pub fn verify(&mut self, accepted: u32, rejected: u32) {
         // It saved a token's share of a step, and took a row.
-        let worth = self.price.map_or(0.0, |price| price.seconds_per_token / price.row - 1.0);
+        let price = self.price.filter(|price| price.row > 0.0);
+        let worth = price.map_or(0.0, |price| price.seconds_per_token / price.row - 1.0);
         let worth = worth.clamp(0.0, WORTH_MAX);
         let earned = f64::from(accepted) * worth - f64::from(rejected);
         self.rows = (self.rows + earned).clamp(BUDGET_MIN, BUDGET_MAX);
@@ -314,7 +337,7 @@ mod tests {
         let mut budget = budget(CHEAP);
         budget.observe_prediction(1e-3);
         assert!(budget.pays_to_predict(0.8, 1, CHEAP, false));
-        (0..100).for_each(|_| budget.observe_prediction(50e-3));
+        (0..100).for_each(|_| budget.observe_prediction(20e-3));
         assert!(!budget.pays_to_predict(0.8, 1, CHEAP, true));
         let plans = (0..5000).take_while(|_| {
             budget.pass_prediction();

@@ -447,6 +447,7 @@ impl Scheduler {
             cost: &self.cost,
             prefill_load: &self.prefill_load,
             sequences: &self.sequences,
+            predicting: self.prediction_time(),
         }
     }
 }

@@ -86,7 +86,7 @@ impl Scheduler {
             planned: now,
             took: None,
             predicted,
-            bound: draft.bound.map(|bound| bound.all),
+            bound: draft.bound.map(|bound| bound.all + self.prediction_time()),
             decodes: plan.decodes,
             prefills: plan.chunks.len() as u32 - plan.decodes,
             drafts: plan.drafts,
@@ -155,9 +155,7 @@ impl Scheduler {
         }
         let prompts = prefills.len() as u32 + self.waiting.len();
         let single = if prompts == 1 { self.with_single_prompt(&prefills, &draft.work) } else { None };
-        let bound = self.step_bounds().bound(&draft.work, prompts, single, Some(now));
-        // The predictions behind the step are a part of the gap between tokens, too.
-        draft.bound = bound.map(|bound| bound.less(self.prediction_time()));
+        draft.bound = self.step_bounds().bound(&draft.work, prompts, single, Some(now));
         let first = self.reserve_first(&mut prefills, now, draft);
         // Blocks for the first prefill may have been taken from others.
         prefills.retain(|(index, _)| self.is_prefilling(*index));

@@ -9,7 +9,7 @@ use std::time::Duration;
 use super::Scheduler;
 use super::drafting::Drafting;
 use super::sequences::Sequences;
-use crate::drafts::{DraftKind, DraftPrice};
+use crate::drafts::{Acceptance, DraftKind, DraftPrice};
 use crate::{Chunk, SchedulerLimits};
 
 /// Sampling chunk for which tokens may be predicted.
@@ -19,8 +19,8 @@ struct Candidate {
     at: usize,
     /// Maximum number of tokens.
     most: u32,
-    /// Probability that a draft stands if all before it do; `None` if it is not known.
-    probability: Option<f64>,
+    /// Estimate of how many drafts stand.
+    acceptance: Acceptance,
 }
 
 impl Drafting {
@@ -32,12 +32,11 @@ impl Drafting {
         limits: &SchedulerLimits,
         (number, mut rows): (u64, u32),
     ) {
-        let continues = std::mem::take(&mut self.passes) > 0;
+        let (continues, governed) = (std::mem::take(&mut self.passes) > 0, limits.govern_drafts);
         let sampling = chunks.iter().filter(|chunk| chunk.samples).count();
         let Some(mut price) = self.prediction_price(limits) else { return };
         let mut candidates = self.candidates(chunks, sequences, limits);
         if candidates.is_empty() {
-            self.budget.pass_prediction();
             return;
         }
         // Not always the same ones where rows are short.
@@ -45,35 +44,36 @@ impl Drafting {
         candidates.rotate_left(first);
         let (mut tokens, mut time) = (sampling as f64, sampling as f64 * price.seconds_per_token);
         for depth in 0..limits.predicted_max {
-            let mut gained = 0.0;
-            let pays = |candidate: &Candidate| {
-                let stands = candidate.probability.map_or(0.0, |p| p.powi(depth as i32 + 1));
-                let pays = !limits.govern_drafts || stands * price.seconds_per_token > price.row;
-                (depth < candidate.most && pays).then_some((candidate.at, stands))
-            };
-            let mut set: Vec<(usize, f64)> = candidates.iter().filter_map(pays).collect();
-            set.truncate(rows as usize);
-            set.iter().for_each(|(_, stands)| gained += stands);
-            let futile = set.is_empty()
-                || limits.govern_drafts
-                    && !self.budget.pays_to_predict(gained, set.len() as u32, price, continues);
-            if futile {
+            // Only behind the token before.
+            let next =
+                |candidate: &&Candidate| depth < candidate.most && chunks[candidate.at].predictions == depth;
+            let pays =
+                |candidate: &&Candidate| !governed || candidate.acceptance.pays(depth, price, &self.budget);
+            let mut set: Vec<Candidate> =
+                candidates.iter().filter(next).filter(pays).take(rows as usize).copied().collect();
+            let stands = |candidate: &Candidate| candidate.acceptance.probability().powi(depth as i32 + 1);
+            let gained: f64 = set.iter().map(stands).sum();
+            if governed && !self.budget.pays_to_predict(gained, set.len() as u32, price, continues) {
                 set.clear();
             }
-            if depth == 0 && limits.govern_drafts {
-                // Those without an estimate, beside others or when it is their turn.
-                let alone = self.predicted.is_proven() || self.predicted.is_due();
-                let unknown = candidates.iter().filter(|candidate| candidate.probability.is_none());
+            if depth == 0
+                && governed
+                && (!set.is_empty() || self.predicted.is_proven() || self.predicted.is_due())
+            {
+                // Those without an estimate, beside others or when it is their turn, as many as may be verified.
                 let room = (rows as usize).saturating_sub(set.len());
-                let may = !set.is_empty() || alone;
-                set.extend(unknown.take(if may { room } else { 0 }).map(|candidate| (candidate.at, 0.0)));
+                let probes = candidates.iter().filter(|candidate| !candidate.acceptance.is_proven());
+                let probes = probes
+                    .zip(0..)
+                    .filter(|(candidate, nth)| candidate.acceptance.may_probe(price, &self.budget, *nth));
+                set.extend(probes.map(|(candidate, _)| *candidate).take(room));
             }
             if set.is_empty() {
                 break;
             }
             rows -= set.len() as u32;
             self.passes = depth + 1;
-            set.iter().for_each(|(at, _)| chunks[*at].predictions = depth + 1);
+            set.iter().for_each(|candidate| chunks[candidate.at].predictions = depth + 1);
             time += set.len() as f64 * price.row + self.budget.prediction();
             tokens += gained;
             price.seconds_per_token = price.seconds_per_token.min(time / tokens);
@@ -101,14 +101,12 @@ impl Drafting {
             // A draft stands before the last token at most.
             let most =
                 limits.predicted_max.min(limits.drafts_max).min(sequence.remaining_tokens.saturating_sub(1));
-            let (guessed, predicted) = (&sequence.acceptance, &sequence.predicted);
+            let (guessed, predicted) = (&sequence.acceptance, sequence.predicted);
             let guesses = guessed.is_drafting()
                 && guessed.is_proven()
-                && self.budget.prefers_guesses(guessed, predicted);
-            let known = predicted.is_proven();
-            let due = !limits.govern_drafts || !guesses && (known || predicted.is_due());
-            let probability = known.then(|| predicted.probability());
-            (chunk.samples && most > 0 && due).then_some(Candidate { at, most, probability })
+                && self.budget.prefers_guesses(guessed, &predicted);
+            let due = !limits.govern_drafts || !guesses && (predicted.is_proven() || predicted.is_due());
+            (chunk.samples && most > 0 && due).then_some(Candidate { at, most, acceptance: predicted })
         };
         chunks.iter().enumerate().filter_map(candidate).collect()
     }
@@ -138,12 +136,21 @@ impl Scheduler {
 
     /// Counts the tokens predicted for the decodes of the plan that are no drafts of it: predictions that are not used are made seldom.
     pub(super) fn note_unused_predictions(&mut self) {
+        let (mut unused, mut used) = (false, false);
         for chunk in &self.iteration.chunks {
             let sequence = &mut self.sequences[chunk.id.index];
-            let unused = chunk.drafts == 0 || sequence.draft_kind == DraftKind::Forced;
-            if std::mem::take(&mut sequence.predictions) > 0 && unused {
-                sequence.predicted.waste();
+            if std::mem::take(&mut sequence.predictions) == 0 {
+                continue;
             }
+            if chunk.drafts == 0 || sequence.draft_kind == DraftKind::Forced {
+                sequence.predicted.waste();
+                unused = true;
+            } else {
+                used = true;
+            }
+        }
+        if unused && !used {
+            self.drafting.predicted.back_off();
         }
     }
 

@@ -27,14 +27,6 @@ pub(super) struct StepBound {
     pub usual: Duration,
 }
 
-impl StepBound {
-    /// Returns the bound of a step behind which the device does something else for this time, at most half of each duration.
-    pub fn less(self, time: Duration) -> Self {
-        let less = |bound: Duration| bound - time.min(bound / 2);
-        Self { all: less(self.all), first: less(self.first), usual: self.usual }
-    }
-}
-
 /// Prompts and the time to prefill them.
 #[derive(Debug, Clone, Copy, Default)]
 struct Backlog {
@@ -50,6 +42,8 @@ pub(super) struct StepBounds<'a> {
     pub cost: &'a CostModel,
     pub prefill_load: &'a PrefillLoad,
     pub sequences: &'a Sequences,
+    /// Time that the device predicts tokens behind a step: part of the gap between tokens, but of no chunk.
+    pub predicting: Duration,
 }
 
 impl StepBounds<'_> {
@@ -69,6 +63,7 @@ impl StepBounds<'_> {
         match self.target {
             StepTarget::Unbounded => None,
             StepTarget::Fixed(target) => {
+                let target = target.saturating_sub(self.predicting);
                 let min = self.cost.target_with_slack(decodes, self.fixed_slack(target, decodes, prompts));
                 let tight = is_tight(target, self.cost.step(decodes));
                 let all = if tight { target.max(min) } else { target };
@@ -95,7 +90,8 @@ impl StepBounds<'_> {
                 } else {
                     usual
                 };
-                let all = objectives.gap.map_or(target, |gap| gap.min(target)).max(min);
+                let gap = objectives.gap.map(|gap| gap.saturating_sub(self.predicting));
+                let all = gap.map_or(target, |gap| gap.min(target)).max(min);
                 // Half of the prefill time is for the first prompt in policy order; the rest goes to the
                 // shortest.
                 let first = (decode + (all - decode) / 2).max(min);
@@ -151,7 +147,8 @@ impl StepBounds<'_> {
             return (false, false);
         };
         let decodes_exceed = |gap: Duration| {
-            decodes.sequences > 0 && self.cost.target_with_slack(decodes, PREFILL_TIME_FACTOR_MIN) > gap
+            let least = self.cost.target_with_slack(decodes, PREFILL_TIME_FACTOR_MIN) + self.predicting;
+            decodes.sequences > 0 && least > gap
         };
         let prompts_exceed = |objective: Duration| {
             let backlog = self.backlog(now);

@@ -5,8 +5,8 @@ use std::time::Duration;
 use inflight_contract::{TokenCost, VirtualTokenCounters, Weight};
 use inflight_worker_core::policy::PolicyKind;
 use inflight_worker_core::{
-    CostModel, CostPrior, DraftKind, IterationOutcome, NewSequence, Scheduler, SchedulerLimits, ScoredRange,
-    SequenceId, Time, TokenVerdict,
+    CostModel, CostPrior, DraftKind, IterationOutcome, LatencyObjectives, NewSequence, Scheduler,
+    SchedulerLimits, ScoredRange, SequenceId, StepTarget, Time, TokenVerdict,
 };
 
 const DRAFTS_MAX: u32 = 6;
@@ -55,6 +55,8 @@ struct Bench {
     now: Time,
     /// Sequences, with the tokens predicted for each.
     sequences: Vec<(SequenceId, u32)>,
+    /// Sequences that have sampled.
+    sampled: Vec<SequenceId>,
     random: u64,
 }
 
@@ -76,11 +78,16 @@ fn sequence() -> NewSequence<'static> {
 
 impl Bench {
     fn new(setting: Setting) -> Self {
+        Self::with_target(setting, StepTarget::Unbounded, setting.streams)
+    }
+
+    fn with_target(setting: Setting, step_target: StepTarget, running_max: u32) -> Self {
         let limits = SchedulerLimits {
+            step_target,
             drafts_max: DRAFTS_MAX,
             predicted_max: DRAFTS_MAX,
-            iteration_samples: setting.streams + 64,
-            ..SchedulerLimits::new(16, 1 << 16, setting.streams, 4096)
+            iteration_samples: running_max + 64,
+            ..SchedulerLimits::new(16, 1 << 16, running_max, 4096)
         };
         let tenants = VirtualTokenCounters::new(TokenCost::default(), Scheduler::TENANTS_MAX);
         let policy = inflight_worker_core::policy::Policy::from(PolicyKind::Fcfs).build();
@@ -88,7 +95,18 @@ impl Bench {
             Scheduler::new(limits, policy, CostModel::new(CostPrior::default()), tenants).unwrap();
         let sequences =
             (0..setting.streams).map(|_| (scheduler.submit(sequence(), Time::ZERO).unwrap(), 0)).collect();
-        Self { scheduler, setting, now: Time::ZERO, sequences, random: 1 }
+        Self { scheduler, setting, now: Time::ZERO, sequences, sampled: Vec::new(), random: 1 }
+    }
+
+    /// Whether a sequence has sampled a token.
+    fn sampled(&self, id: SequenceId) -> bool {
+        self.sampled.contains(&id)
+    }
+
+    /// Ends a stream and begins another one.
+    fn replace(&mut self, nth: usize) {
+        self.scheduler.cancel(self.sequences[nth].0);
+        self.sequences[nth] = (self.scheduler.submit(sequence(), self.now).unwrap(), 0);
     }
 
     /// Returns true with this probability.
@@ -133,6 +151,9 @@ impl Bench {
                 verdicts.extend(vec![TokenVerdict::CONTINUE; stand as usize + 1]);
                 let sequence = self.sequences.iter_mut().find(|(id, _)| *id == chunk.id).unwrap();
                 sequence.1 = chunk.predictions;
+                if !self.sampled.contains(&chunk.id) {
+                    self.sampled.push(chunk.id);
+                }
                 totals.predicted += chunk.predictions;
             }
             totals.tokens += verdicts.len() as u32;
@@ -194,6 +215,38 @@ fn drafts_that_fail_or_are_not_used_are_predicted_seldom() {
         let totals = Bench::settled(setting);
         println!("{totals:?}");
         assert!(totals.predicting * 12 < totals.plans, "{totals:?}");
+    }
+}
+
+#[test]
+fn of_short_streams_whose_rows_are_dear_hardly_any_is_predicted_for() {
+    // A row costs nearly what a step's share of a token does, so that no draft is verified.
+    let mut bench = Bench::new(Setting { streams: 32, row: Duration::from_millis(3), ..ONE_STREAM });
+    let mut totals = Totals::default();
+    for round in 0..320u32 {
+        // One stream in 32 ends and another begins.
+        bench.replace(round as usize % 32);
+        let some = bench.run(3);
+        totals.plans += some.plans;
+        totals.predicting += some.predicting;
+    }
+    assert!(totals.predicting * 8 < totals.plans, "{totals:?}");
+}
+
+#[test]
+fn prompts_progress_however_long_predictions_take() {
+    for step_target in [
+        StepTarget::Fixed(Duration::from_millis(11)),
+        StepTarget::Adaptive(LatencyObjectives { first_token: None, gap: Some(Duration::from_millis(11)) }),
+    ] {
+        let setting = Setting { pass: Duration::from_millis(4), predicted: 0.95, ..ONE_STREAM };
+        let mut bench = Bench::with_target(setting, step_target, 2);
+        bench.run(400);
+        let prompt = NewSequence { known_tokens: 1000, ..sequence() };
+        let id = bench.scheduler.submit(prompt, bench.now).unwrap();
+        bench.sequences.push((id, 0));
+        bench.run(300);
+        assert!(bench.sampled(id), "{step_target:?}: a prompt of 1,000 tokens takes more than 300 steps");
     }
 }
 
