@@ -35,9 +35,11 @@ impl Scheduler {
         for chunk in launched.chunks.drain(..) {
             sampled |= chunk.samples;
             self.totals.predicted_tokens += u64::from(chunk.predictions);
-            let kind = self.sequences.find(chunk.id.index).map(|sequence| sequence.draft_kind);
-            forced |= chunk.drafts > 0 && kind == Some(DraftKind::Forced);
-            predicted |= chunk.drafts > 0 && kind == Some(DraftKind::Predicted);
+            if chunk.drafts > 0 {
+                let kind = self.sequences.find(chunk.id.index).map(|sequence| sequence.draft_kind);
+                forced |= kind == Some(DraftKind::Forced);
+                predicted |= kind == Some(DraftKind::Predicted);
+            }
             let count = match (chunk.samples, chunk.drafts) {
                 (false, _) => 0,
                 (true, 0) => 1,
@@ -153,14 +155,16 @@ impl Scheduler {
         sequence.committed_tokens = chunk.start + chunk.len - rejected;
         sequence.without_progress = false;
         if chunk.samples {
-            sequence.predictions = chunk.predictions;
             let had = |kind| chunk.drafts > 0 && sequence.draft_kind == kind;
             let (guessed, predicted) = (had(DraftKind::Guessed), had(DraftKind::Predicted));
             if !guessed {
                 sequence.acceptance.pass();
             }
-            if !predicted {
-                sequence.predicted.pass();
+            if self.limits.predicted_max > 0 {
+                sequence.predictions = chunk.predictions;
+                if !predicted {
+                    sequence.predicted.pass();
+                }
             }
         }
         sequence.scored.start = sequence.scored.start.max(sequence.committed_tokens);

@@ -81,6 +81,10 @@ impl Scheduler {
         let waits = self.waiting.heads().map(|(_, index)| now.since(self.sequences[index].queued));
         let longest_wait = waits.max().unwrap_or_default();
         let load = self.load();
+        let predictions = match self.limits.predicted_max {
+            0 => 0,
+            _ => plan.chunks.iter().map(|chunk| chunk.predictions).sum(),
+        };
         self.history.push(IterationSummary {
             number: plan.number,
             planned: now,
@@ -90,7 +94,7 @@ impl Scheduler {
             decodes: plan.decodes,
             prefills: plan.chunks.len() as u32 - plan.decodes,
             drafts: plan.drafts,
-            predictions: plan.chunks.iter().map(|chunk| chunk.predictions).sum(),
+            predictions,
             prefill_tokens: plan.tokens() - plan.decodes - plan.drafts,
             longest_wait,
             preempted: plan.preempted.len() as u32,

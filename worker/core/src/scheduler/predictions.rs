@@ -136,6 +136,9 @@ impl Scheduler {
 
     /// Counts the tokens predicted for the decodes of the plan that are no drafts of it: predictions that are not used are made seldom.
     pub(super) fn note_unused_predictions(&mut self) {
+        if self.limits.predicted_max == 0 {
+            return;
+        }
         let (mut unused, mut used) = (false, false);
         for chunk in &self.iteration.chunks {
             let sequence = &mut self.sequences[chunk.id.index];
