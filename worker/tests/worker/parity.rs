@@ -103,7 +103,7 @@ fn f32_logits_agree_within_1e_4_and_greedy_tokens_are_identical() {
 /// transformers computes the same of both: `tests/support/fixtures/reference/fused.py` compares them.
 #[test]
 fn qwen3_next_computes_what_qwen3_5_does_with_the_same_weights_to_the_bit() {
-    let int8 = Some("int8:32");
+    let int8 = Some("int8:8");
     for (dtype, ranks, quantize) in
         [(Dtype::F32, 1, None), (Dtype::F32, 2, None), (Dtype::Bf16, 1, None), (Dtype::Bf16, 2, int8)]
     {

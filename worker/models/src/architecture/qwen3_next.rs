@@ -37,6 +37,8 @@ pub(super) static SPEC: ArchitectureSpec = ArchitectureSpec {
         "linear_num_value_heads",
         "full_attention_interval",
         "attn_output_gate",
+        // States are in f32.
+        "mamba_ssm_dtype",
         // Of the layers with experts, if there were some.
         "decoder_sparse_step",
         "mlp_only_layers",
