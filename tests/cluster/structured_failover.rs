@@ -30,6 +30,8 @@ const WORKERS: usize = 3;
 /// Streams of a thorough run, and of others.
 const STREAMS: [usize; 2] = [200, 64];
 const CONNECTIONS: usize = 20;
+/// Streams that are repeated one by one at the end.
+const ALONE: usize = 12;
 /// Repetitions of all streams, at most.
 const ROUNDS_MAX: usize = 6;
 /// Streams that must have been cut at each place, likewise.
@@ -384,7 +386,12 @@ async fn failover(seed: u64) -> Result<()> {
             break;
         }
     }
-    // Since the last kill: when few streams are left, drafts are worth most.
+    // One stream alone, as drafts are worth most then.
+    let (ignored, _) = mpsc::unbounded_channel();
+    for (nth, expected) in undisturbed.iter().enumerate().take(ALONE) {
+        let output = requests.read(nth, cluster.client(nth), &ignored).await?;
+        ensure!(output == *expected, "{:?}: expected {expected:?}, got {output:?}", requests.all[nth]);
+    }
     for (sum, count) in drafts.iter_mut().zip(cluster.drafts().await?) {
         *sum += count;
     }
