@@ -40,6 +40,8 @@ const PAUSE_PLANS: u32 = 64;
 const OVERLAP_WEIGHT: f64 = 0.1;
 /// Maximum growth of the estimated time of a prediction by a measurement, before it is weighted.
 const PREDICTION_GROWTH_MAX: f64 = 4.0;
+/// Number of first measurements of which the shortest counts.
+const PREDICTIONS_WARM: u32 = 8;
 /// Weight of a measurement of it that is shorter.
 const PREDICTION_FALL_WEIGHT: f64 = 0.5;
 /// Factor of the part of it that counts, for each plan in which it was not worth it: halved in 350 plans. And its minimum.
@@ -170,6 +172,8 @@ pub(crate) struct DraftBudget {
     prediction: f64,
     discount: f64,
     step: f64,
+    /// Number of measurements of predictions, up to [`PREDICTIONS_WARM`].
+    measured: u32,
     /// Seconds of host work that do not overlap with a step when the driver waits for verification.
     lost_overlap: f64,
     /// Plans until drafts are tried again.
@@ -182,8 +186,9 @@ impl Default for DraftBudget {
             rows: BUDGET_START,
             price: None,
             prediction: 0.0,
-            discount: 1.0,
+            discount: 0.0,
             step: 0.0,
+            measured: 0,
             lost_overlap: 0.0,
             pause: 0,
         }
@@ -224,11 +229,14 @@ impl DraftBudget {
 
     /// Takes the measured time of a token predicted for each of some sequences.
     pub fn observe_prediction(&mut self, seconds: f64) {
-        self.discount = 1.0;
-        if self.prediction == 0.0 {
-            self.prediction = seconds;
+        if self.measured < PREDICTIONS_WARM {
+            // The first ones touch memory and code for the first time. They are for nothing, so that there are some.
+            let least = if self.measured == 0 { seconds } else { seconds.min(self.prediction) };
+            (self.prediction, self.measured) = (least, self.measured + 1);
+            self.discount = if self.measured == PREDICTIONS_WARM { 1.0 } else { 0.0 };
             return;
         }
+        self.discount = 1.0;
         // A step that the machine has interrupted says little; one that was shorter says that the others were.
         let bounded = seconds.min(PREDICTION_GROWTH_MAX * self.prediction);
         let weight = if bounded < self.prediction { PREDICTION_FALL_WEIGHT } else { OVERLAP_WEIGHT };
@@ -238,7 +246,9 @@ impl DraftBudget {
     /// Notes a plan in which predictions were not worth their time. They count as cheaper until they are measured again, so that a measurement
     /// that was too high does not end them.
     pub fn pass_prediction(&mut self) {
-        self.discount = (self.discount * PREDICTION_FADE).max(PREDICTION_DISCOUNT_MIN);
+        if self.measured == PREDICTIONS_WARM {
+            self.discount = (self.discount * PREDICTION_FADE).max(PREDICTION_DISCOUNT_MIN);
+        }
     }
 
     /// Returns true if predicting one more token for each of some sequences, which are expected to gain `tokens` by it with `rows` rows,
@@ -346,7 +356,7 @@ mod tests {
         assert!((100..4999).contains(&plans.count()));
         let once = |first: f64, then: f64| {
             let mut budget = DraftBudget::default();
-            budget.observe_prediction(first);
+            (0..PREDICTIONS_WARM).for_each(|_| budget.observe_prediction(first));
             budget.observe_prediction(then);
             budget.prediction()
         };
