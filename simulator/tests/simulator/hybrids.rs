@@ -27,7 +27,7 @@ struct Turn {
 }
 
 /// Reconstructs multi-turn conversations from a trace whose block ids cover whole blocks of 512 tokens only. A request whose prompt has all
-/// whole blocks of an earlier prompt is taken as its next turn: it repeats that prompt and, with `outputs`, its answer.
+/// whole blocks of an earlier prompt counts as the next turn of that conversation: it repeats the prompt and, with `outputs`, its answer.
 fn turns(requests: &[ClusterRequest], outputs: bool) -> Vec<Turn> {
     let mut turns: Vec<Turn> = Vec::new();
     for (nth, request) in requests.iter().enumerate() {

@@ -36,18 +36,18 @@ const BUDGET_START: f64 = 4.0;
 const WORTH_MAX: f64 = 8.0;
 /// Plans without drafts after drafts that saved less than the overlap that was lost for them.
 const PAUSE_PLANS: u32 = 64;
-/// Weight of a new measurement of the lost overlap, and of the time of a prediction.
+/// Weight of a new measurement of the lost overlap, and of the duration of a prediction pass.
 const OVERLAP_WEIGHT: f64 = 0.1;
-/// Maximum growth of the estimated time of a prediction by a measurement, before it is weighted.
+/// Maximum ratio of a measured prediction pass to the estimate; longer ones are cut to it.
 const PREDICTION_GROWTH_MAX: f64 = 4.0;
-/// Number of first measurements of which the shortest counts.
+/// Number of prediction passes from whose shortest one the estimate begins.
 const PREDICTIONS_WARM: u32 = 8;
-/// Weight of a measurement of it that is shorter.
+/// Weight of a measured prediction pass that is shorter than the estimate.
 const PREDICTION_FALL_WEIGHT: f64 = 0.5;
-/// Factor of the part of it that counts, for each plan in which it was not worth it: halved in 350 plans. And its minimum.
+/// Factor of the discount on prediction passes for each plan without them, which halves it in 350 plans, and its minimum.
 const PREDICTION_FADE: f64 = 0.998;
 const PREDICTION_DISCOUNT_MIN: f64 = 0.125;
-/// Maximum trials of the estimate that a sequence begins with, if others have one.
+/// Maximum trials of the estimate that a new sequence takes over from the sequences before it.
 const INHERITED_TRIALS: f64 = 4.0;
 
 /// Estimate of the probability that a sequence's drafts stand.
@@ -75,7 +75,7 @@ impl Acceptance {
         (self.successes + PRIOR_SUCCESSES) / (self.trials + PRIOR_TRIALS)
     }
 
-    /// Returns the estimate that a new sequence begins with where this one is that of the sequences before: it forgets faster.
+    /// Returns the initial estimate of a new sequence, from this one of all sequences before it, with fewer trials.
     pub fn inherited(&self) -> Self {
         let part = (INHERITED_TRIALS / self.trials.max(1.0)).min(1.0);
         Self { successes: self.successes * part, trials: self.trials * part, ..Self::default() }
@@ -86,13 +86,13 @@ impl Acceptance {
         self.drafting
     }
 
-    /// Returns true if a single draft may show whether drafts stand, whatever it costs.
+    /// Returns true if the wait for the next probe is over.
     pub fn is_due(&self) -> bool {
         self.wait == 0
     }
 
-    /// Records drafts that were made and not used, which counts as one that failed.
-    pub fn waste(&mut self) {
+    /// Records predicted drafts that no plan has used; they count as one rejected draft.
+    pub fn reject_unused(&mut self) {
         self.verify(1, 0);
         self.drafting = false;
     }
@@ -167,12 +167,12 @@ pub(crate) struct DraftPrice {
 pub(crate) struct DraftBudget {
     rows: f64,
     price: Option<DraftPrice>,
-    /// Seconds that the MTP layer takes for a token of each of its sequences, the part of it that counts, and the seconds that the last planned
-    /// decodes take.
-    prediction: f64,
+    /// Seconds of a prediction pass: the MTP layer and the LM head for one token of each sequence that is predicted for. `discount` is the
+    /// part of it that counts in decisions, `step` the seconds of the decodes planned last.
+    pass_seconds: f64,
     discount: f64,
     step: f64,
-    /// Number of measurements of predictions, up to [`PREDICTIONS_WARM`].
+    /// Number of prediction passes measured, up to [`PREDICTIONS_WARM`].
     measured: u32,
     /// Seconds of host work that do not overlap with a step when the driver waits for verification.
     lost_overlap: f64,
@@ -185,7 +185,7 @@ impl Default for DraftBudget {
         Self {
             rows: BUDGET_START,
             price: None,
-            prediction: 0.0,
+            pass_seconds: 0.0,
             discount: 0.0,
             step: 0.0,
             measured: 0,
@@ -215,48 +215,48 @@ impl DraftBudget {
         }
     }
 
-    /// Seconds that the MTP layer takes for a token of each of its sequences; 0 before it was measured.
-    pub fn prediction(&self) -> f64 {
-        self.prediction
+    /// Seconds of a prediction pass; 0 before one was measured.
+    pub fn pass_seconds(&self) -> f64 {
+        self.pass_seconds
     }
 
-    /// Returns true if guessed drafts save as much as predicted ones, which take time themselves: a token of each sequence that part of a
-    /// step.
+    /// Returns true if guessed drafts save more time than predicted ones. These must be accepted more often by the part of a step that a
+    /// prediction pass takes.
     pub fn prefers_guesses(&self, guessed: &Acceptance, predicted: &Acceptance) -> bool {
-        let part = if self.step > 0.0 { self.prediction / self.step } else { 0.0 };
+        let part = if self.step > 0.0 { self.pass_seconds / self.step } else { 0.0 };
         guessed.probability() + part.min(1.0) > predicted.probability()
     }
 
-    /// Takes the measured time of a token predicted for each of some sequences.
-    pub fn observe_prediction(&mut self, seconds: f64) {
+    /// Records the measured duration of a prediction pass, in seconds.
+    pub fn observe_pass(&mut self, seconds: f64) {
         if self.measured < PREDICTIONS_WARM {
-            // The first ones touch memory and code for the first time. They are for nothing, so that there are some.
-            let least = if self.measured == 0 { seconds } else { seconds.min(self.prediction) };
-            (self.prediction, self.measured) = (least, self.measured + 1);
+            // The first passes are slow: their code and buffers are not in memory yet. They count as free until enough are measured.
+            let least = if self.measured == 0 { seconds } else { seconds.min(self.pass_seconds) };
+            (self.pass_seconds, self.measured) = (least, self.measured + 1);
             self.discount = if self.measured == PREDICTIONS_WARM { 1.0 } else { 0.0 };
             return;
         }
         self.discount = 1.0;
-        // A step that the machine has interrupted says little; one that was shorter says that the others were.
-        let bounded = seconds.min(PREDICTION_GROWTH_MAX * self.prediction);
-        let weight = if bounded < self.prediction { PREDICTION_FALL_WEIGHT } else { OVERLAP_WEIGHT };
-        self.prediction += weight * (bounded - self.prediction);
+        // An interrupted pass is no estimate; a shorter one shows that the estimate was too high.
+        let bounded = seconds.min(PREDICTION_GROWTH_MAX * self.pass_seconds);
+        let weight = if bounded < self.pass_seconds { PREDICTION_FALL_WEIGHT } else { OVERLAP_WEIGHT };
+        self.pass_seconds += weight * (bounded - self.pass_seconds);
     }
 
-    /// Notes a plan in which predictions were not worth their time. They count as cheaper until they are measured again, so that a measurement
-    /// that was too high does not end them.
-    pub fn pass_prediction(&mut self) {
+    /// Records a plan whose prediction passes were not worth their time. Passes count as cheaper from plan to plan until one is measured again:
+    /// an estimate that is too high would otherwise never be corrected.
+    pub fn skip_pass(&mut self) {
         if self.measured == PREDICTIONS_WARM {
             self.discount = (self.discount * PREDICTION_FADE).max(PREDICTION_DISCOUNT_MIN);
         }
     }
 
-    /// Returns true if predicting one more token for each of some sequences, which are expected to gain `tokens` by it with `rows` rows,
-    /// saves more time than it takes. `continues`: the last plan has predicted, too.
-    pub fn pays_to_predict(&self, tokens: f64, rows: u32, price: DraftPrice, continues: bool) -> bool {
+    /// Returns true if a prediction pass for `rows` sequences saves more time than it and the rows of its drafts take. `tokens` is the expected
+    /// number of accepted drafts; `continues` is set if the last plan had prediction passes.
+    pub fn pass_pays(&self, tokens: f64, rows: u32, price: DraftPrice, continues: bool) -> bool {
         let ratio = if continues { CONTINUE_RATIO } else { BEGIN_RATIO };
         tokens * price.seconds_per_token
-            > ratio * (f64::from(rows) * price.row + self.discount * self.prediction)
+            > ratio * (f64::from(rows) * price.row + self.discount * self.pass_seconds)
     }
 
     /// Pauses drafts if those of a step do not save the overlap that is lost for them. The step takes `before`
@@ -343,22 +343,22 @@ mod tests {
     }
 
     #[test]
-    fn a_price_of_predictions_that_was_too_high_ends_them_for_a_while_only() {
+    fn an_estimate_of_prediction_passes_that_is_too_high_is_corrected() {
         let mut budget = budget(CHEAP);
-        budget.observe_prediction(1e-3);
-        assert!(budget.pays_to_predict(0.8, 1, CHEAP, false));
-        (0..100).for_each(|_| budget.observe_prediction(20e-3));
-        assert!(!budget.pays_to_predict(0.8, 1, CHEAP, true));
+        budget.observe_pass(1e-3);
+        assert!(budget.pass_pays(0.8, 1, CHEAP, false));
+        (0..100).for_each(|_| budget.observe_pass(20e-3));
+        assert!(!budget.pass_pays(0.8, 1, CHEAP, true));
         let plans = (0..5000).take_while(|_| {
-            budget.pass_prediction();
-            !budget.pays_to_predict(0.8, 1, CHEAP, false)
+            budget.skip_pass();
+            !budget.pass_pays(0.8, 1, CHEAP, false)
         });
         assert!((100..4999).contains(&plans.count()));
         let once = |first: f64, then: f64| {
             let mut budget = DraftBudget::default();
-            (0..PREDICTIONS_WARM).for_each(|_| budget.observe_prediction(first));
-            budget.observe_prediction(then);
-            budget.prediction()
+            (0..PREDICTIONS_WARM).for_each(|_| budget.observe_pass(first));
+            budget.observe_pass(then);
+            budget.pass_seconds()
         };
         assert!(once(1e-3, 10.0) < 1.5e-3, "one interrupted step");
     }
@@ -373,7 +373,7 @@ mod tests {
         let mut made = 0;
         for _ in 0..1000 {
             if acceptance.is_proven() || acceptance.is_due() {
-                (made, _) = (made + 1, acceptance.waste());
+                (made, _) = (made + 1, acceptance.reject_unused());
             } else {
                 acceptance.pass();
             }

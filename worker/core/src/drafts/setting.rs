@@ -12,7 +12,7 @@ pub enum Drafts {
     PromptLookup,
     /// Tokens that the model's MTP layer predicts.
     Mtp,
-    /// Both, for each sequence the one whose drafts stand more often; prompt lookup alone for models without an MTP layer.
+    /// Both, for each sequence the one that is expected to save more time; prompt lookup alone for models without an MTP layer.
     Auto,
 }
 

@@ -6,7 +6,7 @@ use crate::drafts::{Acceptance, DraftBudget, DraftKind, DraftPrice, DraftsWanted
 use crate::sequence::{Sequence, SequenceState};
 use crate::{Chunk, SchedulerLimits, StepTarget};
 
-/// Where predicted drafts stand more often than guessed ones, these are tried at every so many tokens.
+/// Interval in tokens at which a sequence that prefers predicted drafts tries guessed ones.
 const GUESSES_EVERY: u32 = 16;
 /// Prefill time as a multiple of the decode time that must fit into a step target beside drafts.
 const PREFILL_TIME_FACTOR: f64 = 0.25;
@@ -66,7 +66,7 @@ pub(super) struct Drafting {
     /// Estimates of how many forced and predicted drafts stand, over all sequences.
     forced: Acceptance,
     pub(super) predicted: Acceptance,
-    /// Number of tokens that the last plan has predicted one after the other.
+    /// Number of prediction passes of the last plan.
     pub(super) passes: u32,
     /// Sequences with tokens drafted since the last plan.
     offered: Vec<u32>,
@@ -117,8 +117,7 @@ impl Drafting {
         }
     }
 
-    /// Returns true if guessed drafts of a sequence are to be taken before predicted ones: they save more, or it is their turn to
-    /// show whether they do.
+    /// Returns true if a sequence takes guessed drafts before predicted ones: they save more time, or they are tried to find out.
     fn guesses_first(&self, sequence: &Sequence, limits: &SchedulerLimits) -> bool {
         let turn = |every| sequence.known_tokens.is_multiple_of(every);
         if !limits.govern_drafts {
@@ -128,24 +127,19 @@ impl Drafting {
         !guessed.is_proven() || self.budget.prefers_guesses(guessed, predicted) || turn(GUESSES_EVERY)
     }
 
-    /// Takes the measured time of `passes` tokens predicted one after the other.
-    pub fn observe_predictions(&mut self, took: f64, passes: u32) {
+    /// Records the measured duration of `passes` prediction passes, in seconds.
+    pub fn observe_passes(&mut self, took: f64, passes: u32) {
         if passes > 0 {
-            self.budget.observe_prediction(took / f64::from(passes));
+            self.budget.observe_pass(took / f64::from(passes));
         }
     }
 
-    /// Returns the expected time of `passes` tokens predicted one after the other, in seconds.
-    pub fn prediction_time(&self, passes: u32) -> f64 {
-        f64::from(passes) * self.budget.prediction()
+    /// Returns the expected duration of the prediction passes of the last plan, in seconds.
+    pub fn passes_seconds(&self) -> f64 {
+        f64::from(self.passes) * self.budget.pass_seconds()
     }
 
-    /// Number of tokens that the last plan has predicted one after the other.
-    pub fn passes(&self) -> u32 {
-        self.passes
-    }
-
-    /// Returns the estimate of predicted drafts that a new sequence begins with.
+    /// Returns the initial estimate of how many predicted drafts of a new sequence are accepted.
     pub fn inherited(&self) -> Acceptance {
         self.predicted.inherited()
     }

@@ -1,8 +1,8 @@
 //! Choice of the numbers of tokens that the MTP layer predicts: they are the drafts of the next plan.
 //!
-//! A prediction is a pass over the weights of the layer and the LM head for all sequences at once, so passes are chosen rather than
-//! sequences: the first one for all sequences whose first draft pays, then the second one, while what a pass is expected to save exceeds what
-//! it takes. A sequence without an estimate is predicted for together with others or, where there are none, at growing intervals.
+//! A prediction pass computes the MTP layer and the LM head for one token of each sequence, so its cost is shared. The plan decides on passes
+//! one by one: the first predicts for all sequences whose first draft is worth its row, and takes place if the expected savings exceed its
+//! duration; then the second one. Sequences whose acceptance is not known are probed in a pass of others or, without one, at growing intervals.
 
 use std::time::Duration;
 
@@ -39,7 +39,7 @@ impl Drafting {
         if candidates.is_empty() {
             return;
         }
-        // Not always the same ones where rows are short.
+        // Rotated, so that other sequences are left out each time where rows are short.
         let first = number as usize % candidates.len();
         candidates.rotate_left(first);
         let (mut tokens, mut time) = (sampling as f64, sampling as f64 * price.seconds_per_token);
@@ -53,14 +53,14 @@ impl Drafting {
                 candidates.iter().filter(next).filter(pays).take(rows as usize).copied().collect();
             let stands = |candidate: &Candidate| candidate.acceptance.probability().powi(depth as i32 + 1);
             let gained: f64 = set.iter().map(stands).sum();
-            if governed && !self.budget.pays_to_predict(gained, set.len() as u32, price, continues) {
+            if governed && !self.budget.pass_pays(gained, set.len() as u32, price, continues) {
                 set.clear();
             }
             if depth == 0
                 && governed
                 && (!set.is_empty() || self.predicted.is_proven() || self.predicted.is_due())
             {
-                // Those without an estimate, beside others or when it is their turn, as many as may be verified.
+                // Probes: in a pass of others, or when the wait is over; no more than the next plan may verify.
                 let room = (rows as usize).saturating_sub(set.len());
                 let probes = candidates.iter().filter(|candidate| !candidate.acceptance.is_proven());
                 let probes = probes
@@ -74,12 +74,12 @@ impl Drafting {
             rows -= set.len() as u32;
             self.passes = depth + 1;
             set.iter().for_each(|candidate| chunks[candidate.at].predictions = depth + 1);
-            time += set.len() as f64 * price.row + self.budget.prediction();
+            time += set.len() as f64 * price.row + self.budget.pass_seconds();
             tokens += gained;
             price.seconds_per_token = price.seconds_per_token.min(time / tokens);
         }
         if self.passes == 0 {
-            self.budget.pass_prediction();
+            self.budget.skip_pass();
         }
     }
 
@@ -128,13 +128,12 @@ impl Scheduler {
         );
     }
 
-    /// Returns the time that predictions are expected to take behind a step, by those of the last plan.
+    /// Returns the expected duration of the prediction passes that follow a step, as many as the last plan had.
     pub(super) fn prediction_time(&self) -> Duration {
-        let seconds = self.drafting.prediction_time(self.drafting.passes());
-        Duration::try_from_secs_f64(seconds).unwrap_or_default()
+        Duration::try_from_secs_f64(self.drafting.passes_seconds()).unwrap_or_default()
     }
 
-    /// Counts the tokens predicted for the decodes of the plan that are no drafts of it: predictions that are not used are made seldom.
+    /// Counts predicted tokens that the plan does not use as drafts as rejected ones, so that fewer are predicted.
     pub(super) fn note_unused_predictions(&mut self) {
         if self.limits.predicted_max == 0 {
             return;
@@ -146,7 +145,7 @@ impl Scheduler {
                 continue;
             }
             if chunk.drafts == 0 || sequence.draft_kind == DraftKind::Forced {
-                sequence.predicted.waste();
+                sequence.predicted.reject_unused();
                 unused = true;
             } else {
                 used = true;
@@ -157,12 +156,13 @@ impl Scheduler {
         }
     }
 
-    /// Takes the measured time of the predictions of the oldest iteration in flight, before it is committed. Its own time is without it.
+    /// Records the measured duration of the prediction passes of the oldest iteration in flight, before its commit. The iteration's own duration
+    /// does not include it.
     pub fn observe_predictions(&mut self, took: Duration) {
         let Some(launched) = self.launches.oldest_mut() else { return };
         let passes = launched.chunks.iter().map(|chunk| chunk.predictions).max().unwrap_or(0);
         self.log.iter_mut().for_each(|log| log.predictions(took));
         launched.predicting = took;
-        self.drafting.observe_predictions(took.as_secs_f64(), passes);
+        self.drafting.observe_passes(took.as_secs_f64(), passes);
     }
 }

@@ -42,7 +42,7 @@ pub(super) struct StepBounds<'a> {
     pub cost: &'a CostModel,
     pub prefill_load: &'a PrefillLoad,
     pub sequences: &'a Sequences,
-    /// Time that the device predicts tokens behind a step: part of the gap between tokens, but of no chunk.
+    /// Expected duration of the prediction passes after a step, which lengthen the gap between tokens.
     pub predicting: Duration,
 }
 

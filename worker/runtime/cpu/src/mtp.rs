@@ -34,7 +34,7 @@ pub(super) struct PredictedRow {
     pub(super) token: u32,
     /// Position of the token.
     pub(super) position: u32,
-    /// The layer itself has predicted the token; else it is sampled.
+    /// True if the MTP layer predicted the token, false if it was sampled.
     pub(super) is_predicted: bool,
 }
 
@@ -175,7 +175,7 @@ impl MtpDrafter {
         attention_layers: &mut AttentionLayers,
         bounds: &Capabilities,
     ) {
-        // The spans that the predictions before each one may take.
+        // Scratch blocks of each prediction, behind those of the predictions before it.
         let spans = |tokens: u32| tokens.div_ceil(self.block_tokens);
         let mut taken = batch.predictions.iter().scan(self.scratch, |next, prediction| {
             let first = *next;
