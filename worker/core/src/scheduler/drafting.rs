@@ -1,5 +1,6 @@
 //! Choice of the numbers of drafts, from estimates of how many stand and of what a step with them costs.
 
+use super::predictions::Candidate;
 use super::sequences::Sequences;
 use crate::cost::{CostModel, StepWork};
 use crate::drafts::{Acceptance, DraftBudget, DraftKind, DraftPrice, DraftsWanted};
@@ -72,6 +73,8 @@ pub(super) struct Drafting {
     offered: Vec<u32>,
     /// Buffer of the candidates of a plan.
     candidates: Vec<DraftCandidate>,
+    /// Buffers of the candidates for predictions, and of those of a pass.
+    pub(super) predictions: (Vec<Candidate>, Vec<Candidate>),
 }
 
 impl Drafting {

@@ -14,7 +14,7 @@ use crate::{Chunk, SchedulerLimits};
 
 /// Sampling chunk for which tokens may be predicted.
 #[derive(Debug, Clone, Copy)]
-struct Candidate {
+pub(super) struct Candidate {
     /// Index of the chunk in the plan.
     at: usize,
     /// Maximum number of tokens.
@@ -35,12 +35,10 @@ impl Drafting {
         let (continues, governed) = (std::mem::take(&mut self.passes) > 0, limits.govern_drafts);
         let sampling = chunks.iter().filter(|chunk| chunk.samples).count();
         let Some(mut price) = self.prediction_price(limits) else { return };
-        let mut candidates = self.candidates(chunks, sequences, limits);
-        if candidates.is_empty() {
-            return;
-        }
+        let (mut candidates, mut set) = std::mem::take(&mut self.predictions);
+        self.candidates(chunks, sequences, limits, &mut candidates);
         // Rotated, so that other sequences are left out each time where rows are short.
-        let first = number as usize % candidates.len();
+        let first = number as usize % candidates.len().max(1);
         candidates.rotate_left(first);
         let (mut tokens, mut time) = (sampling as f64, sampling as f64 * price.seconds_per_token);
         for depth in 0..limits.predicted_max {
@@ -49,8 +47,8 @@ impl Drafting {
                 |candidate: &&Candidate| depth < candidate.most && chunks[candidate.at].predictions == depth;
             let pays =
                 |candidate: &&Candidate| !governed || candidate.acceptance.pays(depth, price, &self.budget);
-            let mut set: Vec<Candidate> =
-                candidates.iter().filter(next).filter(pays).take(rows as usize).copied().collect();
+            set.clear();
+            set.extend(candidates.iter().filter(next).filter(pays).take(rows as usize).copied());
             let stands = |candidate: &Candidate| candidate.acceptance.probability().powi(depth as i32 + 1);
             let gained: f64 = set.iter().map(stands).sum();
             if governed && !self.budget.pass_pays(gained, set.len() as u32, price, continues) {
@@ -78,9 +76,10 @@ impl Drafting {
             tokens += gained;
             price.seconds_per_token = price.seconds_per_token.min(time / tokens);
         }
-        if self.passes == 0 {
+        if self.passes == 0 && !candidates.is_empty() {
             self.budget.skip_pass();
         }
+        self.predictions = (candidates, set);
     }
 
     /// Returns the price of a draft; `None` if none is to be predicted now.
@@ -89,13 +88,14 @@ impl Drafting {
         if limits.govern_drafts { self.budget.price() } else { Some(any) }
     }
 
-    /// Returns the sampling chunks for which tokens may be predicted.
+    /// Collects the sampling chunks for which tokens may be predicted.
     fn candidates(
         &self,
         chunks: &[Chunk],
         sequences: &Sequences,
         limits: &SchedulerLimits,
-    ) -> Vec<Candidate> {
+        candidates: &mut Vec<Candidate>,
+    ) {
         let candidate = |(at, chunk): (usize, &Chunk)| {
             let sequence = &sequences[chunk.id.index];
             // A draft stands before the last token at most.
@@ -108,7 +108,8 @@ impl Drafting {
             let due = !limits.govern_drafts || !guesses && (predicted.is_proven() || predicted.is_due());
             (chunk.samples && most > 0 && due).then_some(Candidate { at, most, acceptance: predicted })
         };
-        chunks.iter().enumerate().filter_map(candidate).collect()
+        candidates.clear();
+        candidates.extend(chunks.iter().enumerate().filter_map(candidate));
     }
 }
 
