@@ -1,6 +1,5 @@
 //! Choice of the numbers of drafts, from estimates of how many stand and of what a step with them costs.
 
-use super::predictions::Candidate;
 use super::sequences::Sequences;
 use crate::cost::{CostModel, StepWork};
 use crate::drafts::{Acceptance, DraftBudget, DraftKind, DraftPrice, DraftsWanted};
@@ -24,6 +23,17 @@ pub(super) struct DraftCandidate {
     most: u32,
     /// Probability that all drafts planned stand.
     all_stand: f64,
+}
+
+/// Sampling chunk for which tokens may be predicted.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct PredictionCandidate {
+    /// Index of the chunk in the plan.
+    pub at: usize,
+    /// Maximum number of tokens.
+    pub most: u32,
+    /// Estimate of how many drafts stand.
+    pub acceptance: Acceptance,
 }
 
 /// Step for which drafts are chosen.
@@ -74,7 +84,7 @@ pub(super) struct Drafting {
     /// Buffer of the candidates of a plan.
     candidates: Vec<DraftCandidate>,
     /// Buffers of the candidates for predictions, and of those of a pass.
-    pub(super) predictions: (Vec<Candidate>, Vec<Candidate>),
+    pub(super) predictions: (Vec<PredictionCandidate>, Vec<PredictionCandidate>),
 }
 
 impl Drafting {

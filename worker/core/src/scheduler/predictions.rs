@@ -7,21 +7,10 @@
 use std::time::Duration;
 
 use super::Scheduler;
-use super::drafting::Drafting;
+use super::drafting::{Drafting, PredictionCandidate};
 use super::sequences::Sequences;
-use crate::drafts::{Acceptance, DraftKind, DraftPrice};
+use crate::drafts::{DraftKind, DraftPrice};
 use crate::{Chunk, SchedulerLimits};
-
-/// Sampling chunk for which tokens may be predicted.
-#[derive(Debug, Clone, Copy)]
-pub(super) struct Candidate {
-    /// Index of the chunk in the plan.
-    at: usize,
-    /// Maximum number of tokens.
-    most: u32,
-    /// Estimate of how many drafts stand.
-    acceptance: Acceptance,
-}
 
 impl Drafting {
     /// Sets the numbers of tokens to predict behind the sampling chunks of a plan, within `rows` rows. `number` is that of the iteration.
@@ -43,13 +32,16 @@ impl Drafting {
         let (mut tokens, mut time) = (sampling as f64, sampling as f64 * price.seconds_per_token);
         for depth in 0..limits.predicted_max {
             // Only behind the token before.
-            let next =
-                |candidate: &&Candidate| depth < candidate.most && chunks[candidate.at].predictions == depth;
-            let pays =
-                |candidate: &&Candidate| !governed || candidate.acceptance.pays(depth, price, &self.budget);
+            let next = |candidate: &&PredictionCandidate| {
+                depth < candidate.most && chunks[candidate.at].predictions == depth
+            };
+            let pays = |candidate: &&PredictionCandidate| {
+                !governed || candidate.acceptance.pays(depth, price, &self.budget)
+            };
             set.clear();
             set.extend(candidates.iter().filter(next).filter(pays).take(rows as usize).copied());
-            let stands = |candidate: &Candidate| candidate.acceptance.probability().powi(depth as i32 + 1);
+            let stands =
+                |candidate: &PredictionCandidate| candidate.acceptance.probability().powi(depth as i32 + 1);
             let gained: f64 = set.iter().map(stands).sum();
             if governed && !self.budget.pass_pays(gained, set.len() as u32, price, continues) {
                 set.clear();
@@ -94,7 +86,7 @@ impl Drafting {
         chunks: &[Chunk],
         sequences: &Sequences,
         limits: &SchedulerLimits,
-        candidates: &mut Vec<Candidate>,
+        candidates: &mut Vec<PredictionCandidate>,
     ) {
         let candidate = |(at, chunk): (usize, &Chunk)| {
             let sequence = &sequences[chunk.id.index];
@@ -106,7 +98,11 @@ impl Drafting {
                 && guessed.is_proven()
                 && self.budget.prefers_guesses(guessed, &predicted);
             let due = !limits.govern_drafts || !guesses && (predicted.is_proven() || predicted.is_due());
-            (chunk.samples && most > 0 && due).then_some(Candidate { at, most, acceptance: predicted })
+            (chunk.samples && most > 0 && due).then_some(PredictionCandidate {
+                at,
+                most,
+                acceptance: predicted,
+            })
         };
         candidates.clear();
         candidates.extend(chunks.iter().enumerate().filter_map(candidate));
