@@ -192,10 +192,7 @@ template <uint32_t D> struct Softmax {
     float top[2], sum[2]; // sum: this lane's part
     float out[D / 8][4];
 
-#ifdef __CUDACC__
-    __device__ __forceinline__
-#endif
-        void clear() {
+    MEMBER void clear() {
         UNROLL
         for (uint32_t i = 0; i < 2; i++) {
             top[i] = -INFINITE;

@@ -34,6 +34,8 @@ constexpr uint32_t WARP = 32;
 #ifdef __CUDACC__
 
 #define DEVICE static __device__ __forceinline__
+// The same for a function of a struct.
+#define MEMBER __device__ __forceinline__
 // A function too large to be copied to each place that calls it.
 #define SUBROUTINE static __device__ __noinline__
 #define UNROLL _Pragma("unroll")
@@ -345,26 +347,17 @@ template <uint32_t COLUMNS> struct Tile {
 
     static constexpr uint32_t bytes(uint32_t rows) { return rows * ROW_BYTES; }
 
-#ifdef __CUDACC__
-    __device__ __forceinline__
-#endif
-        static uint32_t offset(uint32_t row, uint32_t chunk) {
+    MEMBER static uint32_t offset(uint32_t row, uint32_t chunk) {
         uint32_t place = SWIZZLED ? chunk ^ (row % 8) : chunk;
         return row * ROW_BYTES + place * 16;
     }
 
     // The offset CHUNKS further to the right, an even number, from that of a row's first or second chunk.
-#ifdef __CUDACC__
-    __device__ __forceinline__
-#endif
-        static uint32_t further(uint32_t offset, uint32_t chunks) {
+    MEMBER static uint32_t further(uint32_t offset, uint32_t chunks) {
         return SWIZZLED ? offset ^ chunks * 16 : offset + chunks * 16;
     }
 
-#ifdef __CUDACC__
-    __device__ __forceinline__
-#endif
-        static uint8_t *at(uint8_t *tile, uint32_t row, uint32_t chunk) {
+    MEMBER static uint8_t *at(uint8_t *tile, uint32_t row, uint32_t chunk) {
         return tile + offset(row, chunk);
     }
 };

@@ -79,6 +79,53 @@ struct AttentionParams {
     float scale;         // of the scores, times log2(e); 1 / sqrt(head_dim) in most models
 };
 
+// Multiplies the output of attention with the sigmoid of its gates.
+struct OutputGateParams {
+    void *x;             // [elements]
+    const void *gates;   // [elements]
+    uint64_t elements;   // a multiple of 8
+};
+
+// Rows of a sequence in a batch, for recurrent layers.
+struct DeltaSequence {
+    uint32_t row, rows; // the first row in the batch; rows
+    uint32_t position;  // of the first row
+    uint32_t drafts;    // the last ones of the rows
+    uint32_t table;     // where the blocks of its state begin in `tables`
+};
+
+// Where a piece of a state is: the block among those of the state, and bytes from its start.
+struct DeltaPlace {
+    uint32_t part, offset;
+};
+
+// Of the kernels of a recurrent layer, see delta.cu.
+struct DeltaParams {
+    const void *projected;    // [rows, stride]: inputs of the convolution, gates, inputs of betas, inputs of decays
+    float *convolved;         // [rows, channels]: queries, keys and values of all heads; then outputs in place of the values
+    float *factors;           // [rows, 2 * value_heads]: betas, decays
+    void *out;                // [rows, value_heads * value_dim]
+    const float *convolution; // [taps, channels]
+    const float *decay;       // [value_heads]: rates, above 0
+    const float *decay_bias;  // [value_heads]
+    const float *norm;        // [value_dim]
+    uint8_t *pool;
+    const DeltaSequence *sequences;
+    const uint32_t *sequence_count;
+    const uint32_t *row_sequences; // [rows]: index of the row's sequence; ~0: the row is padding
+    const uint32_t *tables;
+    // Of the key heads and of the value heads: position and inputs of the state; of the value heads: the matrix; of both: the log.
+    const DeltaPlace *places;
+    uint64_t block_bytes;
+    uint32_t rows, stride;
+    uint32_t key_heads, value_heads, key_dim, value_dim; // value_dim: a multiple of 32
+    uint32_t tiled;  // 1: the value heads of a key head are as many apart as there are key heads; 0: they are consecutive
+    uint32_t taps;   // positions that the convolution sees, the own included; at least 2
+    uint32_t log;    // positions of the log
+    uint32_t inputs; // positions whose inputs of the convolution are kept
+    float norm_eps;
+};
+
 // out[m, n] = x[m, k] * weight[n, k]^T + bias
 struct GemmParams {
     const void *x;

@@ -174,8 +174,19 @@ impl Images {
 }
 
 /// Kernel families: the stems of the source files.
-pub(super) const FAMILIES: [&str; 9] =
-    ["attention", "copy", "embedding", "gemm", "norm", "qkv", "sampling", "skinny", "swiglu"];
+pub(super) const FAMILIES: [&str; 11] = [
+    "attention",
+    "copy",
+    "delta",
+    "embedding",
+    "gemm",
+    "norm",
+    "output_gate",
+    "qkv",
+    "sampling",
+    "skinny",
+    "swiglu",
+];
 
 /// Family of each kernel, by the prefix of the kernel's name.
 pub const KERNELS: &[(&str, &str)] = &[
@@ -184,6 +195,8 @@ pub const KERNELS: &[(&str, &str)] = &[
     ("finish_qkv", "qkv"),
     ("swiglu", "swiglu"),
     ("geglu", "swiglu"),
+    ("delta", "delta"),
+    ("output_gate", "output_gate"),
     ("attention", "attention"),
     ("gemm", "gemm"),
     ("skinny_gemm", "skinny"),

@@ -46,7 +46,7 @@ pub(super) fn whole_rows(head_dim: u32) -> u32 {
 }
 
 /// Launches `kernel` unless its grid is empty.
-fn enqueue<D: Device, P: Plain>(
+pub(super) fn enqueue<D: Device, P: Plain>(
     device: &D,
     kernel: &'static str,
     grid: (u32, u32),
@@ -307,6 +307,7 @@ pub fn kernel_names() -> Vec<&'static str> {
             }
         }
     }
+    names.extend(super::delta::names());
     names
 }
 
@@ -538,7 +539,7 @@ pub unsafe fn count_history<D: Device>(device: &D, p: &HistoryParams) -> Result<
     enqueue(device, "count_history", (1, 1), SAMPLING_THREADS, 0, p)
 }
 
-fn by_half(half: HalfDtype, bf16: &'static str, f16: &'static str) -> &'static str {
+pub(super) fn by_half(half: HalfDtype, bf16: &'static str, f16: &'static str) -> &'static str {
     match half {
         HalfDtype::Bf16 => bf16,
         HalfDtype::F16 => f16,

@@ -7,6 +7,7 @@
 //! compiles the same sources as C++ and runs each CUDA thread as a fiber.
 
 mod attention_plan;
+mod delta;
 mod device;
 mod image;
 mod launch;
@@ -14,6 +15,7 @@ mod params;
 mod replacement;
 
 pub use attention_plan::{AttentionPlan, PlanShape, PlannedSequence};
+pub use delta::{DELTA_COLUMNS, DELTA_KEY_DIMS, delta, output_gate};
 pub use device::{Device, DeviceError, HalfDtype, KvStore, Launch, Profile};
 pub use image::{Image, Images, KERNELS, Target, family_of};
 pub use launch::{
@@ -23,9 +25,9 @@ pub use launch::{
     skinny_gemm, skinny_gemm_swiglu, skinny_supports, swiglu,
 };
 pub use params::{
-    AttentionItem, AttentionParams, CopyParams, DRAFTS_MAX, EmbeddingParams, GemmParams, HistoryParams,
-    NormParams, Plain, QkvParams, RECENT_TOKENS, SAMPLING_PARTS_MAX, SAMPLING_SPLIT_BYTES, SamplingParams,
-    SamplingResult, SamplingRow, ScoreParams, ScoreRow, SlotOutput, SplitKernels, SwigluParams, TOP_MAX,
-    as_bytes,
+    AttentionItem, AttentionParams, CopyParams, DRAFTS_MAX, DeltaParams, DeltaPlace, DeltaSequence,
+    EmbeddingParams, GemmParams, HistoryParams, NormParams, OutputGateParams, Plain, QkvParams,
+    RECENT_TOKENS, SAMPLING_PARTS_MAX, SAMPLING_SPLIT_BYTES, SamplingParams, SamplingResult, SamplingRow,
+    ScoreParams, ScoreRow, SlotOutput, SplitKernels, SwigluParams, TOP_MAX, as_bytes,
 };
 pub use replacement::{IMAGES_VARIABLE, Replacement};

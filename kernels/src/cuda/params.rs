@@ -73,6 +73,19 @@ blocks! {
         partial_sums: u64, partial_tops: u64, counters: u64, block_numbers: u64, layer_offset: u64,
         heads: u32, kv_heads: u32, block_shift: u32, window: u32, stages: u32, scale: f32,
     }
+    /// Parameters of `output_gate`.
+    OutputGateParams { x: u64, gates: u64, elements: u64 }
+    /// Rows of a sequence in a batch, for recurrent layers.
+    DeltaSequence { row: u32, rows: u32, position: u32, drafts: u32, table: u32 }
+    /// Place of a piece of a recurrent state: index of its block, and bytes from the start of the block.
+    DeltaPlace { part: u32, offset: u32 }
+    /// Parameters of the kernels of a recurrent layer.
+    DeltaParams {
+        projected: u64, convolved: u64, factors: u64, out: u64, convolution: u64, decay: u64, decay_bias: u64, norm: u64,
+        pool: u64, sequences: u64, sequence_count: u64, row_sequences: u64, tables: u64, places: u64, block_bytes: u64,
+        rows: u32, stride: u32, key_heads: u32, value_heads: u32, key_dim: u32, value_dim: u32,
+        tiled: u32, taps: u32, log: u32, inputs: u32, norm_eps: f32, unused: u32,
+    }
     /// Parameters of `gemm`.
     GemmParams { x: u64, weight: u64, bias: u64, out: u64, m: u32, n: u32, k: u32, stride: u32 }
     /// Parameters of `copy_blocks`.

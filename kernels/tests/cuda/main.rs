@@ -6,6 +6,7 @@
 
 mod attention;
 mod conversions;
+mod delta;
 mod device;
 mod drafts;
 mod e4m3;

@@ -5,7 +5,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use inflight_kernel_harness::{Harness, Mutant};
 
 use crate::device::TestDevice;
-use crate::{attention, drafts, non_finite, product, sampling, sampling_split};
+use crate::{attention, delta, drafts, non_finite, product, sampling, sampling_split};
 
 /// Returns whether the property, a test function, panics with the mutant active.
 fn detects(property: fn(), mutant: Mutant) -> bool {
@@ -36,6 +36,10 @@ fn every_mutant_of_a_kernel_fails_the_property_it_breaks() {
             Mutant::NonFiniteLogits => {
                 &[("logits", non_finite::rows_of_logits_that_are_not_finite_are_marked_and_change_no_other)]
             }
+            Mutant::DraftState | Mutant::LogSlot => &[(
+                "the delta rule",
+                delta::bits_depend_on_no_chunk_draft_or_neighbour_and_agree_with_the_cpu,
+            )],
             Mutant::DrawPosition => &[("sampling", sampling::tokens_and_logprobs_equal_those_of_the_cpu)],
             Mutant::NoKernelWait => &[
                 ("attention", exact),
@@ -43,6 +47,7 @@ fn every_mutant_of_a_kernel_fails_the_property_it_breaks() {
                 ("sampling", sampling::tokens_and_logprobs_equal_those_of_the_cpu),
                 ("drafts", drafts::tokens_that_count_equal_those_drawn_one_by_one),
                 ("skinny product", skinny),
+                ("the delta rule", delta::bits_depend_on_no_chunk_draft_or_neighbour_and_agree_with_the_cpu),
             ],
             Mutant::MissedBarrier if !Harness::CHECKED => continue,
             Mutant::MissedBarrier => {

@@ -4,8 +4,19 @@ use std::env;
 use std::fs;
 use std::path::{Path, PathBuf};
 
-const FAMILIES: [&str; 9] =
-    ["attention", "copy", "embedding", "gemm", "norm", "qkv", "sampling", "skinny", "swiglu"];
+const FAMILIES: [&str; 11] = [
+    "attention",
+    "copy",
+    "delta",
+    "embedding",
+    "gemm",
+    "norm",
+    "output_gate",
+    "qkv",
+    "sampling",
+    "skinny",
+    "swiglu",
+];
 
 fn main() {
     println!("cargo::rustc-check-cfg=cfg(harness, harness_checked)");

@@ -11,7 +11,7 @@ pub const CELL: usize = 16;
 pub(super) const HEADER: usize = 16;
 
 /// Shape of a layer, or of a rank's part of it.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct DeltaShape {
     /// Heads of queries and keys.
     pub key_heads: usize,
@@ -49,13 +49,13 @@ impl DeltaShape {
         self.value_heads * self.value_dim
     }
 
-    /// Positions of the log.
-    pub(super) fn log(&self) -> usize {
+    /// Returns the positions of the log.
+    pub fn log(&self) -> usize {
         CELL + self.drafts
     }
 
-    /// Positions whose inputs of the convolution are kept.
-    pub(super) fn inputs(&self) -> usize {
+    /// Returns the positions whose inputs of the convolution are kept.
+    pub fn inputs(&self) -> usize {
         self.taps - 1 + self.drafts
     }
 

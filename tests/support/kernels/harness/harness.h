@@ -14,6 +14,7 @@
 #include <string.h>
 
 #define DEVICE static inline
+#define MEMBER inline
 #define SUBROUTINE static
 #define UNROLL
 #define UNROLL_BY(N)
@@ -77,6 +78,8 @@ enum class Mutant : uint32_t {
     SplitMasses,
     InfiniteKeys,
     NonFiniteLogits,
+    DraftState,
+    LogSlot,
 };
 extern __thread Mutant mutant;
 

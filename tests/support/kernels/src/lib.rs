@@ -133,11 +133,15 @@ pub enum Mutant {
     InfiniteKeys,
     /// Logits that are not finite are sampled from.
     NonFiniteLogits,
+    /// A recurrent state is made of drafts, too, before they are accepted.
+    DraftState,
+    /// Decays of the log of a recurrent state are read as if it had no room for drafts.
+    LogSlot,
 }
 
 impl Mutant {
     /// Every mutant.
-    pub const ALL: [Self; 22] = [
+    pub const ALL: [Self; 24] = [
         Self::MissingWait,
         Self::BlockEdge,
         Self::WindowEdge,
@@ -160,6 +164,8 @@ impl Mutant {
         Self::SplitMasses,
         Self::InfiniteKeys,
         Self::NonFiniteLogits,
+        Self::DraftState,
+        Self::LogSlot,
     ];
 
     /// Runs `work` with the fault active in all kernels that this thread launches on a [`Harness`].
