@@ -397,6 +397,10 @@ impl Batch {
             let (first, end) = (self.starts[s] as usize, self.starts[s + 1] as usize);
             ensure(first < end && end <= rows, "a sequence has no rows")?;
             ensure((self.drafts[s] as usize) < end - first, "all rows of a sequence are drafts")?;
+            ensure(
+                self.drafts[s] <= bounds.sequence_drafts,
+                "a sequence has more drafts than sequence_drafts",
+            )?;
             let positions = &self.positions[first..end];
             ensure(
                 positions.windows(2).all(|pair| pair[1] == pair[0] + 1),

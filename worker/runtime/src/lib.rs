@@ -21,6 +21,7 @@ mod memory_needs;
 mod non_finite_rows;
 mod predictions;
 mod recent_tokens;
+pub mod recurrent;
 pub mod sharding;
 mod token_masks;
 

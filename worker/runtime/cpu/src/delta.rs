@@ -1,30 +1,13 @@
 //! Recurrent layers of a forward pass: their buffers, and the places of their states.
 
 use inflight_kernels::cpu::{
-    Activations, CELL, DeltaInputs, DeltaPlace, DeltaSequence, DeltaShape, DeltaWeights, Isa, KvPool, Pool,
+    Activations, DeltaInputs, DeltaPlace, DeltaSequence, DeltaShape, DeltaWeights, Isa, KvPool, Pool,
     delta_rule,
 };
-use inflight_models::{DeltaForm, DeltaSpec};
-use inflight_runtime::{Batch, KvPlan};
-use inflight_worker_core::SnapshotShape;
+use inflight_runtime::recurrent::RecurrentLayers;
+use inflight_runtime::{Batch, KvPlan, StatePlace};
 
 use super::weights::Delta;
-
-/// Maximum drafts of a sequence in a step: the states keep so many positions more.
-pub(super) const DRAFTS_MAX: u32 = 8;
-
-/// Returns the shape of the recurrent layers.
-pub(super) fn shape(spec: &DeltaSpec, drafts: u32) -> DeltaShape {
-    let DeltaSpec { key_heads, value_heads, key_dim, value_dim, taps, form } = *spec;
-    let tiled = form == DeltaForm::Gguf;
-    DeltaShape { key_heads, value_heads, tiled, key_dim, value_dim, taps, drafts: drafts as usize }
-}
-
-/// Returns what of a state can be kept to resume from, if the model has recurrent layers.
-pub(super) fn snapshot(kv: &KvPlan) -> Option<SnapshotShape> {
-    let shape = SnapshotShape { blocks: kv.snapshot_blocks(), every: CELL as u32 };
-    (shape.blocks > 0).then_some(shape)
-}
 
 /// Recurrent layers of a rank.
 pub(super) struct DeltaLayers {
@@ -40,19 +23,12 @@ pub(super) struct DeltaLayers {
 
 impl DeltaLayers {
     /// Creates buffers for batches of `rows` rows.
-    pub(super) fn new(spec: &DeltaSpec, kv: &KvPlan, rows: usize) -> Self {
-        let shape = shape(spec, DRAFTS_MAX);
-        let place = |place: &inflight_runtime::StatePlace| DeltaPlace {
-            part: place.part,
-            offset: place.offset as usize,
-        };
-        let places: Vec<DeltaPlace> = kv.state_places().iter().map(place).collect();
-        // The states of all layers, then their logs.
-        let [of_state, of_log] = [shape.state_pieces().len(), shape.log_pieces().len()];
-        let (states, logs) = places.split_at(places.len() / (of_state + of_log) * of_state);
-        let layers = states.chunks(of_state).zip(logs.chunks(of_log));
+    pub(super) fn new(layers: RecurrentLayers, kv: &KvPlan, rows: usize) -> Self {
+        let shape = layers.shape();
+        let place = |place: &StatePlace| DeltaPlace { part: place.part, offset: place.offset as usize };
+        let of_layer = |places: Vec<StatePlace>| places.iter().map(place).collect();
         Self {
-            places: layers.map(|(state, log)| [state, log].concat()).collect(),
+            places: layers.places(kv).into_iter().map(of_layer).collect(),
             state_blocks: kv.shape().state_blocks() as usize,
             qkv: vec![0.0; rows * shape.channels()],
             gates: vec![0.0; rows * shape.values()],
@@ -99,32 +75,5 @@ impl DeltaLayers {
         let places = &self.places[index];
         delta_rule(pool, isa, shape, &weights, &mut inputs, &sequences, states, places, outputs);
         outputs
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use inflight_runtime::LayerRows;
-
-    use super::*;
-
-    /// The dense 9B of Qwen3.5: 8 layers of attention with 4 heads of 256, 24 recurrent ones; keys and values in bf16.
-    #[test]
-    fn a_sequence_of_qwen_9b_takes_its_state_once() {
-        let form = DeltaForm::Checkpoint;
-        let spec = DeltaSpec { key_heads: 16, value_heads: 32, key_dim: 128, value_dim: 128, taps: 4, form };
-        let [states, logs] = [DeltaShape::state_pieces, DeltaShape::log_pieces]
-            .map(|of| of(&shape(&spec, DRAFTS_MAX)).repeat(24));
-        let rows = [LayerRows { window: None, bytes: 16 * 4 * 256 * 2 * 2 }; 8];
-        let plan = KvPlan::with_states(16, 32_768, &rows, &states, &logs).unwrap();
-        assert_eq!(
-            plan.to_string(),
-            "8 layers with full attention, 1 block; a state of 145 blocks a sequence (0 % unused)"
-        );
-        // Of it 48 MiB are the matrices; the rest is what positions since the last one and drafts need.
-        let bytes = |pieces: &[u64]| pieces.iter().sum::<u64>() >> 20;
-        assert_eq!((bytes(&states), bytes(&logs), plan.snapshot_blocks()), (50, 21, 101));
-        let mib = |tokens| (plan.sequence_bytes(tokens) as f64 / f64::from(1 << 20)).round();
-        assert_eq!([1024, 8192, 32_768].map(mib), [105.0, 329.0, 1097.0]);
     }
 }

@@ -5,6 +5,7 @@ use inflight_kernels::cpu::{
 };
 use inflight_models::{MixerWeights, ModelConfig, NormPlaces};
 use inflight_runtime::collective::{Collective, GroupFailed};
+use inflight_runtime::recurrent::RecurrentLayers;
 use inflight_runtime::sharding::Shard;
 use inflight_runtime::{Batch, Capabilities, Error, KvPlan, PromptLogprobs, Slot};
 
@@ -220,7 +221,8 @@ impl Forward {
         Self {
             embedding_scale,
             attention_layers: AttentionLayers::new(config, shard, kv, layout, rows),
-            delta_layers: shard.delta.as_ref().map(|spec| DeltaLayers::new(spec, kv, rows)),
+            delta_layers: RecurrentLayers::of(&shard.config(config))
+                .map(|layers| DeltaLayers::new(layers, kv, rows)),
             mtp: (bounds.predicted_drafts > 0).then(|| MtpDrafter::new(config, bounds)),
             written: vec![0; bounds.blocks as usize],
             step: 0,
@@ -266,12 +268,6 @@ impl Forward {
         self.attention_layers.place(batch, bounds, &mut writes)?;
         if let Some(block) = batch.states.iter().find(|block| writes(**block)) {
             return Err(Error::Malformed(format!("block {block} of a state is written from two places")));
-        }
-        let drafts = batch.drafts.iter().max().copied().unwrap_or(0);
-        if drafts > bounds.sequence_drafts {
-            return Err(Error::Malformed(format!(
-                "a sequence has {drafts} drafts, more than sequence_drafts"
-            )));
         }
         Ok(())
     }

@@ -30,6 +30,7 @@ use inflight_runtime::sharding::{Indivisible, RANKS_MAX, Shard};
 use inflight_runtime::{
     self as runtime, Batch, Capabilities, DRAFT_ROWS, KvPlanError, MemoryLedger, NonFiniteRows, OverLimit,
     Predictions, PromptLogprobs, Readable, Runtime, Sampled, Slot, SlotSetup, TokenMasks, TransferDone,
+    recurrent,
 };
 use inflight_worker_core::Transfer;
 
@@ -298,8 +299,8 @@ impl CpuRuntime {
             slots: options.slots,
             batch_tokens: options.batch_tokens,
             sample_rows: options.slots.saturating_add(DRAFT_ROWS),
-            snapshot: delta::snapshot(&kv),
-            sequence_drafts: if config.delta.is_some() { delta::DRAFTS_MAX } else { u32::MAX },
+            snapshot: recurrent::snapshot(&kv),
+            sequence_drafts: recurrent::sequence_drafts(&kv),
             predicted_drafts: if tensors.has_mtp() { mtp::PREDICTED_MAX } else { 0 },
             depth: 1,
             fingerprint,

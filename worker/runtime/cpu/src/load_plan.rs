@@ -1,11 +1,11 @@
 //! Load plan of a model: its shards, their formats and the bytes of weights and KV blocks, known before weights are read.
 
-use inflight_kernels::cpu::{DeltaShape, Isa, KvDtype};
+use inflight_kernels::cpu::{Isa, KvDtype};
 use inflight_models::{LayerSpec, ModelDir};
+use inflight_runtime::recurrent::RecurrentLayers;
 use inflight_runtime::sharding::{self, Shard};
 use inflight_runtime::{HostMemory, KvPlan, LayerRows, MemoryNeeds, RuntimeFacts};
 
-use super::delta::{self, DRAFTS_MAX};
 use super::mtp::scratch_blocks;
 use super::weights::{self, CheckpointWeights};
 use super::{CpuOptions, Error, check, kv_layout, processor};
@@ -45,13 +45,9 @@ impl LoadPlan {
         let attention = config.layers.iter().filter_map(LayerSpec::attention);
         let mut rows: Vec<LayerRows> =
             attention.map(|layer| LayerRows { window: layer.window, bytes }).collect();
-        let recurrent = config.layers.len() - rows.len();
         rows.extend(tensors.has_mtp().then_some(LayerRows { window: None, bytes }));
-        let delta = shards[0].delta.map(|spec| delta::shape(&spec, DRAFTS_MAX));
-        let pieces =
-            |of: fn(&DeltaShape) -> Vec<u64>| delta.as_ref().map_or_else(Vec::new, of).repeat(recurrent);
-        let (states, logs) = (pieces(DeltaShape::state_pieces), pieces(DeltaShape::log_pieces));
-        let kv = KvPlan::with_states(options.block_tokens, context_tokens, &rows, &states, &logs)?;
+        let recurrent = RecurrentLayers::of(&shards[0].config(config));
+        let kv = RecurrentLayers::plan(recurrent, options.block_tokens, context_tokens, &rows)?;
         let block_bytes = kv.block_bytes() * world as u64;
         let isa = options.isa.unwrap_or_else(Isa::detect);
         let packed = |shard| tensors.packed_bytes(options.quantize, isa, shard);

@@ -8,12 +8,13 @@ use std::sync::Arc;
 
 use inflight_kernels::Dtype;
 use inflight_kernels::cpu::{
-    AccumulatorInit, Activations, Isa, PackedMatrix, Pool, WeightFormat, WeightRows, decay_rates, gemm,
+    AccumulatorInit, Activations, Isa, PackedMatrix, Pool, WeightFormat, WeightRows, gemm,
 };
 use inflight_models::{
-    Arithmetic, CheckpointLayer, CheckpointMtp, DecoderLayer, DeltaForm, DeltaSpec, Error, LoadedTensor,
-    Matrix, MixerWeights, ModelConfig, ModelDir, StackedLinear, Tensor, VectorKind,
+    Arithmetic, CheckpointLayer, CheckpointMtp, DecoderLayer, DeltaSpec, Error, LoadedTensor, Matrix,
+    MixerWeights, ModelConfig, ModelDir, StackedLinear, Tensor, VectorKind,
 };
+use inflight_runtime::recurrent::RecurrentVectors;
 use inflight_runtime::sharding::{Alignment, Partition, Shard};
 
 use super::quantization::{Quantization, kv_dtype, packed_bytes};
@@ -356,21 +357,16 @@ impl CheckpointWeights {
     }
 }
 
-/// Prepares a shard's part of the vectors of a recurrent layer for the kernels: convolution weights transposed to [taps, channels], A from
-/// its logarithm or negation.
+/// Prepares a shard's part of the vectors of a recurrent layer for the kernels.
 fn prepare(layer: &mut Delta, spec: &DeltaSpec, shard: &Shard) {
-    let taps = spec.taps;
-    let channels: Vec<usize> = shard.delta_channels().into_iter().flatten().collect();
-    let whole = std::mem::take(&mut layer.convolution);
-    let of_tap = |tap: usize| channels.iter().map(move |channel| channel * taps + tap);
-    layer.convolution = (0..taps).flat_map(of_tap).map(|at| whole[at]).collect();
-    let heads = shard.delta_heads();
-    let decay = layer.decay[heads.clone()].to_vec();
-    layer.decay = match spec.form {
-        DeltaForm::Checkpoint | DeltaForm::Fused => decay_rates(decay),
-        DeltaForm::Gguf => decay.into_iter().map(|rate| -rate).collect(),
+    let take = std::mem::take::<Vec<f32>>;
+    let vectors = RecurrentVectors {
+        convolution: take(&mut layer.convolution),
+        decay: take(&mut layer.decay),
+        decay_bias: take(&mut layer.decay_bias),
     };
-    layer.decay_bias = layer.decay_bias[heads].to_vec();
+    let RecurrentVectors { convolution, decay, decay_bias } = vectors.of_rank(spec, shard);
+    (layer.convolution, layer.decay, layer.decay_bias) = (convolution, decay, decay_bias);
 }
 
 fn least_common_multiple(a: usize, b: usize) -> usize {

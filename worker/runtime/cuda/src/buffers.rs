@@ -111,8 +111,18 @@ buffers! {
         /// Residual, in f32.
         hidden: ACTIVATIONS, Scratch, |shapes, limits| limits.rows * shapes.hidden * 4;
         normed: ACTIVATIONS, Scratch, |shapes, limits| limits.rows * shapes.hidden * 2;
-        qkv: ACTIVATIONS, Scratch, |shapes, limits| limits.rows * shapes.qkv() * 2;
-        attended: ACTIVATIONS, Scratch, |shapes, limits| limits.rows * shapes.heads * shapes.head_dim * 2;
+        /// Outputs of the first projections of a layer.
+        projected: ACTIVATIONS, Scratch, |shapes, limits| limits.rows * shapes.qkv().max(shapes.projected()) * 2;
+        /// Outputs of attention, or of the gated delta rule.
+        mixed: ACTIVATIONS, Scratch, |shapes, limits| limits.rows * shapes.queries().max(shapes.delta_values()) * 2;
+        /// Gates of the outputs of attention.
+        gates: ACTIVATIONS, Scratch, |shapes, limits| limits.rows * shapes.gates() * 2;
+        /// Queries, keys and values of recurrent layers behind their convolution, in f32.
+        convolved: ACTIVATIONS, Scratch, |shapes, limits| limits.rows * shapes.delta_channels() * 4;
+        /// Betas and decays, in f32.
+        factors: ACTIVATIONS, Scratch, |shapes, limits| limits.rows * shapes.delta_factors() * 4;
+        /// Places of the pieces of a state, by recurrent layer.
+        state_places: ACTIVATIONS, State, |shapes, _| shapes.state_place_bytes();
         delta: ACTIVATIONS, Scratch, |shapes, limits| limits.rows * shapes.hidden * 2;
         gate_up: ACTIVATIONS, Scratch, |shapes, limits| limits.rows * 2 * shapes.inner * 2;
         gated: ACTIVATIONS, Scratch, |shapes, limits| limits.rows * shapes.inner * 2;

@@ -4,13 +4,15 @@ use std::ops::Range;
 
 use inflight_kernels::cpu::inverse_frequencies;
 use inflight_kernels::cuda::{
-    AttentionParams, CopyParams, DeviceError, EmbeddingParams, HalfDtype, NormParams, QkvParams,
-    SamplingParams, SamplingResult, ScoreParams, ScoreRow, accept_drafts, attention, attention_blocks,
-    copy_blocks, embedding, finish_qkv, norm, norm_after, sample, sampling_parts, score,
+    AttentionParams, CopyParams, DeltaParams, DeviceError, EmbeddingParams, HalfDtype, NormParams,
+    OutputGateParams, QkvParams, SamplingParams, SamplingResult, ScoreParams, ScoreRow, accept_drafts,
+    attention, attention_blocks, copy_blocks, delta, embedding, finish_qkv, norm, norm_after, output_gate,
+    sample, sampling_parts, score,
 };
 use inflight_models::{ModelConfig, NormPlaces, Rope};
 
 use super::buffers::ForwardBuffers;
+use super::device_layer::{DeviceAttention, DeviceDelta, DeviceLayer, DeviceLinear, DeviceMixer};
 use super::gpu::{ColumnCopy, Gpu, GpuMemory, Matmul, bytes_of};
 use super::kv_layers::KvLayers;
 use super::metadata::StepShape;
@@ -18,7 +20,7 @@ use super::shapes::{BufferLimits, ModelShapes};
 use super::shard_plan::ShardPlan;
 use super::step_graph::StepGraph;
 use super::step_slot::StepAddresses;
-use super::weights::{DeviceLinear, DeviceWeights, WeightLayer};
+use super::weights::DeviceWeights;
 
 /// Weights, KV pool and activation buffers of a rank. Addresses never change, so steps can be captured as
 /// graphs.
@@ -38,17 +40,17 @@ pub(super) struct CudaForward<G: Gpu> {
     logits_rows: u32,
 }
 
-/// Returns the GEMM of a linear layer: y[m, n] = x[m, k] * weight^T + bias.
-fn linear_matmul<M: GpuMemory>(linear: &DeviceLinear<M>, x: &M, y: &M, m: u32, n: u64, k: u64) -> Matmul {
+/// Returns the GEMM of `m` rows of a linear layer: y[m, n] = x[m, k] * weight^T + bias.
+fn linear_matmul<M: GpuMemory>(linear: &DeviceLinear<M>, x: &M, y: &M, m: u32) -> Matmul {
     Matmul {
         x: x.address(),
         weight: linear.matrix.address(),
         bias: linear.bias(),
         y: y.address(),
         m,
-        n: n as u32,
-        k: k as u32,
-        stride: n as u32,
+        n: linear.n,
+        k: linear.k,
+        stride: linear.stride(),
         f32_out: false,
     }
 }
@@ -68,6 +70,9 @@ impl<G: Gpu> CudaForward<G> {
         let (config, shapes) = (shard_plan.shard().config(unsharded), shard_plan.shapes(unsharded));
         let buffers = ForwardBuffers::alloc(gpu, &shapes, limits)?;
         upload_rope_tables(gpu, &buffers.angles, &config, limits.context as u32)?;
+        let places = kv_layers.state_places().iter().flatten();
+        let places: Vec<u32> = places.flat_map(|place| [place.part as u32, place.offset as u32]).collect();
+        gpu.upload(&buffers.state_places, 0, bytes_of(&places))?;
         let kv = gpu.alloc((u64::from(blocks) * kv_layers.plan().block_bytes()) as usize)?;
         // Zeros, so that stale NaNs in unused blocks cannot reach a sum.
         gpu.zero(&kv)?;
@@ -102,10 +107,8 @@ impl<G: Gpu> CudaForward<G> {
         x: &G::Memory,
         y: &G::Memory,
         m: u32,
-        n: u64,
-        k: u64,
     ) -> Result<(), DeviceError> {
-        let matmul = linear_matmul(linear, x, y, m, n, k);
+        let matmul = linear_matmul(linear, x, y, m);
         // SAFETY: x and y have room for the largest batch, and the weight is [n, k].
         unsafe { gpu.matmul(self.half, &matmul) }
     }
@@ -257,11 +260,22 @@ impl<G: Gpu> CudaForward<G> {
         let head_dim = self.config.head_dim;
         let blocks = attention_blocks(&gpu.profile(), head_dim as u32, self.kv_layers.store(), step.mixed);
         let pending = self.delta_is_pending();
-        for (index, layer) in self.weights.layers.iter().enumerate() {
+        // Layers of each kind are counted by themselves.
+        let (mut attentive, mut recurrent) = (0.., 0..);
+        for (index, (layer, spec)) in self.weights.layers.iter().zip(&self.config.layers).enumerate() {
             let post_norms = layer.post_norms.as_ref();
-            self.norm(gpu, &layer.attention_norm, step.rows, pending && index > 0, None)?;
-            self.attend(gpu, step, metadata, index, blocks)?;
-            self.end_part(gpu, post_norms.map(|(attention, _)| attention), step.rows)?;
+            self.norm(gpu, &layer.mixer_norm, step.rows, pending && index > 0, None)?;
+            match &layer.mixer {
+                DeviceMixer::Attention(attention) => {
+                    let rope = spec.attention().map_or(0, |attention| attention.rope);
+                    let index = attentive.next().unwrap_or_default();
+                    self.attend(gpu, step, metadata, (index, attention, rope), blocks)?;
+                }
+                DeviceMixer::Delta(delta) => {
+                    self.recur(gpu, step, metadata, (recurrent.next().unwrap_or_default(), delta))?;
+                }
+            }
+            self.end_part(gpu, post_norms.map(|(mixer, _)| mixer), step.rows)?;
             self.norm(gpu, &layer.mlp_norm, step.rows, pending, None)?;
             self.mlp(gpu, layer, step.rows)?;
             self.end_part(gpu, post_norms.map(|(_, mlp)| mlp), step.rows)?;
@@ -311,40 +325,33 @@ impl<G: Gpu> CudaForward<G> {
         unsafe { embedding(gpu, self.half, scaled, &p) }
     }
 
-    /// Runs the attention of layer `index` from its normalized input (`normed`) to its output projection
+    /// Runs a layer's attention, the layer `index` of those that have it, from its normalized input (`normed`) to its output projection
     /// (`delta`), on `blocks` thread blocks. Writes the keys and values of the step's tokens.
     fn attend(
         &self,
         gpu: &G,
         step: &StepShape,
         metadata: u64,
-        index: usize,
+        (index, layer, rope): (usize, &DeviceAttention<G::Memory>, usize),
         blocks: u32,
     ) -> Result<(), DeviceError> {
-        let (shapes, half, rows) = (&self.shapes, self.half, step.rows);
-        let (layer, layout, kv_layers) = (&self.weights.layers[index], &step.layout, &self.kv_layers);
+        let (half, rows) = (self.half, step.rows);
+        let (layout, kv_layers, buffers) = (&step.layout, &self.kv_layers, &self.buffers);
         let at = |section: usize| metadata + section as u64;
         let ModelConfig { heads, kv_heads, head_dim, norm_eps, .. } = self.config;
         let (store, block_tokens) = (kv_layers.store(), kv_layers.plan().shape().block_tokens());
         let (block_numbers, layer_offset) = kv_layers.numbers(index);
         let (view, part, window) = kv_layers.of_layer(index);
-        self.linear(
-            gpu,
-            &layer.attention.qkv,
-            &self.buffers.normed,
-            &self.buffers.qkv,
-            rows,
-            shapes.qkv(),
-            shapes.hidden,
-        )?;
-        let norms = layer.attention.qk_norm.as_ref();
+        self.linear(gpu, &layer.qkv, &buffers.normed, &buffers.projected, rows)?;
+        if let Some(gates) = &layer.gates {
+            self.linear(gpu, gates, &buffers.normed, &buffers.gates, rows)?;
+        }
+        let norms = layer.qk_norm.as_ref();
         let p = QkvParams {
-            qkv: self.buffers.qkv.address(),
+            qkv: buffers.projected.address(),
             q_norm: norms.map_or(0, |(q, _)| q.address()),
             k_norm: norms.map_or(0, |(_, k)| k.address()),
-            angles: self.buffers.angles.address()
-                + self.config.layers[index].attention().map_or(0, |attention| attention.rope) as u64
-                    * self.angle_bytes,
+            angles: buffers.angles.address() + rope as u64 * self.angle_bytes,
             positions: at(layout.positions),
             places: at(layout.kv_indices(part)),
             kv: self.kv.address(),
@@ -360,15 +367,15 @@ impl<G: Gpu> CudaForward<G> {
         // SAFETY: positions are below the context; KV indices are in the pool and all different.
         unsafe { finish_qkv(gpu, half, store, &p) }?;
         let p = AttentionParams {
-            qkv: self.buffers.qkv.address(),
-            out: self.buffers.attended.address(),
+            qkv: buffers.projected.address(),
+            out: buffers.mixed.address(),
             kv: self.kv.address(),
             items: at(layout.items(view)),
             item_count: at(layout.item_count(view)),
             tables: at(layout.tables),
-            partial_sums: self.buffers.partial_sums.address(),
-            partial_tops: self.buffers.partial_tops.address(),
-            counters: self.buffers.counters.address(),
+            partial_sums: buffers.partial_sums.address(),
+            partial_tops: buffers.partial_tops.address(),
+            counters: buffers.counters.address(),
             block_numbers,
             layer_offset,
             heads: heads as u32,
@@ -380,48 +387,73 @@ impl<G: Gpu> CudaForward<G> {
         };
         // SAFETY: the plan was built from this batch, whose block tables cover all positions.
         unsafe { attention(gpu, half, store, head_dim as u32, step.mixed, blocks, &p) }?;
-        let queries = shapes.heads * shapes.head_dim;
-        self.linear(
-            gpu,
-            &layer.attention.output,
-            &self.buffers.attended,
-            &self.buffers.delta,
+        if layer.gates.is_some() {
+            let elements = u64::from(rows) * self.shapes.queries();
+            let p = OutputGateParams { x: buffers.mixed.address(), gates: buffers.gates.address(), elements };
+            // SAFETY: both buffers have room for the largest batch.
+            unsafe { output_gate(gpu, half, &p) }?;
+        }
+        self.linear(gpu, &layer.output, &buffers.mixed, &buffers.delta, rows)
+    }
+
+    /// Runs the recurrent layer `index`, counted among those, from its normalized input (`normed`) to its output projection (`delta`).
+    /// Updates the states of the step's sequences.
+    fn recur(
+        &self,
+        gpu: &G,
+        step: &StepShape,
+        metadata: u64,
+        (index, layer): (usize, &DeviceDelta<G::Memory>),
+    ) -> Result<(), DeviceError> {
+        let (rows, layout, buffers) = (step.rows, &step.layout, &self.buffers);
+        let Some(layers) = self.shapes.recurrent else { return Ok(()) };
+        let shape = layers.shape();
+        let at = |section: usize| metadata + section as u64;
+        let place_bytes = self.shapes.state_place_bytes() / layers.count() as u64;
+        self.linear(gpu, &layer.inputs, &buffers.normed, &buffers.projected, rows)?;
+        let p = DeltaParams {
+            projected: buffers.projected.address(),
+            convolved: buffers.convolved.address(),
+            factors: buffers.factors.address(),
+            out: buffers.mixed.address(),
+            convolution: layer.convolution.address(),
+            decay: layer.decay.address(),
+            decay_bias: layer.decay_bias.address(),
+            norm: layer.norm.address(),
+            pool: self.kv.address(),
+            sequences: at(layout.sequences),
+            sequence_count: at(layout.sequence_count),
+            row_sequences: at(layout.row_sequences),
+            tables: at(layout.tables),
+            places: buffers.state_places.address() + index as u64 * place_bytes,
+            block_bytes: self.kv_layers.plan().block_bytes(),
             rows,
-            shapes.hidden,
-            queries,
-        )
+            stride: layer.inputs.stride(),
+            key_heads: shape.key_heads as u32,
+            value_heads: shape.value_heads as u32,
+            key_dim: shape.key_dim as u32,
+            value_dim: shape.value_dim as u32,
+            tiled: shape.tiled.into(),
+            taps: shape.taps as u32,
+            log: shape.log() as u32,
+            inputs: shape.inputs() as u32,
+            norm_eps: self.config.norm_eps,
+            unused: 0,
+        };
+        // SAFETY: buffers have room for the largest batch; each sequence has blocks of its own, in which the plan has placed all pieces.
+        unsafe { delta(gpu, self.half, &p) }?;
+        self.linear(gpu, &layer.output, &buffers.mixed, &buffers.delta, rows)
     }
 
     /// Runs a layer's MLP from its normalized input (`normed`) to its down projection (`delta`).
-    fn mlp(&self, gpu: &G, layer: &WeightLayer<G::Memory>, rows: u32) -> Result<(), DeviceError> {
-        let shapes = &self.shapes;
-        let width = 2 * shapes.inner;
-        let matmul = linear_matmul(
-            &layer.gate_up,
-            &self.buffers.normed,
-            &self.buffers.gate_up,
-            rows,
-            width,
-            shapes.hidden,
-        );
+    fn mlp(&self, gpu: &G, layer: &DeviceLayer<G::Memory>, rows: u32) -> Result<(), DeviceError> {
+        let buffers = &self.buffers;
+        let matmul = linear_matmul(&layer.gate_up, &buffers.normed, &buffers.gate_up, rows);
         // SAFETY: buffers have room for the largest batch, and the weight is [n, k].
         unsafe {
-            gpu.matmul_gated(
-                self.half,
-                self.config.arithmetic.activation,
-                &matmul,
-                self.buffers.gated.address(),
-            )
+            gpu.matmul_gated(self.half, self.config.arithmetic.activation, &matmul, buffers.gated.address())
         }?;
-        self.linear(
-            gpu,
-            &layer.down,
-            &self.buffers.gated,
-            &self.buffers.delta,
-            rows,
-            shapes.hidden,
-            shapes.inner,
-        )
+        self.linear(gpu, &layer.down, &buffers.gated, &buffers.delta, rows)
     }
 
     /// Scores `count` rows from the `first` scored one on.
@@ -492,7 +524,7 @@ fn upload_rope_tables<G: Gpu>(
 ) -> Result<(), DeviceError> {
     for (index, rope) in config.ropes.iter().enumerate() {
         for first in (0..context).step_by(ROPE_POSITIONS as usize) {
-            let part = rope_table(rope, config.head_dim, first..context.min(first + ROPE_POSITIONS));
+            let part = rope_table(rope, config, first..context.min(first + ROPE_POSITIONS));
             let row = index * context as usize + first as usize;
             gpu.upload(tables, row * config.head_dim * 4, bytes_of(&part))?;
         }
@@ -500,10 +532,12 @@ fn upload_rope_tables<G: Gpu>(
     Ok(())
 }
 
-/// Returns the RoPE table of some positions, [positions, head_dim / 2, (cos, sin)]. The angle is rounded to f32
-/// as in training; its sine and cosine are computed in f64.
-fn rope_table(rope: &Rope, head_dim: usize, positions: Range<u32>) -> Vec<f32> {
-    let frequencies = inverse_frequencies(head_dim, rope.theta, &rope.scaling);
+/// Returns the RoPE table of some positions, [positions, head_dim / 2, (cos, sin)]; elements that are not rotated, the last ones, have angle
+/// 0. The angle is rounded to f32 as in training; its sine and cosine are computed in f64.
+fn rope_table(rope: &Rope, config: &ModelConfig, positions: Range<u32>) -> Vec<f32> {
+    let ModelConfig { head_dim, rotated_dim, .. } = *config;
+    let mut frequencies = inverse_frequencies(rotated_dim, rope.theta, &rope.scaling);
+    frequencies.resize(head_dim / 2, 0.0);
     let mut angles = Vec::with_capacity(positions.len() * head_dim);
     for position in positions {
         for frequency in &frequencies {

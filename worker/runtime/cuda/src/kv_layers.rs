@@ -2,7 +2,8 @@
 
 use inflight_kernels::cuda::{ATTENTION_KEY_TILE, KvStore};
 use inflight_models::{LayerSpec, ModelConfig};
-use inflight_runtime::{GroupMemory, KvPlan, KvPlanError, LayerRows};
+use inflight_runtime::recurrent::RecurrentLayers;
+use inflight_runtime::{GroupMemory, KvPlan, KvPlanError, LayerRows, StatePlace};
 
 /// One of the blocks that a group of layers needs for a span of tokens. Its layers share KV indices and block tables.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -48,6 +49,8 @@ pub(super) struct KvLayers {
     windows: Vec<KvWindow>,
     views: Vec<KvView>,
     layers: Vec<KvLayer>,
+    /// Places of the pieces of a state, by recurrent layer.
+    state_places: Vec<Vec<StatePlace>>,
 }
 
 /// Returns the index of `item` in `items`, to which it is appended if it is not there.
@@ -78,7 +81,9 @@ impl KvLayers {
         let windows = config.layers.iter().filter_map(LayerSpec::attention).map(|attention| attention.window);
         let of_layers: Vec<Option<u32>> = windows.collect();
         let all: Vec<LayerRows> = of_layers.iter().map(|window| rows(*window)).collect();
-        let plan = KvPlan::new(block_tokens, context_tokens, &all)?;
+        let recurrent = RecurrentLayers::of(config);
+        let plan = RecurrentLayers::plan(recurrent, block_tokens, context_tokens, &all)?;
+        let state_places = recurrent.map_or_else(Vec::new, |layers| layers.places(&plan));
         let (mut windows, mut views) = (Vec::new(), Vec::new());
         let groups = plan.shape();
         let groups = groups.groups().iter().enumerate();
@@ -91,7 +96,7 @@ impl KvLayers {
             KvLayer { view: index_of(&mut views, KvView { part, plan }), offset: place.offset }
         });
         let layers = layers.collect();
-        Ok(Self { plan, store, parts, windows, views, layers })
+        Ok(Self { plan, store, parts, windows, views, layers, state_places })
     }
 
     /// Plan of the blocks.
@@ -124,14 +129,36 @@ impl KvLayers {
         &self.views
     }
 
-    /// Returns the view of a layer, its part, and the window of its attention.
+    /// Returns the blocks of a sequence's recurrent state.
+    pub(super) fn state_blocks(&self) -> usize {
+        self.plan.shape().state_blocks() as usize
+    }
+
+    /// Returns the maximum sequences of a batch of `rows` rows, as far as recurrent layers read which rows are whose; 0 without those.
+    pub(super) fn sequences_max(&self, rows: usize) -> usize {
+        if self.state_blocks() > 0 { rows } else { 0 }
+    }
+
+    /// Places of the pieces of a state, by recurrent layer.
+    pub(super) fn state_places(&self) -> &[Vec<StatePlace>] {
+        &self.state_places
+    }
+
+    /// Returns the maximum block copies of a step of `slots` sequences: a block that is shared and written to, the snapshot that a sequence
+    /// resumes from, and one that it leaves.
+    pub(super) fn copies_max(&self, slots: u32) -> usize {
+        let snapshot = self.plan.snapshot_blocks() as usize;
+        (slots as usize).saturating_mul(1 + 2 * snapshot)
+    }
+
+    /// Returns the view of a layer, counted among those with attention, its part, and the window of its attention.
     pub(super) fn of_layer(&self, layer: usize) -> (usize, usize, Option<u32>) {
         let view = self.layers[layer].view;
         let KvView { part, plan } = self.views[view];
         (view, part, self.windows[plan].window)
     }
 
-    /// Returns the stride between blocks and the offset of a layer's keys within a block, in elements as the kernels count them.
+    /// Returns the stride between blocks and the offset within a block of the keys of a layer, counted among those with attention, in elements as the kernels count them.
     pub(super) fn numbers(&self, layer: usize) -> (u64, u64) {
         (self.plan.block_bytes() / self.store.unit(), self.layers[layer].offset / self.store.unit())
     }
@@ -148,8 +175,9 @@ impl KvLayers {
             slots.saturating_mul(each(1) + 1).saturating_add(ahead).min(slots.saturating_mul(each(u32::MAX)))
         };
         let all: usize = self.parts.iter().map(entries).fold(0, usize::saturating_add);
+        let states = slots.saturating_mul(self.state_blocks());
         // Unused entries in front, if all groups have windows.
-        all.saturating_add(context_tokens.div_ceil(block_tokens) as usize)
+        all.saturating_add(states).saturating_add(context_tokens.div_ceil(block_tokens) as usize)
     }
 }
 

@@ -2,7 +2,7 @@
 //! that is free when loading begins.
 
 use inflight_models::ModelConfig;
-use inflight_runtime::{Capabilities, MemoryNeeds, RuntimeFacts, SCORES_MAX};
+use inflight_runtime::{Capabilities, MemoryNeeds, RuntimeFacts, SCORES_MAX, recurrent};
 
 use super::error::Error as LoadError;
 use super::kv_layers::KvLayers;
@@ -60,7 +60,8 @@ impl LoadPlan {
             samples: samples as usize,
             scores: SCORES_MAX as usize,
             items: (rows + PARTIALS) as usize,
-            copies: options.slots as usize,
+            copies: kv_layers.copies_max(options.slots),
+            sequences: kv_layers.sequences_max(rows as usize),
             parts: kv_layers.parts().len(),
             views: kv_layers.views().len(),
             table_entries: table_entries.min(1 << 24),
@@ -137,8 +138,8 @@ impl LoadPlan {
             slots: options.slots,
             batch_tokens: options.batch_tokens,
             sample_rows: options.sample_rows(),
-            snapshot: None,
-            sequence_drafts: u32::MAX,
+            snapshot: recurrent::snapshot(self.kv_layers.plan()),
+            sequence_drafts: recurrent::sequence_drafts(self.kv_layers.plan()),
             predicted_drafts: 0,
             depth: DEPTH,
             // Known when all ranks have read their tensors.

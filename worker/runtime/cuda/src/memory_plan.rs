@@ -161,6 +161,8 @@ mod tests {
         head_dim: 128,
         logits: 128_256,
         gathered: 0,
+        output_gate: false,
+        recurrent: None,
     };
     const LARGE: BufferLimits =
         BufferLimits { rows: 8192, samples: 256, slots: 256, context: 131_072, metadata: 12 << 20 };
@@ -204,6 +206,8 @@ mod tests {
                 head_dim,
                 logits: vocabulary * 8,
                 gathered: if gathers { vocabulary * 8 + 512 } else { 0 },
+                output_gate: gathers,
+                recurrent: None,
             },
         )
     }

@@ -2,7 +2,8 @@
 //! one upload.
 
 use inflight_kernels::cuda::{
-    AttentionItem, AttentionPlan, PlanShape, PlannedSequence, SamplingRow, ScoreRow, SplitKernels, as_bytes,
+    AttentionItem, AttentionPlan, DeltaSequence, PlanShape, PlannedSequence, SamplingRow, ScoreRow,
+    SplitKernels, as_bytes,
 };
 use inflight_runtime::{Batch, Error};
 
@@ -14,6 +15,10 @@ use super::step_graph::StepGraph;
 const FEEDBACK: u32 = 1 << 31;
 /// KV index of padding rows, which write no keys and values.
 const PADDING_KV_INDEX: u32 = u32::MAX;
+/// Sequence of padding rows, which recurrent layers leave out.
+const PADDING_SEQUENCE: u32 = u32::MAX;
+/// Maximum block copies of a launch: rows of its grid.
+const COPIES_MAX: u32 = 65_535;
 /// Byte alignment of sections.
 const ALIGN: usize = 256;
 
@@ -32,6 +37,8 @@ pub(super) struct MetadataCapacity {
     pub(super) parts: usize,
     /// Views of the KV pool, which have attention items of their own.
     pub(super) views: usize,
+    /// Sequences, of which recurrent layers read the rows; 0 without those.
+    pub(super) sequences: usize,
     /// Entries of all block tables.
     pub(super) table_entries: usize,
 }
@@ -48,6 +55,11 @@ pub(super) struct MetadataLayout {
     item_counts: usize,
     items: usize,
     item_bytes: usize,
+    /// Number of sequences, and what recurrent layers read of each.
+    pub(super) sequence_count: usize,
+    pub(super) sequences: usize,
+    /// Index of the sequence of each row, if there are recurrent layers.
+    pub(super) row_sequences: usize,
     pub(super) tables: usize,
     pub(super) sampling: usize,
     pub(super) scored_rows: usize,
@@ -76,6 +88,9 @@ impl MetadataLayout {
             item_counts: section(capacity.views * 4),
             items: section(capacity.views * item_bytes),
             item_bytes,
+            sequence_count: section(capacity.sequences.min(1) * 4),
+            sequences: section(capacity.sequences * size_of::<DeltaSequence>()),
+            row_sequences: section(if capacity.sequences > 0 { capacity.rows * 4 } else { 0 }),
             tables: section(capacity.table_entries * 4),
             sampling: section(capacity.samples * size_of::<SamplingRow>()),
             scored_rows: section(capacity.scores * 4),
@@ -130,9 +145,14 @@ pub(super) struct MetadataPacker {
     /// Block tables of all parts, and where those of each part begin.
     tables: Vec<u32>,
     table_starts: Vec<u32>,
+    /// Where the blocks of the states begin in `tables`.
+    states_start: u32,
     /// Last step that wrote to each block, by block.
     written: Vec<u64>,
     step: u64,
+    /// Last group of block copies that read and that wrote each block, by block.
+    copied: Vec<[u64; 2]>,
+    copy_group: u64,
 }
 
 /// Model and device properties that packing depends on.
@@ -159,6 +179,7 @@ impl PackerConfig {
             copies: 0,
             parts: self.kv_layers.parts().len(),
             views: self.kv_layers.views().len(),
+            sequences: self.kv_layers.sequences_max(graph.rows() as usize),
             table_entries: 0,
         }
     }
@@ -169,8 +190,10 @@ impl PackerConfig {
         let capacity = MetadataCapacity { samples: samples as usize, ..self.graph_capacity(graph) };
         let layout = MetadataLayout::new(&capacity);
         let mut packed = vec![0u8; layout.bytes];
-        for part in 0..capacity.parts {
-            packed[layout.kv_indices(part)..][..graph.rows() as usize * 4].fill(0xff);
+        let mut pad = |at: usize| packed[at..][..graph.rows() as usize * 4].fill(0xff);
+        (0..capacity.parts).for_each(|part| pad(layout.kv_indices(part)));
+        if capacity.sequences > 0 {
+            pad(layout.row_sequences);
         }
         let step = StepShape {
             layout,
@@ -202,6 +225,7 @@ impl MetadataPacker {
     fn assign_kv_indices(&mut self, batch: &Batch, config: &PackerConfig) -> Result<(), Error> {
         self.step += 1;
         self.written.resize(config.blocks as usize, 0);
+        self.copied.resize(config.blocks as usize, [0; 2]);
         let shape = config.kv_layers.plan().shape();
         let block_tokens = shape.block_tokens();
         self.kv_indices.resize_with(config.kv_layers.parts().len(), Vec::new);
@@ -227,7 +251,15 @@ impl MetadataPacker {
                 }
             }
         }
-        Ok(())
+        let mut states = batch.states.iter();
+        match states
+            .find(|block| std::mem::replace(&mut self.written[**block as usize], self.step) == self.step)
+        {
+            Some(block) => {
+                Err(Error::Malformed(format!("block {block} of a state is written from two places")))
+            }
+            None => Ok(()),
+        }
     }
 
     /// Concatenates the block tables of all parts. Kernels index a sequence's table by absolute span, so an attention item points at the
@@ -255,6 +287,8 @@ impl MetadataPacker {
                 _ => self.tables.extend(tables.blocks.iter().skip(*part).step_by(stride as usize)),
             }
         }
+        self.states_start = self.tables.len() as u32;
+        self.tables.extend_from_slice(&batch.states);
     }
 
     /// Plans the attention of a batch for each distinct window. The items' table offsets are relative to the first table of a part.
@@ -279,6 +313,56 @@ impl MetadataPacker {
                 });
             }
             plan.make(&self.sequences, &PlanShape { window: *window, ..config.plan });
+        }
+    }
+
+    /// Groups block copies into ranges in which no copy reads or writes a block that another one writes, each of at most
+    /// [`COPIES_MAX`] copies.
+    fn copy_groups(&mut self, batch: &Batch) -> Vec<(u32, u32)> {
+        let mut groups: Vec<(u32, u32)> = Vec::new();
+        for (i, copy) in batch.copies.iter().enumerate() {
+            let (i, [from, to]) = (i as u32, [copy.from, copy.to].map(|block| block as usize));
+            let [[_, from_written], [to_read, to_written]] = [self.copied[from], self.copied[to]];
+            let conflicts = [from_written, to_written, to_read].contains(&self.copy_group);
+            match groups.last_mut() {
+                Some(group) if !conflicts && i - group.0 < COPIES_MAX => group.1 = i + 1,
+                _ => {
+                    self.copy_group += 1;
+                    groups.push((i, i + 1));
+                }
+            }
+            self.copied[from][0] = self.copy_group;
+            self.copied[to][1] = self.copy_group;
+        }
+        groups
+    }
+
+    /// Writes what recurrent layers read: the rows of each sequence, and the sequence of each row.
+    fn put_sequences(
+        &self,
+        batch: &Batch,
+        layout: &MetadataLayout,
+        state_blocks: u32,
+        padded_rows: usize,
+        put: &mut impl FnMut(usize, &[u8]),
+    ) {
+        put(layout.sequence_count, &(batch.sequences() as u32).to_ne_bytes());
+        for s in 0..batch.sequences() {
+            let (row, end) = (batch.starts[s], batch.starts[s + 1]);
+            let sequence = DeltaSequence {
+                row,
+                rows: end - row,
+                position: batch.positions[row as usize],
+                drafts: batch.drafts[s],
+                table: self.states_start + s as u32 * state_blocks,
+            };
+            put(layout.sequences + s * size_of::<DeltaSequence>(), as_bytes(&sequence));
+            for row in row..end {
+                put(layout.row_sequences + row as usize * 4, &(s as u32).to_ne_bytes());
+            }
+        }
+        for row in batch.rows()..padded_rows {
+            put(layout.row_sequences + row * 4, &PADDING_SEQUENCE.to_ne_bytes());
         }
     }
 
@@ -317,13 +401,14 @@ impl MetadataPacker {
             copies: batch.copies.len(),
             parts: config.kv_layers.parts().len(),
             views: config.kv_layers.views().len(),
+            sequences: config.kv_layers.sequences_max(batch.sequences()),
             table_entries: self.tables.len(),
         };
         // A captured graph reads from fixed offsets.
         let capacity = graph.map_or(counted, |graph| {
-            let MetadataCapacity { rows, sampled_rows, items, .. } = config.graph_capacity(graph);
+            let MetadataCapacity { rows, sampled_rows, items, sequences, .. } = config.graph_capacity(graph);
             let samples = graph.logits_rows().map_or(counted.samples, |rows| rows as usize);
-            MetadataCapacity { rows, sampled_rows, items, samples, ..counted }
+            MetadataCapacity { rows, sampled_rows, items, samples, sequences, ..counted }
         });
         let layout = MetadataLayout::new(&capacity);
         let (padded_rows, samples) = (capacity.rows, capacity.samples);
@@ -366,13 +451,16 @@ impl MetadataPacker {
                 put(layout.items(i) + j * size_of::<AttentionItem>(), as_bytes(&item));
             }
         }
+        if capacity.sequences > 0 {
+            self.put_sequences(batch, &layout, config.kv_layers.state_blocks() as u32, padded_rows, &mut put);
+        }
         put(layout.tables, bytes_of(&self.tables));
         Ok(StepShape {
             layout,
             rows: padded_rows as u32,
             samples: samples as u32,
             scores: batch.scores.len() as u32,
-            copies: copy_groups(batch),
+            copies: self.copy_groups(batch),
             mixed: graph.map_or(mixed, |graph| config.mixed(graph)),
             drafted: batch.samples.iter().any(|sample| sample.drafted),
             split_kernels: SplitKernels::of(sampling, config.vocabulary),
@@ -392,24 +480,6 @@ fn put_scores_and_copies(batch: &Batch, layout: &MetadataLayout, put: &mut impl 
         put(layout.copies + i * 8, &copy.from.to_ne_bytes());
         put(layout.copies + i * 8 + 4, &copy.to.to_ne_bytes());
     }
-}
-
-/// Groups block copies into ranges in which no copy reads or writes a block that another one writes.
-fn copy_groups(batch: &Batch) -> Vec<(u32, u32)> {
-    let mut groups: Vec<(u32, u32)> = Vec::new();
-    for (i, copy) in batch.copies.iter().enumerate() {
-        let i = i as u32;
-        let conflicts = groups.last().is_none_or(|(first, _)| {
-            batch.copies[*first as usize..i as usize]
-                .iter()
-                .any(|earlier| [copy.from, copy.to].contains(&earlier.to) || earlier.from == copy.to)
-        });
-        match groups.last_mut() {
-            Some(group) if !conflicts => group.1 = i + 1,
-            _ => groups.push((i, i + 1)),
-        }
-    }
-    groups
 }
 
 #[cfg(test)]

@@ -1,5 +1,6 @@
 //! GEMM shapes and weight addresses of a model, for planning and autotuning before the first step.
 
+use super::device_layer::{DeviceLayer, DeviceLinear, LinearRole};
 use super::gpu::{BiasAddresses, GpuMemory, Matmul};
 use super::shapes::ModelShapes;
 use super::shard_plan::ShardPlan;
@@ -48,26 +49,16 @@ pub(super) fn model_gemms<M: GpuMemory>(
     shard_plan: &ShardPlan,
     vocabulary: usize,
 ) -> Vec<ModelGemm> {
-    let queries = shapes.heads * shapes.head_dim;
-    let layer_shapes = [
-        (shapes.qkv(), shapes.hidden),
-        (shapes.hidden, queries),
-        (2 * shapes.inner, shapes.hidden),
-        (shapes.hidden, shapes.inner),
-    ];
-    let mut gemms: Vec<ModelGemm> = Vec::new();
-    for (index, (n, k)) in layer_shapes.into_iter().enumerate() {
-        let operands = weights.layers.iter().map(|layer| {
-            let linear = layer.linears()[index];
-            GemmOperand { weight: linear.matrix.address(), bias: linear.bias() }
-        });
-        gemms.push(ModelGemm {
-            n: n as u32,
-            k: k as u32,
-            stride: n as u32,
-            f32_out: false,
-            operands: operands.collect(),
-        });
+    let mut gemms: Vec<(LinearRole, ModelGemm)> = Vec::new();
+    for (role, linear) in weights.layers.iter().flat_map(DeviceLayer::linears) {
+        let operand = GemmOperand { weight: linear.matrix.address(), bias: linear.bias() };
+        match gemms.iter_mut().find(|(known, _)| *known == role) {
+            Some((_, gemm)) => gemm.operands.push(operand),
+            None => {
+                let (n, k, stride) = (linear.n, linear.k, linear.stride());
+                gemms.push((role, ModelGemm { n, k, stride, f32_out: false, operands: vec![operand] }));
+            }
+        }
     }
     let (n, stride) = match shard_plan.collective_shards() {
         Some(shards) => {
@@ -75,12 +66,12 @@ pub(super) fn model_gemms<M: GpuMemory>(
         }
         None => (vocabulary as u64, shapes.logits),
     };
-    gemms.push(ModelGemm {
+    let head = ModelGemm {
         n: n as u32,
         k: shapes.hidden as u32,
         stride: stride as u32,
         f32_out: true,
         operands: vec![GemmOperand { weight: weights.head(), bias: None }],
-    });
-    gemms
+    };
+    gemms.into_iter().map(|(_, gemm)| gemm).chain([head]).collect()
 }

@@ -2,9 +2,10 @@
 
 use inflight_kernels::cpu::Activation;
 use inflight_kernels::cuda::{
-    DeviceError, HEAD_DIMS, HalfDtype, PlanShape, SamplingResult, SamplingRow, attention_blocks,
+    DELTA_COLUMNS, DELTA_KEY_DIMS, DeviceError, HEAD_DIMS, HalfDtype, PlanShape, SamplingResult, SamplingRow,
+    attention_blocks,
 };
-use inflight_models::{self as models, Arithmetic, ModelConfig, NormPlaces};
+use inflight_models::{self as models, Arithmetic, DeltaSpec, ModelConfig, NormPlaces};
 use inflight_runtime::{
     Batch, Capabilities, Error, PositionLogprobs, PromptLogprobs, Sampled, Slot, SlotSetup, TokenLogprob,
     TokenMasks,
@@ -58,6 +59,8 @@ fn is_proven(config: &ModelConfig) -> bool {
         && score_size == config.head_dim as f64
         && !scaled_embedding
         && !output_gate
+        && config.rotated_dim == config.head_dim
+        && config.delta.is_none()
         && config.ropes.len() == 1
 }
 
@@ -96,6 +99,16 @@ pub(super) fn check_model(
             found,
             format!("up to {QUERIES_PER_KEY_MAX} heads on one, on CUDA"),
         );
+    }
+    if let Some(DeltaSpec { key_dim, value_dim, .. }) = config.delta {
+        if !DELTA_KEY_DIMS.contains(&(key_dim as u32)) {
+            let supported = format!("{DELTA_KEY_DIMS:?} on CUDA; --device cpu computes this model");
+            return unsupported("linear_key_head_dim", key_dim.to_string(), supported);
+        }
+        if !value_dim.is_multiple_of(DELTA_COLUMNS as usize) {
+            let supported = format!("multiples of {DELTA_COLUMNS} on CUDA; --device cpu computes this model");
+            return unsupported("linear_value_head_dim", value_dim.to_string(), supported);
+        }
     }
     for (field, width) in
         [("hidden_size", config.hidden_size), ("intermediate_size", config.intermediate_size)]

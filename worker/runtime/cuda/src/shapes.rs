@@ -1,6 +1,9 @@
 //! What the sizes of device buffers depend on: shapes of the model's shard, and limits of batches.
 
+use inflight_kernels::cpu::DeltaShape;
+use inflight_kernels::cuda::DeltaPlace;
 use inflight_models::ModelConfig;
+use inflight_runtime::recurrent::RecurrentLayers;
 use inflight_runtime::sharding::Shard;
 
 use super::step_graph::StepGraphs;
@@ -27,11 +30,20 @@ pub(super) struct ModelShapes {
     pub(super) logits: u64,
     /// Elements of a row of all ranks' gathered logits; 0 without collectives.
     pub(super) gathered: u64,
+    /// Whether the outputs of attention are gated.
+    pub(super) output_gate: bool,
+    /// Recurrent layers, if there are some.
+    pub(super) recurrent: Option<RecurrentLayers>,
+}
+
+/// Returns the elements between the starts of two rows of the output of a GEMM with `n` columns.
+pub(super) fn output_stride(n: u64) -> u64 {
+    n.next_multiple_of(8)
 }
 
 /// Returns the elements between the starts of two rows of logits.
 fn logits_stride(vocabulary: usize) -> usize {
-    vocabulary.next_multiple_of(8)
+    output_stride(vocabulary as u64) as usize
 }
 
 /// Returns the elements of a row of all ranks' logits, each rank's part padded to the largest.
@@ -57,12 +69,57 @@ impl ModelShapes {
             kv_heads: config.kv_heads as u64,
             head_dim: config.head_dim as u64,
             logits: logits_stride(config.vocab_size) as u64,
+            output_gate: config.arithmetic.output_gate,
+            recurrent: RecurrentLayers::of(config),
         }
     }
 
     /// Returns the output columns of the QKV GEMM.
     pub(super) fn qkv(&self) -> u64 {
         (self.heads + 2 * self.kv_heads) * self.head_dim
+    }
+
+    /// Returns the elements of the outputs of attention.
+    pub(super) fn queries(&self) -> u64 {
+        self.heads * self.head_dim
+    }
+
+    /// Returns the output columns of the GEMM of the gates of attention; 0 without gates.
+    pub(super) fn gates(&self) -> u64 {
+        if self.output_gate { self.queries() } else { 0 }
+    }
+
+    /// Shape of a recurrent layer; of no elements without those.
+    fn delta(&self) -> DeltaShape {
+        self.recurrent.map(|layers| layers.shape()).unwrap_or_default()
+    }
+
+    /// Returns the elements of an output row of the first GEMM of a recurrent layer: inputs of the convolution, gates, inputs of betas and of
+    /// decays.
+    pub(super) fn projected(&self) -> u64 {
+        output_stride(self.delta_channels() + self.delta_values() + self.delta_factors())
+    }
+
+    /// Returns the channels of the convolution of a recurrent layer.
+    pub(super) fn delta_channels(&self) -> u64 {
+        self.delta().channels() as u64
+    }
+
+    /// Returns the elements of the outputs of a recurrent layer, before their projection.
+    pub(super) fn delta_values(&self) -> u64 {
+        self.delta().values() as u64
+    }
+
+    /// Returns the number of betas and decays of a row.
+    pub(super) fn delta_factors(&self) -> u64 {
+        2 * self.delta().value_heads as u64
+    }
+
+    /// Returns the bytes of the places of all recurrent layers' pieces.
+    pub(super) fn state_place_bytes(&self) -> u64 {
+        let of_layer = |shape: DeltaShape| shape.state_pieces().len() + shape.log_pieces().len();
+        let pieces = self.recurrent.map_or(0, |layers| layers.count() * of_layer(layers.shape()));
+        (pieces * size_of::<DeltaPlace>()) as u64
     }
 
     /// Returns the bytes of attention's partial results: of elements, and of maxima and sums.

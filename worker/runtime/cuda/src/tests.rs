@@ -11,6 +11,7 @@ use inflight_kernels::philox4x32;
 use inflight_models::{ModelDir, ModelSource};
 use inflight_runtime::{
     Batch, BlockCopy, Capabilities, Feedback, Runtime, RuntimeFacts, Sampled, SlotSetup, TokenMasks,
+    recurrent,
 };
 use inflight_runtime_cpu::{CpuOptions, CpuRuntime};
 use inflight_worker_core::MemoryShape;
@@ -175,8 +176,8 @@ impl<G: Gpu<Memory = HostMemory>> HarnessRunner<G> {
             slots: SLOTS,
             batch_tokens: 256,
             sample_rows: SLOTS + DRAFT_ROWS,
-            snapshot: None,
-            sequence_drafts: u32::MAX,
+            snapshot: recurrent::snapshot(kv_layers.plan()),
+            sequence_drafts: recurrent::sequence_drafts(kv_layers.plan()),
             predicted_drafts: 0,
             depth: 2,
             fingerprint: String::new(),
@@ -271,7 +272,7 @@ fn on_cpu(model: &ModelDir, block_tokens: u32) -> CpuRuntime {
 /// Test sequences with block tables scattered over the pool.
 struct TestSequences {
     shape: MemoryShape,
-    /// Blocks of each sequence, those of a group behind those of the group before.
+    /// Blocks of each sequence, those of a group behind those of the group before, and those of its state behind them.
     tables: Vec<Vec<u32>>,
     tokens: Vec<Vec<u32>>,
     done: Vec<usize>,
@@ -284,8 +285,9 @@ impl TestSequences {
 
     fn of_shape(lengths: &[usize], vocabulary: u32, shape: MemoryShape, seed: u32) -> Self {
         let word = |i: u32, j: u32| philox4x32([i, j, 0, 0], [seed, 3])[0];
-        let spans = CONTEXT.div_ceil(shape.block_tokens()).min(BLOCKS / SLOTS / shape.span_blocks());
-        let each = spans * shape.span_blocks();
+        let (share, state) = (BLOCKS / SLOTS, shape.state_blocks());
+        let spans = CONTEXT.div_ceil(shape.block_tokens()).min((share - state) / shape.span_blocks());
+        let each = spans * shape.span_blocks() + state;
         // Every fourth block, in descending order.
         let table = |s: u32| (0..each).rev().map(|i| i * SLOTS + s).collect();
         Self {
@@ -339,10 +341,10 @@ fn steps_on_the_harness_yield_the_logits_of_the_cpu_runtime() {
     if !available() {
         return;
     }
-    let archs = [Arch::Llama31, Arch::Mistral, Arch::Qwen2, Arch::Qwen3, Arch::Gemma3];
+    let archs = [Arch::Llama31, Arch::Mistral, Arch::Qwen2, Arch::Qwen3, Arch::Gemma3, Arch::Qwen35];
     for (i, arch) in archs.into_iter().enumerate() {
-        let dtype = [Dtype::Bf16, Dtype::F16, Dtype::Bf16, Dtype::F16, Dtype::F16][i];
-        let block_tokens = [16, 4, 32, 16, 8][i];
+        let dtype = [Dtype::Bf16, Dtype::F16, Dtype::Bf16, Dtype::F16, Dtype::F16, Dtype::F16][i];
+        let block_tokens = [16, 4, 32, 16, 8, 16][i];
         let model = model(arch, dtype, i as u32);
         let (half, fp8) = (KvStore::Half, KvStore::Fp8);
         for (deterministic, store) in [(false, half), (true, half), (false, fp8)] {
@@ -362,7 +364,9 @@ fn yields_the_logits_of_the_cpu_runtime<G: Gpu<Memory = HostMemory>>(
     let (arch, vocabulary) = (model.config().architecture.name(), model.config().vocab_size);
     let mut cpu = on_cpu(model, block_tokens);
     let shape = gpu.runner.capabilities.shape;
-    let mut sequences = TestSequences::of_shape(&[70, 1, 33], vocabulary as u32, shape, 5);
+    // The runtimes may divide their memory in different ways.
+    let of_shape = |shape| TestSequences::of_shape(&[70, 1, 33], vocabulary as u32, shape, 5);
+    let (mut sequences, mut sequences_on_cpu) = (of_shape(shape), of_shape(cpu.capabilities().shape));
     for (slot, tokens) in sequences.tokens.iter().enumerate() {
         gpu.attach(slot as u32, &SamplingParams::greedy(), tokens);
         let setup = SlotSetup {
@@ -384,6 +388,7 @@ fn yields_the_logits_of_the_cpu_runtime<G: Gpu<Memory = HostMemory>>(
             });
         }
         let (tokens, logits) = gpu.step(&batch);
+        let mut batch = sequences_on_cpu.batch(chunks);
         let slots: Vec<u32> = batch.samples.iter().map(|sample| sample.slot).collect();
         let mut reference = Vec::new();
         cpu.execute(&mut batch, &mut reference).unwrap();
@@ -403,6 +408,7 @@ fn yields_the_logits_of_the_cpu_runtime<G: Gpu<Memory = HostMemory>>(
             let best = row[reference[i].token as usize];
             assert!(row[tokens[i].token as usize] >= best - 2.0 * bound, "{arch}, step {step}");
             sequences.tokens[*slot as usize].push(reference[i].token);
+            sequences_on_cpu.tokens[*slot as usize].push(reference[i].token);
         }
     }
     gpu
@@ -413,8 +419,13 @@ fn in_the_deterministic_mode_no_bit_depends_on_chunks_or_batch() {
     if !available() {
         return;
     }
-    let models = [(Arch::Gemma3, KvStore::Half), (Arch::Qwen3, KvStore::Fp8), (Arch::Qwen3, KvStore::Half)];
-    for (arch, store) in models.into_iter().take(if inflight_fixtures::is_thorough() { 3 } else { 2 }) {
+    let models = [
+        (Arch::Gemma3, KvStore::Half),
+        (Arch::Qwen3, KvStore::Fp8),
+        (Arch::Qwen35, KvStore::Half),
+        (Arch::Qwen3, KvStore::Half),
+    ];
+    for (arch, store) in models.into_iter().take(if inflight_fixtures::is_thorough() { 4 } else { 3 }) {
         no_bit_depends_on_chunks_or_batch(arch, store);
     }
 }

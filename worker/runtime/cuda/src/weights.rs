@@ -6,44 +6,23 @@ use std::ops::Range;
 use inflight_kernels::Encoding;
 use inflight_kernels::cuda::{DeviceError, HalfDtype};
 use inflight_models::{
-    self as models, Arithmetic, AttentionWeights, CheckpointDecoder, CheckpointLayer, DecoderLayer,
-    MixerWeights, ModelConfig, ModelDir, StackedLinear, Tensor, VectorKind,
+    self as models, Arithmetic, AttentionWeights, CheckpointDecoder, CheckpointLayer, DeltaWeights,
+    LoadedTensor, MixerWeights, ModelDir, StackedLinear, Tensor,
 };
-use inflight_runtime::sharding::{Alignment, Partition, Shard};
+use inflight_runtime::recurrent::RecurrentVectors;
+use inflight_runtime::sharding::{Alignment, Shard};
 
-use super::gpu::{BiasAddresses, Gpu, GpuMemory, bytes_of};
+use super::device_layer::{DeviceAttention, DeviceDelta, DeviceLayer, DeviceLinear, DeviceMixer};
+use super::gpu::{Gpu, GpuMemory, bytes_of};
+use super::head_order::HeadOrder;
 use super::memory_plan;
+use super::source_matrix::{SourceMatrix, TensorSlice};
 
 /// Tensors of a model in the checkpoint, all present and of the expected shape.
 pub(super) struct SourceTensors {
     decoder: CheckpointDecoder,
     arithmetic: Arithmetic,
-}
-
-/// Row and column range of a tensor.
-struct TensorSlice<'a> {
-    tensor: &'a Tensor,
-    rows: Range<usize>,
-    columns: Range<usize>,
-}
-
-impl<'a> TensorSlice<'a> {
-    fn rows(tensor: &'a Tensor, rows: Range<usize>) -> Self {
-        Self { tensor, rows, columns: 0..tensor.shape[1] }
-    }
-
-    fn whole(tensor: &'a Tensor) -> Self {
-        Self::rows(tensor, 0..tensor.shape[0])
-    }
-
-    fn elements(&self) -> usize {
-        self.rows.len() * self.columns.len()
-    }
-
-    /// Returns whether its rows are as in the file.
-    fn contiguous(&self) -> bool {
-        self.tensor.in_order() && self.columns.len() == self.tensor.shape[1]
-    }
+    order: HeadOrder,
 }
 
 /// Weights of a rank's shard in device memory.
@@ -51,7 +30,7 @@ pub(super) struct DeviceWeights<M> {
     pub(super) embedding: M,
     /// Factor of embeddings, if the model scales them.
     pub(super) embedding_scale: Option<f32>,
-    pub(super) layers: Vec<WeightLayer<M>>,
+    pub(super) layers: Vec<DeviceLayer<M>>,
     pub(super) norm: M,
     /// LM head; `None`: rows of the embedding, from byte `head_offset` on.
     head: Option<M>,
@@ -65,71 +44,20 @@ impl<M: GpuMemory> DeviceWeights<M> {
     }
 }
 
-/// Decoder layer in device memory.
-pub(super) struct WeightLayer<M> {
-    pub(super) attention_norm: M,
-    pub(super) attention: AttentionWeights<M, DeviceLinear<M>>,
-    pub(super) post_norms: Option<(M, M)>,
-    pub(super) mlp_norm: M,
-    pub(super) gate_up: DeviceLinear<M>,
-    pub(super) down: DeviceLinear<M>,
-}
-
-impl<M> WeightLayer<M> {
-    /// Linear layers in the order of the forward pass.
-    pub(super) fn linears(&self) -> [&DeviceLinear<M>; 4] {
-        [&self.attention.qkv, &self.attention.output, &self.gate_up, &self.down]
-    }
-}
-
-/// GEMM operand in device memory, with its bias in both types.
-pub(super) struct DeviceLinear<M> {
-    pub(super) matrix: M,
-    f32_bias: Option<M>,
-    half_bias: Option<M>,
-}
-
-impl<M: GpuMemory> DeviceLinear<M> {
-    pub(super) fn bias(&self) -> Option<BiasAddresses> {
-        let (single, half) = (self.f32_bias.as_ref()?, self.half_bias.as_ref()?);
-        Some(BiasAddresses { f32: single.address(), half: half.address() })
-    }
-}
-
-/// Returns a shard's slices of the matrices of a linear layer.
-fn slices<'a>(linear: &'a StackedLinear, shard: &Shard) -> Vec<TensorSlice<'a>> {
-    match shard.partition(linear.matrix) {
-        Partition::Outputs(outputs) => {
-            let ranges = linear.matrices.iter().zip(outputs);
-            let slices = |(tensor, ranges): (&'a _, Vec<_>)| {
-                ranges.into_iter().map(move |rows| TensorSlice::rows(tensor, rows))
-            };
-            ranges.flat_map(slices).collect()
-        }
-        Partition::Inputs(inputs) => {
-            let slice = |tensor| TensorSlice { columns: inputs.clone(), ..TensorSlice::whole(tensor) };
-            linear.matrices.iter().map(slice).collect()
-        }
-    }
-}
-
-fn elements(slices: &[TensorSlice<'_>]) -> usize {
-    slices.iter().map(TensorSlice::elements).sum()
-}
-
 /// Byte alignment of GEMM operands, which cuBLASLt assumes where it is told nothing else.
 const MATRIX_ALIGN: u64 = 256;
 
 /// Looks up every tensor that the configuration requires.
 ///
 /// # Errors
-/// [`models::Error`]; also for layers without kernels.
+/// [`models::Error`].
 pub(super) fn find(model: &ModelDir) -> Result<SourceTensors, models::Error> {
-    let ModelConfig { delta, arithmetic, rotated_dim, head_dim, .. } = *model.config();
-    if delta.is_some() || arithmetic.output_gate || rotated_dim != head_dim {
-        return Err(no_kernels(model));
-    }
-    Ok(SourceTensors { decoder: model.decoder()?, arithmetic: model.config().arithmetic })
+    let config = model.config();
+    Ok(SourceTensors {
+        decoder: model.decoder()?,
+        arithmetic: config.arithmetic,
+        order: HeadOrder::of(config),
+    })
 }
 
 impl SourceTensors {
@@ -145,8 +73,11 @@ impl SourceTensors {
     pub(super) fn alignment(&self) -> Alignment {
         let mut alignment = Alignment { output: 1, down: 1, delta_output: 1 };
         for layer in &self.decoder.layers {
-            let output = layer.attention().map(|attention| (&attention.output, &mut alignment.output));
-            for (linear, inputs) in output.into_iter().chain([(&layer.down, &mut alignment.down)]) {
+            let (output, inputs) = match &layer.mixer {
+                MixerWeights::Attention(attention) => (&attention.output, &mut alignment.output),
+                MixerWeights::Delta(delta) => (&delta.output, &mut alignment.delta_output),
+            };
+            for (linear, inputs) in [(output, inputs), (&layer.down, &mut alignment.down)] {
                 // Blocks have 32 or 256 elements, so the larger is a multiple of the smaller.
                 let blocks = linear.matrices.iter().map(|matrix| matrix.encoding.block());
                 *inputs = blocks.fold(*inputs, usize::max);
@@ -169,11 +100,15 @@ impl SourceTensors {
         }
     }
 
+    /// Returns the matrices of a shard's layers.
+    fn matrices<'a>(&'a self, shard: &'a Shard) -> impl Iterator<Item = SourceMatrix<'a>> {
+        self.decoder.layers.iter().flat_map(|layer| SourceMatrix::of_layer(layer, shard, self.order))
+    }
+
     /// Returns the bytes of a shard's matrices on the device, without norms and biases, which are small. The
     /// embedding is replicated.
     pub(super) fn bytes(&self, shard: &Shard) -> u64 {
-        let linears = self.decoder.layers.iter().flat_map(CheckpointLayer::linears);
-        let linears: usize = linears.map(|linear| elements(&slices(linear, shard))).sum();
+        let linears: usize = self.matrices(shard).map(|matrix| matrix.elements()).sum();
         let head = match self.head(shard) {
             (_, Some(_)) => 0,
             (head, None) => head.elements(),
@@ -183,8 +118,7 @@ impl SourceTensors {
 
     /// Returns the bytes that the driver uses for a shard's matrices, each allocated separately.
     pub(super) fn allocated_bytes(&self, shard: &Shard) -> u64 {
-        let linears = self.decoder.layers.iter().flat_map(CheckpointLayer::linears);
-        let linears = linears.map(|linear| elements(&slices(linear, shard)));
+        let linears = self.matrices(shard).map(|matrix| matrix.elements());
         let head = match self.head(shard) {
             (_, Some(_)) => 0,
             (head, None) => head.elements(),
@@ -207,6 +141,7 @@ impl SourceTensors {
             gpu,
             shard,
             arithmetic: self.arithmetic,
+            order: self.order,
             half: self.half(),
             done: 0,
             total: self.bytes(shard),
@@ -237,6 +172,7 @@ struct WeightUpload<'a, G> {
     gpu: &'a G,
     shard: &'a Shard,
     arithmetic: Arithmetic,
+    order: HeadOrder,
     half: HalfDtype,
     done: u64,
     total: u64,
@@ -263,17 +199,6 @@ pub(super) enum UploadError {
     Device(#[from] DeviceError),
 }
 
-/// Returns the error for a model with recurrent layers, gated attention or a partial rotary embedding.
-fn no_kernels(model: &ModelDir) -> models::Error {
-    models::Error::Unsupported {
-        file: model.name().to_owned(),
-        field: "architectures".to_owned(),
-        found: format!("{} on a GPU", model.config().architecture.name()),
-        supported: "models without recurrent layers, gated attention and partial rotary embedding; --device cpu computes this one"
-            .to_owned(),
-    }
-}
-
 /// Uploads f32 values.
 fn upload_f32<G: Gpu>(gpu: &G, values: &[f32]) -> Result<G::Memory, DeviceError> {
     let memory = gpu.alloc(values.len() * 4)?;
@@ -282,29 +207,85 @@ fn upload_f32<G: Gpu>(gpu: &G, values: &[f32]) -> Result<G::Memory, DeviceError>
 }
 
 impl<G: Gpu> WeightUpload<'_, G> {
-    fn layer(&mut self, layer: &CheckpointLayer) -> Result<WeightLayer<G::Memory>, UploadError> {
-        let (gpu, arithmetic) = (self.gpu, self.arithmetic);
-        let vector = |kind: VectorKind, vector: &Tensor| {
-            let numbers = vector.to_f32()?;
-            let numbers = if kind == VectorKind::Norm { arithmetic.norm_factors(numbers) } else { numbers };
-            Ok::<_, UploadError>(upload_f32(gpu, &numbers)?)
-        };
-        let layer = layer.try_map(vector, |linear| self.linear(linear))?;
-        let DecoderLayer { mixer_norm, mixer, post_norms, mlp_norm, gate_up, down } = layer;
-        let MixerWeights::Attention(attention) = mixer else {
-            unreachable!("`find` has refused models with other layers")
-        };
-        Ok(WeightLayer { attention_norm: mixer_norm, attention, post_norms, mlp_norm, gate_up, down })
+    fn layer(&mut self, layer: &CheckpointLayer) -> Result<DeviceLayer<G::Memory>, UploadError> {
+        Ok(DeviceLayer {
+            mixer_norm: self.norm(&layer.mixer_norm)?,
+            mixer: match &layer.mixer {
+                MixerWeights::Attention(attention) => DeviceMixer::Attention(self.attention(attention)?),
+                MixerWeights::Delta(delta) => DeviceMixer::Delta(self.delta(delta)?),
+            },
+            post_norms: match &layer.post_norms {
+                Some((mixer, mlp)) => Some((self.norm(mixer)?, self.norm(mlp)?)),
+                None => None,
+            },
+            mlp_norm: self.norm(&layer.mlp_norm)?,
+            gate_up: self.linear(SourceMatrix::of(&layer.gate_up, self.shard))?,
+            down: self.linear(SourceMatrix::of(&layer.down, self.shard))?,
+        })
     }
 
-    fn linear(&mut self, linear: &StackedLinear) -> Result<DeviceLinear<G::Memory>, UploadError> {
+    fn norm(&self, weight: &Tensor) -> Result<G::Memory, UploadError> {
+        Ok(upload_f32(self.gpu, &self.arithmetic.norm_factors(weight.to_f32()?))?)
+    }
+
+    fn attention(
+        &mut self,
+        attention: &AttentionWeights<Tensor, StackedLinear>,
+    ) -> Result<DeviceAttention<G::Memory>, UploadError> {
+        let (shard, order) = (self.shard, self.order);
+        let of_head = |norm: &Tensor| {
+            let factors = self.arithmetic.norm_factors(norm.to_f32()?);
+            Ok::<_, UploadError>(upload_f32(self.gpu, &order.reorder(&factors))?)
+        };
+        let qk_norm = match &attention.qk_norm {
+            Some((q, k)) => Some((of_head(q)?, of_head(k)?)),
+            None => None,
+        };
+        let gates = SourceMatrix::gates(&attention.qkv, shard, order);
+        Ok(DeviceAttention {
+            qkv: self.linear(SourceMatrix::qkv(&attention.qkv, shard, order))?,
+            qk_norm,
+            gates: gates.map(|gates| self.linear(gates)).transpose()?,
+            output: self.linear(SourceMatrix::of(&attention.output, shard))?,
+        })
+    }
+
+    fn delta(
+        &mut self,
+        delta: &DeltaWeights<Tensor, StackedLinear>,
+    ) -> Result<DeviceDelta<G::Memory>, UploadError> {
+        let shard = self.shard;
+        let vectors = RecurrentVectors {
+            convolution: delta.convolution.to_f32()?,
+            decay: delta.decay.to_f32()?,
+            decay_bias: delta.decay_bias.to_f32()?,
+        };
+        let vectors = match &shard.delta {
+            Some(spec) => vectors.of_rank(spec, shard),
+            None => vectors,
+        };
+        let inputs = [&delta.inputs, &delta.gates, &delta.scalars];
+        let inputs = inputs.map(|linear| SourceMatrix::of(linear, shard));
+        Ok(DeviceDelta {
+            inputs: self.linear(SourceMatrix::stacked(inputs))?,
+            convolution: upload_f32(self.gpu, &vectors.convolution)?,
+            decay: upload_f32(self.gpu, &vectors.decay)?,
+            decay_bias: upload_f32(self.gpu, &vectors.decay_bias)?,
+            norm: upload_f32(self.gpu, &delta.norm.to_f32()?)?,
+            output: self.linear(SourceMatrix::of(&delta.output, shard))?,
+        })
+    }
+
+    fn linear(&mut self, source: SourceMatrix<'_>) -> Result<DeviceLinear<G::Memory>, UploadError> {
         let (mut f32_bias, mut half_bias) = (None, None);
-        let bias = self.shard.bias(linear)?;
+        let bias = source.load_bias()?;
         if !bias.is_empty() {
             f32_bias = Some(upload_f32(self.gpu, &bias)?);
             half_bias = Some(self.upload_half(&bias)?);
         }
-        Ok(DeviceLinear { matrix: self.matrix(&slices(linear, self.shard))?, f32_bias, half_bias })
+        let (n, k) = source.shape();
+        let matrix = self.matrix(&source.slices)?;
+        Ok(DeviceLinear { matrix, n: n as u32, k: k as u32, f32_bias, half_bias })
     }
 
     /// Uploads values converted to the 16-bit type.
@@ -317,28 +298,81 @@ impl<G: Gpu> WeightUpload<'_, G> {
 
     /// Reads and uploads slices of matrices, concatenated by rows.
     fn matrix(&mut self, slices: &[TensorSlice<'_>]) -> Result<G::Memory, UploadError> {
-        let memory = self.gpu.alloc(elements(slices) * 2)?;
+        let memory = self.gpu.alloc(slices.iter().map(TensorSlice::elements).sum::<usize>() * 2)?;
         let mut at = 0;
-        for slice in slices {
-            let encoding = slice.tensor.encoding;
-            let step = slice.tensor.rows_of_bytes(READ_BYTES);
-            for first in slice.rows.clone().step_by(step) {
-                let rows = first..(first + step).min(slice.rows.end);
-                let loaded = slice.tensor.load_rows(rows.clone())?;
-                if slice.contiguous() {
-                    self.upload_encoded(&memory, &mut at, encoding, loaded.bytes())?;
-                    continue;
-                }
-                let mut gathered = std::mem::take(&mut self.gathered);
-                gathered.clear();
-                for row in 0..rows.len() {
-                    gathered.extend_from_slice(loaded.columns_of_row(row, slice.columns.clone()));
-                }
-                self.upload_encoded(&memory, &mut at, encoding, &gathered)?;
-                self.gathered = gathered;
+        for slices in slices.chunk_by(|a, b| std::ptr::eq(a.tensor, b.tensor)) {
+            match slices {
+                [slice] => self.upload_slice(&memory, &mut at, slice)?,
+                _ => self.upload_slices(&memory, &mut at, slices)?,
             }
         }
         Ok(memory)
+    }
+
+    /// Reads a slice in parts and uploads it to byte offset `at`, which it advances.
+    fn upload_slice(
+        &mut self,
+        memory: &G::Memory,
+        at: &mut usize,
+        slice: &TensorSlice<'_>,
+    ) -> Result<(), UploadError> {
+        let encoding = slice.tensor.encoding;
+        let step = slice.tensor.rows_of_bytes(READ_BYTES);
+        for first in slice.rows.clone().step_by(step) {
+            let rows = first..(first + step).min(slice.rows.end);
+            let loaded = slice.tensor.load_rows(rows.clone())?;
+            if slice.contiguous() {
+                self.upload_encoded(memory, at, encoding, loaded.bytes())?;
+            } else {
+                self.upload_gathered(
+                    memory,
+                    at,
+                    encoding,
+                    &loaded,
+                    [(0..rows.len(), slice.columns.clone())],
+                )?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Reads the rows of several slices of a tensor at once, since they are scattered, and uploads them to byte offset `at`, which it
+    /// advances.
+    fn upload_slices(
+        &mut self,
+        memory: &G::Memory,
+        at: &mut usize,
+        slices: &[TensorSlice<'_>],
+    ) -> Result<(), UploadError> {
+        let Some(tensor) = slices.first().map(|slice| slice.tensor) else { return Ok(()) };
+        let first = slices.iter().map(|slice| slice.rows.start).min().unwrap_or(0);
+        let end = slices.iter().map(|slice| slice.rows.end).max().unwrap_or(0);
+        let loaded = tensor.load_rows(first..end)?;
+        let part = |slice: &TensorSlice<'_>| {
+            (slice.rows.start - first..slice.rows.end - first, slice.columns.clone())
+        };
+        self.upload_gathered(memory, at, tensor.encoding, &loaded, slices.iter().map(part))
+    }
+
+    /// Uploads ranges of rows and columns of a loaded tensor.
+    fn upload_gathered(
+        &mut self,
+        memory: &G::Memory,
+        at: &mut usize,
+        encoding: Encoding,
+        loaded: &LoadedTensor,
+        parts: impl IntoIterator<Item = (Range<usize>, Range<usize>)>,
+    ) -> Result<(), UploadError> {
+        let mut gathered = std::mem::take(&mut self.gathered);
+        gathered.clear();
+        for (rows, columns) in parts {
+            for row in rows {
+                gathered.extend_from_slice(loaded.columns_of_row(row, columns.clone()));
+            }
+        }
+        self.upload_encoded(memory, at, encoding, &gathered)?;
+        self.gathered = gathered;
+        Ok(())
     }
 
     /// Uploads whole blocks to byte offset `at`, chunk by chunk, and advances `at`.
@@ -388,7 +422,7 @@ mod tests {
     use inflight_fixtures::{Arch, Checkpoint, Dtype, Family, TempDir};
     use inflight_kernel_harness::{Harness, HostMemory};
     use inflight_models::ModelSource;
-    use inflight_runtime::sharding::shards;
+    use inflight_runtime::sharding::{Partition, shards};
 
     use super::*;
 
@@ -443,6 +477,7 @@ mod tests {
                     for (linear, (one, own)) in
                         layer.linears().iter().zip(of_whole.linears().into_iter().zip(of_part.linears()))
                     {
+                        let ((_, one), (_, own)) = (one, own);
                         let k = linear.matrices[0].shape[1];
                         let (outputs, inputs) = match shard.partition(linear.matrix) {
                             Partition::Inputs(inputs) => ((0..linear.matrices[0].shape[0]).collect(), inputs),
@@ -491,7 +526,7 @@ mod tests {
                     let tensors = find(&model).unwrap();
                     let shards = shards(model.config(), world, &|_| tensors.alignment()).unwrap();
                     let weights = tensors.upload(&harness, &shards[rank], &|_, _| {}).unwrap();
-                    weights.layers.iter().map(|layer| words(&layer.attention.qkv.matrix)).collect::<Vec<_>>()
+                    weights.layers.iter().map(|layer| words(&layer.linears()[0].1.matrix)).collect::<Vec<_>>()
                 };
                 for rank in 0..world {
                     assert!(of(directory.path(), rank) == of(&file, rank), "{arch}, rank {rank} of {world}");

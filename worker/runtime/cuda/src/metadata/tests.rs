@@ -1,6 +1,7 @@
 //! Packed batches, compared with what kernels read of them.
 
 use inflight_kernels::cuda::{ATTENTION_KEY_TILE, KvStore};
+use inflight_models::{DeltaForm, DeltaSpec, LayerSpec, Mixer};
 use inflight_runtime::{BlockCopy, Feedback, ScoreRow};
 use proptest::prelude::*;
 
@@ -10,7 +11,8 @@ use super::super::step_graph::StepGraphs;
 use super::super::tests::models::with_windows as layers;
 use super::*;
 
-fn config(windows: &[Option<u32>]) -> PackerConfig {
+/// Returns the configuration for layers with these windows and, if `recurrent`, two recurrent ones.
+fn config_of(windows: &[Option<u32>], recurrent: bool) -> PackerConfig {
     let plan = PlanShape {
         group: 4,
         kv_heads: 2,
@@ -20,8 +22,19 @@ fn config(windows: &[Option<u32>]) -> PackerConfig {
         slots: 8,
         partials: PARTIALS,
     };
-    let kv_layers = KvLayers::new(&layers(windows), 16, 1000, KvStore::Half, true).unwrap();
+    let mut config = layers(windows);
+    if recurrent {
+        let form = DeltaForm::Checkpoint;
+        config.delta =
+            Some(DeltaSpec { key_heads: 2, value_heads: 4, key_dim: 64, value_dim: 32, taps: 4, form });
+        config.layers.extend([LayerSpec { mixer: Mixer::Delta }; 2]);
+    }
+    let kv_layers = KvLayers::new(&config, 16, 1000, KvStore::Half, true).unwrap();
     PackerConfig { vocabulary: 1000, blocks: 64, kv_layers, plan }
+}
+
+fn config(windows: &[Option<u32>]) -> PackerConfig {
+    config_of(windows, false)
 }
 
 fn word(bytes: &[u8], at: usize) -> u32 {
@@ -31,6 +44,7 @@ fn word(bytes: &[u8], at: usize) -> u32 {
 /// Returns the offsets of the metadata sections that a CUDA graph reads.
 fn captured_offsets(layout: &MetadataLayout, kv_layers: &KvLayers) -> Vec<usize> {
     let mut offsets = vec![layout.tokens, layout.positions, layout.sampled_rows, layout.tables];
+    offsets.extend([layout.sequence_count, layout.sequences, layout.row_sequences]);
     offsets.extend((0..kv_layers.parts().len()).map(|part| layout.kv_indices(part)));
     let views = 0..kv_layers.views().len();
     offsets.extend(views.flat_map(|view| [layout.item_count(view), layout.items(view)]));
@@ -98,24 +112,51 @@ fn tables_lead_to_the_blocks(
     Ok(())
 }
 
+/// Checks what recurrent layers read: the rows, drafts and blocks of each sequence, and the sequence of each row.
+fn states_lead_to_the_blocks(
+    batch: &Batch,
+    kv_layers: &KvLayers,
+    step: &StepShape,
+    out: &[u8],
+) -> Result<(), TestCaseError> {
+    prop_assert_eq!(word(out, step.layout.sequence_count) as usize, batch.sequences());
+    for row in 0..step.rows as usize {
+        let sequence = word(out, step.layout.row_sequences + 4 * row);
+        if row >= batch.rows() {
+            prop_assert_eq!(sequence, u32::MAX);
+            continue;
+        }
+        let s = sequence as usize;
+        let at = step.layout.sequences + s * size_of::<DeltaSequence>();
+        let [first, rows, position, drafts, table] = [0, 4, 8, 12, 16].map(|field| word(out, at + field));
+        prop_assert!((first..first + rows).contains(&(row as u32)));
+        prop_assert_eq!([first, first + rows], [batch.starts[s], batch.starts[s + 1]]);
+        prop_assert_eq!((position, drafts), (batch.positions[first as usize], batch.drafts[s]));
+        for (part, block) in batch.state(s, kv_layers.state_blocks()).iter().enumerate() {
+            prop_assert_eq!(word(out, step.layout.tables + 4 * (table as usize + part)), *block);
+        }
+    }
+    Ok(())
+}
+
 proptest! {
     #[test]
     fn a_batch_lies_where_its_graph_reads_it_with_each_section_in_its_own_place(
         lengths in prop::collection::vec((1u32..40, 0u32..400, any::<bool>()), 1..12),
         deterministic in any::<bool>(), scores in any::<bool>(), copies in 0u32..3, windows in windows(),
-        more in any::<bool>(),
+        (more, recurrent) in any::<(bool, bool)>(),
     ) {
-        let mut config = config(&windows);
+        let mut config = config_of(&windows, recurrent);
         config.plan.deterministic = deterministic;
         let shape = config.kv_layers.plan().shape();
-        config.blocks = 12 * 30 * shape.span_blocks();
+        config.blocks = 12 * (30 * shape.span_blocks() + shape.state_blocks());
         let mut free = (0..config.blocks).rev();
         let mut batch = Batch::default();
         batch.clear();
         for (slot, (tokens, position, decode)) in (0u32..).zip(lengths) {
             let tokens: Vec<u32> = (0..if decode { 1 } else { tokens }).map(|i| 1000 * slot + i).collect();
             // What the windows still see, and one span more.
-            let end = (position + tokens.len() as u32).div_ceil(16);
+            let end = (position + tokens.len() as u32 + 2).div_ceil(16);
             let tables: Vec<(u32, Vec<u32>)> = shape
                 .groups()
                 .iter()
@@ -125,12 +166,16 @@ proptest! {
                 })
                 .collect();
             let row = batch.rows() as u32;
+            let state: Vec<u32> = free.by_ref().take(shape.state_blocks() as usize).collect();
             let tables = tables.iter().map(|(first, blocks)| (*first, blocks.as_slice()));
-            batch.push_tables(&tokens, &[], position, tables, &[]);
+            let drafts = &[1, 2][..if decode { 2 } else { 0 }];
+            batch.push_tables(&tokens, drafts, position, tables, &state);
             if scores {
                 batch.scores.push(ScoreRow { row, token: slot, top: 1 });
             }
-            if decode || slot % 2 == 0 {
+            if decode {
+                batch.sample_with_drafts(slot, 2);
+            } else if slot % 2 == 0 {
                 batch.sample_last_row(slot);
             }
         }
@@ -167,6 +212,9 @@ proptest! {
             prop_assert_eq!(word(&out, step.layout.copies + 8 * i + 4), copy.to);
         }
         tables_lead_to_the_blocks(&batch, kv_layers, &step, &out)?;
+        if recurrent {
+            states_lead_to_the_blocks(&batch, kv_layers, &step, &out)?;
+        }
         let slots = batch.sequences() as u32;
         let entries = kv_layers.table_entries(slots, 448, rows as u32);
         prop_assert!(packer.tables.len() <= entries, "{} entries, not {entries}", packer.tables.len());
@@ -251,5 +299,9 @@ fn dependent_block_copies_are_in_different_groups() {
     let mut batch = Batch::default();
     batch.clear();
     batch.copies = [(1, 2), (1, 3), (3, 4), (5, 6), (7, 5)].map(|(from, to)| BlockCopy { from, to }).to_vec();
-    assert_eq!(copy_groups(&batch), [(0, 2), (2, 4), (4, 5)]);
+    let mut packer = MetadataPacker { copied: vec![[0; 2]; 8], ..MetadataPacker::default() };
+    // The groups of a step do not depend on those of the step before.
+    for _ in 0..2 {
+        assert_eq!(packer.copy_groups(&batch), [(0, 2), (2, 4), (4, 5)]);
+    }
 }

@@ -94,22 +94,32 @@ fn attach<G: Gpu<Memory = HostMemory>>(
     gpu.runner.attach(&gpu.harness, slot, &setup).unwrap();
 }
 
-fn block_table(request: usize, block_tokens: u32) -> Vec<u32> {
-    let each = 80u32.div_ceil(block_tokens);
-    (0..each).rev().map(|i| i * SLOTS + request as u32).collect()
+/// Appends tokens and drafts of a request, which has blocks of its own.
+fn push(
+    batch: &mut Batch,
+    (tokens, drafts): (&[u32], &[u32]),
+    position: usize,
+    shape: &MemoryShape,
+    request: usize,
+) {
+    let each = 80u32.div_ceil(shape.block_tokens()) * shape.span_blocks();
+    let blocks = |count: std::ops::Range<u32>| -> Vec<u32> {
+        count.rev().map(|i| i * SLOTS + request as u32).collect()
+    };
+    let (table, state) = (blocks(0..each), blocks(each..each + shape.state_blocks()));
+    batch.push_tables(tokens, drafts, position as u32, [(0, table.as_slice())], &state);
 }
 
 /// Runs a request alone: the prompt, then token by token.
 fn alone<G: Gpu<Memory = HostMemory>>(gpu: &mut HarnessRunner<G>, request: &Request) -> Vec<StepBits> {
     let Capabilities { vocab_size, shape, .. } = gpu.runner.capabilities;
-    let block_tokens = shape.block_tokens();
     attach(gpu, 0, request, &[]);
     let (mut tokens, mut fed, mut steps) = (request.prompt.clone(), 0, Vec::new());
     let (mut batch, mut masks) = (Batch::default(), TokenMasks::none(vocab_size));
     while steps.len() < OUTPUT {
         batch.clear();
         masks.clear(vocab_size);
-        batch.push_sequence(&tokens[fed..], fed as u32, &block_table(0, block_tokens));
+        push(&mut batch, (&tokens[fed..], &[]), fed, &shape, 0);
         batch.sample_last_row(0);
         if request.masked {
             batch.mask_last_samples(1);
@@ -192,7 +202,6 @@ fn together<G: Gpu<Memory = HostMemory>>(
     seed: u32,
 ) -> (Vec<Vec<StepBits>>, Coverage) {
     let Capabilities { vocab_size, shape, .. } = gpu.runner.capabilities;
-    let block_tokens = shape.block_tokens();
     let mut count = 0;
     let mut below = |bound: usize| {
         count += 1;
@@ -234,16 +243,16 @@ fn together<G: Gpu<Memory = HostMemory>>(
                     |nth: usize| if nth < stand { future[nth] } else { (future[nth] + 1) % vocab_size };
                 drafts.extend((0..most).map(guess));
             }
-            let position = one.fed as u32;
-            let table = block_table(one.request, block_tokens);
             let fed_from = one.sampled_at.take().filter(|_| end == one.fed + 1 && drafts.is_empty());
             match fed_from {
                 Some(sample) => {
-                    batch.push_sequence(&[0], position, &table);
+                    push(&mut batch, (&[0], &[]), one.fed, &shape, one.request);
                     batch.feed_last_row(sample);
                     coverage.fed_back += 1;
                 }
-                None => batch.push_drafted(&one.tokens[one.fed..end], &drafts, position, &table),
+                None => {
+                    push(&mut batch, (&one.tokens[one.fed..end], &drafts), one.fed, &shape, one.request);
+                }
             }
             one.fed = end;
             if samples {
@@ -279,11 +288,17 @@ fn drafts_change_no_bit_of_tokens_log_probabilities_and_logits() {
     if !available() {
         return;
     }
-    let model = model(Arch::Qwen3, Dtype::Bf16, 91);
-    let vocabulary = model.config().vocab_size as u32;
-    let cases = [(0, KvStore::Half, true), (1, KvStore::Fp8, true), (2, KvStore::Half, false)];
-    let cases = &cases[..if inflight_fixtures::is_thorough() { 3 } else { 2 }];
-    for (seed, store, graphs) in cases.iter().copied() {
+    let cases = [
+        (0, Arch::Qwen3, KvStore::Half, true),
+        (1, Arch::Qwen35, KvStore::Fp8, true),
+        (2, Arch::Qwen3, KvStore::Fp8, true),
+        (3, Arch::Qwen3, KvStore::Half, false),
+        (4, Arch::Qwen35, KvStore::Half, false),
+    ];
+    let cases = &cases[..if inflight_fixtures::is_thorough() { 5 } else { 2 }];
+    for (seed, arch, store, graphs) in cases.iter().copied() {
+        let model = model(arch, Dtype::Bf16, 91);
+        let vocabulary = model.config().vocab_size as u32;
         let requests = requests(vocabulary, seed);
         let mut gpu = HarnessRunner::with_store(store, &model, 16, true, graphs);
         let expected: Vec<_> = requests.iter().map(|request| alone(&mut gpu, request)).collect();

@@ -8,11 +8,16 @@ use super::*;
 
 #[test]
 fn every_device_allocation_is_in_the_memory_plan() {
-    let model = model(Arch::Qwen2, Dtype::Bf16, 81);
-    let (config, shard_plan, tensors) = (model.config(), unsharded(&model), find(&model).unwrap());
+    for arch in [Arch::Qwen2, Arch::Qwen35] {
+        every_allocation_is_planned(&model(arch, Dtype::Bf16, 81));
+    }
+}
+
+fn every_allocation_is_planned(model: &ModelDir) {
+    let (config, shard_plan, tensors) = (model.config(), unsharded(model), find(model).unwrap());
     let sizes = (1u32..600, prop_oneof![Just(0u32), 1u32..100], 1u32..3000);
     let strategy = (sizes, 2u32..1024, 1u32..300, 0u32..6, any::<bool>());
-    let cases = ProptestConfig { cases: 24, failure_persistence: None, ..ProptestConfig::default() };
+    let cases = ProptestConfig { cases: 12, failure_persistence: None, ..ProptestConfig::default() };
     type Case = ((u32, u32, u32), u32, u32, u32, bool);
     let test = |((slots, draft_rows, batch_tokens), context, blocks, block_bits, fp8): Case| {
         let gpu = RecordingDevice::new(Harness::new());
@@ -22,7 +27,7 @@ fn every_device_allocation_is_in_the_memory_plan() {
         // Norms and biases are small compared with matrices.
         prop_assert!(weight_bytes >= matrix_bytes && weight_bytes - matrix_bytes < 1 << 20);
         let store = if fp8 { KvStore::Fp8 } else { KvStore::Half };
-        let kv = kv_layers(&model, &shard_plan, 4 << block_bits, store, context);
+        let kv = kv_layers(model, &shard_plan, 4 << block_bits, store, context);
         let block_bytes = kv.plan().block_bytes();
         let capabilities = Capabilities {
             vocab_size: config.vocab_size as u32,
@@ -34,8 +39,8 @@ fn every_device_allocation_is_in_the_memory_plan() {
             slots,
             batch_tokens,
             sample_rows: slots + draft_rows,
-            snapshot: None,
-            sequence_drafts: u32::MAX,
+            snapshot: recurrent::snapshot(kv.plan()),
+            sequence_drafts: recurrent::sequence_drafts(kv.plan()),
             predicted_drafts: 0,
             depth: 2,
             fingerprint: String::new(),
@@ -127,7 +132,12 @@ fn the_model_gemms_are_exactly_those_of_the_forward_pass() {
     if !available() {
         return;
     }
-    for (arch, tied) in [(Arch::Qwen2, true), (Arch::Llama31, false)] {
+    // Indices in the list of the GEMMs of two layers.
+    let plain = vec![0, 1, 2, 3, 0, 1, 2, 3];
+    let hybrid = vec![0, 1, 2, 3, 4, 5, 6, 2, 3];
+    for (arch, tied, roles) in
+        [(Arch::Qwen2, true, plain.clone()), (Arch::Llama31, false, plain), (Arch::Qwen35, false, hybrid)]
+    {
         let model = model_of(arch, Dtype::Bf16, 85, 6, tied);
         let (shard_plan, config) = (unsharded(&model), model.config());
         let modes = RunnerModes { deterministic: false, graphs: true };
@@ -137,7 +147,8 @@ fn the_model_gemms_are_exactly_those_of_the_forward_pass() {
         let shape = |gemm: &ModelGemm| (gemm.n, gemm.k, gemm.stride, gemm.f32_out);
         // Other addresses of the weights, but the same shapes.
         let mut runner = HarnessRunner::load(gpu, shard_plan, &model, 16, KvStore::Half, modes);
-        let mut sequences = TestSequences::new(&[21, 6], config.vocab_size as u32, 16, 1);
+        let (vocabulary, memory) = (config.vocab_size as u32, runner.runner.capabilities.shape);
+        let mut sequences = TestSequences::of_shape(&[21, 6], vocabulary, memory, 1);
         (0..2).for_each(|slot| {
             runner.attach(slot, &SamplingParams::greedy(), &sequences.tokens[slot as usize])
         });
@@ -146,19 +157,24 @@ fn the_model_gemms_are_exactly_those_of_the_forward_pass() {
         runner.step(&batch);
         let run = runner.harness.take_gemms();
         let (layers, head) = run.split_at(run.len() - 1);
-        assert_eq!((layers.len(), listed.len()), (4 * config.layers.len(), 5));
-        for (i, matmul) in layers.iter().chain(head).enumerate() {
-            let gemm = &listed[if matmul.f32_out { 4 } else { i % 4 }];
+        let roles = roles.repeat(config.layers.len() / 2);
+        assert_eq!(layers.len(), roles.len(), "{arch}");
+        let last = listed.len() - 1;
+        let mut seen = vec![0; listed.len()];
+        for (i, (matmul, role)) in layers.iter().chain(head).zip(roles.into_iter().chain([last])).enumerate()
+        {
+            let gemm = &listed[role];
             assert_eq!(shape(gemm), (matmul.n, matmul.k, matmul.stride, matmul.f32_out), "{arch}: GEMM {i}");
-            let layer = if matmul.f32_out { 0 } else { i / 4 };
-            let expected = gemm.of_layer(layer, matmul.m, matmul.x, matmul.y);
+            let expected = gemm.of_layer(seen[role], matmul.m, matmul.x, matmul.y);
             assert_eq!(expected.bias.is_some(), matmul.bias.is_some(), "{arch}: GEMM {i}");
-            assert_eq!(gemm.operands.len(), if matmul.f32_out { 1 } else { config.layers.len() });
+            seen[role] += 1;
         }
+        let operands: Vec<usize> = listed.iter().map(|gemm| gemm.operands.len()).collect();
+        assert_eq!(operands, seen, "{arch}");
         let addresses: std::collections::BTreeSet<u64> =
             listed.iter().flat_map(|gemm| &gemm.operands).map(|operand| operand.weight).collect();
-        assert_eq!(addresses.len(), 4 * config.layers.len() + 1, "{arch}: a matrix is listed twice");
-        let head = &listed[4];
+        assert_eq!(addresses.len(), run.len(), "{arch}: a matrix is listed twice");
+        let head = &listed[last];
         assert_eq!(head.operands[0].weight, weights.head());
         assert_eq!(head.bytes(3), (3 * config.hidden_size as u64 * 2, 3 * u64::from(head.stride) * 4));
     }

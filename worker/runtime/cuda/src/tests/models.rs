@@ -32,6 +32,8 @@ pub(super) fn model_of(arch: Arch, dtype: Dtype, seed: u32, heads: usize, tied: 
     // Gemma 3 has layers with a sliding window beside layers with full attention.
     let (layers, head_dim, types) = match arch {
         Arch::Gemma3 => (3, 256, Some(["sliding_attention", "full_attention", "sliding_attention"])),
+        // Every second layer is recurrent.
+        Arch::Qwen35 => (4, 64, None),
         _ => (2, 64, None),
     };
     let folder: TempDir = Checkpoint::new(arch, dtype).write_temp().unwrap();
@@ -55,6 +57,11 @@ pub(super) fn model_of(arch: Arch, dtype: Dtype, seed: u32, heads: usize, tied: 
         config["sliding_window"] = json!(20);
     }
     config["tie_word_embeddings"] = json!(tied);
+    let is_recurrent = |layer: usize| arch == Arch::Qwen35 && layer.is_multiple_of(2);
+    if arch == Arch::Qwen35 {
+        config["full_attention_interval"] = json!(2);
+        config["linear_key_head_dim"] = json!(DELTA_KEY_DIM);
+    }
     std::fs::write(&path, config.to_string()).unwrap();
     let vocabulary = config["vocab_size"].as_u64().unwrap() as usize;
     let mut tensors: Vec<(String, Vec<usize>)> = vec![
@@ -68,7 +75,17 @@ pub(super) fn model_of(arch: Arch, dtype: Dtype, seed: u32, heads: usize, tied: 
         tensors.extend([
             (at("input_layernorm.weight"), vec![hidden]),
             (at("post_attention_layernorm.weight"), vec![hidden]),
-            (at("self_attn.q_proj.weight"), vec![queries, hidden]),
+            (at("mlp.gate_proj.weight"), vec![inner, hidden]),
+            (at("mlp.up_proj.weight"), vec![inner, hidden]),
+            (at("mlp.down_proj.weight"), vec![hidden, inner]),
+        ]);
+        if is_recurrent(layer) {
+            tensors.extend(recurrent_tensors(arch, hidden).map(|(name, shape)| (at(name), shape)));
+            continue;
+        }
+        let gated = if arch.dims().output_gate { 2 } else { 1 };
+        tensors.extend([
+            (at("self_attn.q_proj.weight"), vec![gated * queries, hidden]),
             (at("self_attn.k_proj.weight"), vec![keys, hidden]),
             (at("self_attn.v_proj.weight"), vec![keys, hidden]),
             (at("self_attn.q_proj.bias"), vec![queries]),
@@ -77,9 +94,6 @@ pub(super) fn model_of(arch: Arch, dtype: Dtype, seed: u32, heads: usize, tied: 
             (at("self_attn.q_norm.weight"), vec![head_dim]),
             (at("self_attn.k_norm.weight"), vec![head_dim]),
             (at("self_attn.o_proj.weight"), vec![hidden, queries]),
-            (at("mlp.gate_proj.weight"), vec![inner, hidden]),
-            (at("mlp.up_proj.weight"), vec![inner, hidden]),
-            (at("mlp.down_proj.weight"), vec![hidden, inner]),
         ]);
         if arch.dims().post_norms {
             let norms = ["pre_feedforward_layernorm.weight", "post_feedforward_layernorm.weight"];
@@ -95,8 +109,9 @@ pub(super) fn model_of(arch: Arch, dtype: Dtype, seed: u32, heads: usize, tied: 
             let elements: usize = shape.iter().product();
             // Norms are about 1; matrices keep the magnitude of their input.
             let (middle, scale) = match shape.as_slice() {
-                [_, k] => (0.0, 1.7 / (*k as f32).sqrt()),
+                [_, k] | [_, _, k] => (0.0, 1.7 / (*k as f32).sqrt()),
                 _ if arch == Arch::Gemma3 => (0.0, 0.2),
+                _ if arch == Arch::Qwen35 && !name.ends_with("linear_attn.norm.weight") => (0.0, 0.3),
                 _ if name.ends_with("bias") => (0.0, 0.3),
                 _ => (1.0, 0.2),
             };
@@ -120,6 +135,27 @@ pub(super) fn model_of(arch: Arch, dtype: Dtype, seed: u32, heads: usize, tied: 
     std::fs::write(folder.path().join("model.safetensors"), bytes).unwrap();
     let model = ModelDir::open(&ModelSource::Directory(folder.path().to_path_buf())).unwrap();
     TestModel { model, _folder: folder }
+}
+
+/// Elements of a key of the recurrent layers.
+const DELTA_KEY_DIM: usize = 64;
+
+/// Returns names and shapes of the tensors of a recurrent layer.
+fn recurrent_tensors(arch: Arch, hidden: usize) -> [(&'static str, Vec<usize>); 9] {
+    let dims = arch.dims().delta.unwrap();
+    let values = dims.value_heads * dims.value_dim;
+    let channels = 2 * dims.key_heads * DELTA_KEY_DIM + values;
+    [
+        ("linear_attn.in_proj_qkv.weight", vec![channels, hidden]),
+        ("linear_attn.in_proj_z.weight", vec![values, hidden]),
+        ("linear_attn.in_proj_b.weight", vec![dims.value_heads, hidden]),
+        ("linear_attn.in_proj_a.weight", vec![dims.value_heads, hidden]),
+        ("linear_attn.conv1d.weight", vec![channels, 1, dims.taps]),
+        ("linear_attn.A_log", vec![dims.value_heads]),
+        ("linear_attn.dt_bias", vec![dims.value_heads]),
+        ("linear_attn.norm.weight", vec![dims.value_dim]),
+        ("linear_attn.out_proj.weight", vec![hidden, values]),
+    ]
 }
 
 /// Returns the configuration of a tiny model with a layer for each of these windows.

@@ -116,10 +116,11 @@ fn a_group_yields_the_tokens_and_logits_of_one_device_on_every_rank() {
         (Arch::Qwen3, Dtype::Bf16, 6, true, 2, KvStore::Fp8, false),
         (Arch::Mistral, Dtype::Bf16, 6, false, 1, KvStore::Half, false),
         (Arch::Gemma3, Dtype::Bf16, 4, true, 2, KvStore::Half, true),
+        (Arch::Qwen35, Dtype::F16, 4, false, 2, KvStore::Half, true),
     ];
     for (i, (arch, dtype, heads, tied, world, store, deterministic)) in cases.into_iter().enumerate() {
         let model = model_of(arch, dtype, 40 + i as u32, heads, tied);
-        let block_tokens = [16, 4, 16, 32, 16][i];
+        let block_tokens = [16, 4, 16, 32, 16, 16][i];
         let modes = RunnerModes { deterministic, graphs: true };
         let mut alone = HarnessRunner::with_store(store, &model, block_tokens, deterministic, true);
         let reference = steps(&mut alone, &SamplingParams::greedy(), None);
