@@ -93,9 +93,9 @@ fn a_gpu_agrees_with_the_cpu_for_all_gemms_and_tensor_parallel() {
     if !SimulatedGpu::within("gpus=2,memory=1024,ptx=90,cuda=12.2", test).unwrap() {
         return;
     }
-    for shape in [BenchmarkShape::Mini, BenchmarkShape::MiniGemma] {
+    for shape in [BenchmarkShape::Mini, BenchmarkShape::MiniGemma, BenchmarkShape::MiniHybrid] {
         let folder = TempDir::new("inflight-mini").unwrap();
-        let options = CudaOptions { experimental: shape == BenchmarkShape::MiniGemma, ..fast_options() };
+        let options = CudaOptions { experimental: shape != BenchmarkShape::Mini, ..fast_options() };
         agrees_with_the_cpu(&mini_model(&folder, shape), options);
     }
 }

@@ -264,7 +264,7 @@ fn on_gpu(folder: &TempDir, ranks: usize, overlap: bool, blocks: u64, host_block
     let config = model.config();
     let token_bytes = 2 * config.layers.len() * config.kv_heads * config.head_dim * 2;
     let block = u64::from(BLOCK_TOKENS) * token_bytes as u64;
-    let options = CudaOptions {
+    let mut options = CudaOptions {
         gpus: (0..ranks).collect(),
         lone_communicator: false,
         utilization: 0.9,
@@ -285,6 +285,13 @@ fn on_gpu(folder: &TempDir, ranks: usize, overlap: bool, blocks: u64, host_block
         gemm_cache: None,
         overlap,
     };
+    if config.delta.is_some() {
+        // For the states of a few sequences beside.
+        let needs = inflight_runtime_cuda::memory_needs(&model, &options).unwrap();
+        let states = |count: u64| count * u64::from(needs.shape.state_blocks());
+        options.kv_bytes = Some((blocks + states(3)) * needs.block_bytes);
+        options.host_bytes = (host_blocks + states(2)) * needs.block_bytes * ranks as u64;
+    }
     CudaRuntime::load(&model, &options, &|_, _| {}).unwrap()
 }
 
@@ -721,13 +728,16 @@ fn scarcity_never_changes_the_answer_of_a_gpu() {
     if !SimulatedGpu::within("gpus=2,memory=1024,ptx=90,checks=false", test).unwrap() {
         return;
     }
-    let folders = [BenchmarkShape::Mini, BenchmarkShape::MiniGemma].map(|shape| {
-        let folder = TempDir::new("inflight-mini").unwrap();
-        shape.write(folder.path()).unwrap();
-        folder
-    });
+    let folders =
+        [BenchmarkShape::Mini, BenchmarkShape::MiniGemma, BenchmarkShape::MiniHybrid].map(|shape| {
+            let folder = TempDir::new("inflight-mini").unwrap();
+            shape.write(folder.path()).unwrap();
+            folder
+        });
     let coverage = RefCell::new(Coverage::default());
-    let cases = |seed| [(seed, 1, &folders[0]), (seed, 2, &folders[0]), (seed, 1, &folders[1])];
+    let cases = |seed| {
+        [(seed, 1, &folders[0]), (seed, 2, &folders[0]), (seed, 1, &folders[1]), (seed, 1, &folders[2])]
+    };
     for (seed, ranks, folder) in seeds().flat_map(cases) {
         let config = Config {
             cases: 2,

@@ -647,18 +647,20 @@ fn the_schedule_never_changes_the_answer_of_a_gpu() {
         return;
     }
     // Two GPUs take a quarter of a minute more, each case of Gemma 40 s.
-    let cases: [(BenchmarkShape, &'static [usize]); 4] = [
+    let cases: [(BenchmarkShape, &'static [usize]); 6] = [
         (BenchmarkShape::Mini, &[1]),
+        (BenchmarkShape::MiniHybrid, &[1]),
+        (BenchmarkShape::MiniHybrid, &[2]),
         (BenchmarkShape::Mini, &[2]),
         (BenchmarkShape::MiniGemma, &[1]),
         (BenchmarkShape::MiniGemma, &[2]),
     ];
-    for (shape, ranks) in cases.into_iter().take(if is_thorough() { 4 } else { 1 }) {
+    for (shape, ranks) in cases.into_iter().take(if is_thorough() { 6 } else { 2 }) {
         let folder = TempDir::new("inflight-mini").unwrap();
         shape.write(folder.path()).unwrap();
         // Smaller, as a token takes milliseconds. Gemma's prompts are long enough that the window (5, and a key tile) frees blocks of 16.
         let (requests, shortest, output) =
-            if shape == BenchmarkShape::Mini { (5, 1, 14) } else { (2, 100, 7) };
+            if shape == BenchmarkShape::MiniGemma { (2, 100, 7) } else { (5, 1, 14) };
         let workload = workload(ranks).prop_map(move |mut workload| {
             workload.requests.truncate(requests);
             for request in &mut workload.requests {

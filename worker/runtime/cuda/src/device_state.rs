@@ -147,10 +147,7 @@ impl DeviceState {
     fn capture(&mut self) -> Result<(), DeviceError> {
         let (device, forward) = (&self.device, &self.runner.forward);
         for graph in self.runner.graphs() {
-            let (step, packed) = self.runner.padding_step(graph);
-            for slot in self.step_slots.iter() {
-                device.upload(&slot.buffers.metadata, 0, &packed)?;
-            }
+            let step = self.upload_padding(graph)?;
             // Runs once outside capture, so that nothing is loaded or planned while capturing.
             let at = self.step_slots[0].buffers.addresses();
             forward.captured(device, &step, at.metadata)?;
@@ -165,14 +162,22 @@ impl DeviceState {
             self.graphs.insert(graph, captured);
         }
         // One of each kind, with the fewest rows: what a driver refuses only when a graph is launched fails the load.
-        let smallest = |decode: bool| {
-            let mut graphs = self.graphs.iter();
-            graphs.find(|(graph, _)| graph.logits_rows().is_some() == decode).map(|(_, captured)| captured)
-        };
-        for graph in [true, false].into_iter().filter_map(smallest).flatten() {
-            device.replay(graph)?;
+        let smallest =
+            |decode: bool| self.graphs.iter().find(|(graph, _)| graph.logits_rows().is_some() == decode);
+        for (graph, captured) in [true, false].into_iter().filter_map(smallest) {
+            self.upload_padding(*graph)?;
+            captured.iter().try_for_each(|graph| device.replay(graph))?;
         }
         device.stream.synchronize()
+    }
+
+    /// Uploads the metadata of a step whose rows are all padding to each step slot, and returns the step.
+    fn upload_padding(&self, graph: StepGraph) -> Result<StepShape, DeviceError> {
+        let (step, packed) = self.runner.padding_step(graph);
+        for slot in self.step_slots.iter() {
+            self.device.upload(&slot.buffers.metadata, 0, &packed)?;
+        }
+        Ok(step)
     }
 
     /// Enqueues a step in the given step slot. `masks` waits for the token masks of a batch with masked rows, while the

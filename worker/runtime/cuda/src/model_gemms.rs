@@ -1,6 +1,6 @@
 //! GEMM shapes and weight addresses of a model, for planning and autotuning before the first step.
 
-use super::device_layer::{DeviceLayer, DeviceLinear, LinearRole};
+use super::device_layer::{DeviceLayer, LinearRole};
 use super::gpu::{BiasAddresses, GpuMemory, Matmul};
 use super::shapes::ModelShapes;
 use super::shard_plan::ShardPlan;
