@@ -30,10 +30,15 @@ def make(name: str, folder: Path, dtype=torch.bfloat16, seed: int = 0) -> Path:
         # Norms are not 1 everywhere, that a forgotten one shows; matrices keep the size of what goes in.
         if parameter.endswith("bias"):
             values.normal_(0.0, 0.5, generator=generator)
+        elif parameter.endswith("A_log"):
+            # States that last from some positions to some hundred.
+            values.uniform_(-5.0, 0.0, generator=generator)
         elif len(shape) == 1:
-            # Those of Gemma are stored less 1.
-            low = -0.3 if name in EXPERIMENTAL else 0.7
+            # Norms of Gemma and Qwen 3.5 are stored less 1; the other vectors of recurrent layers are not.
+            low = -0.3 if name in EXPERIMENTAL and "linear_attn" not in parameter else 0.7
             values.uniform_(low, low + 0.6, generator=generator)
+        elif "conv1d" in parameter:
+            values.normal_(0.0, shape[-1] ** -0.5, generator=generator)
         elif "embed" in parameter:
             values.normal_(0.0, hidden**-0.5 if tied else 1.0, generator=generator)
         else:

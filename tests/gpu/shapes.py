@@ -40,9 +40,19 @@ SHAPES = {
         num_attention_heads=4, num_key_value_heads=2, head_dim=256, vocab_size=5000, tie_word_embeddings=True,
         max_position_embeddings=40960, rope_theta=1e6, rope_local_base_freq=1e4, query_pre_attn_scalar=256, sliding_window=200,
         layer_types=["sliding_attention"] * 5 + ["full_attention"], hidden_activation="gelu_pytorch_tanh")),
+    "tiny-qwen35": ("qwen3_5_text", dict(hidden_size=512, intermediate_size=1408, num_hidden_layers=4,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=256, vocab_size=5000, tie_word_embeddings=True,
+        max_position_embeddings=40960, rope_parameters=dict(rope_type="default", rope_theta=1e6, partial_rotary_factor=0.25),
+        attn_output_gate=True, full_attention_interval=2, linear_num_key_heads=4, linear_num_value_heads=8,
+        linear_key_head_dim=128, linear_value_head_dim=128, linear_conv_kernel_dim=4)),
 }
 # Models and modes whose kernels have not all run on a GPU: they need the option `experimental`.
-EXPERIMENTAL = {"tiny-gemma3"}
+EXPERIMENTAL = {"tiny-gemma3", "tiny-qwen35"}
+
+
+def attention_layers(s: dict) -> int:
+    """Layers with attention; the others are recurrent."""
+    return s["num_hidden_layers"] // s.get("full_attention_interval", 1)
 
 
 def weights_bytes(name: str) -> int:
@@ -51,8 +61,14 @@ def weights_bytes(name: str) -> int:
     heads, kv = s["num_attention_heads"], s["num_key_value_heads"]
     head_dim = s.get("head_dim") or s["hidden_size"] // heads
     h, inner = s["hidden_size"], s["intermediate_size"]
-    layer = h * head_dim * (heads + 2 * kv) + heads * head_dim * h + 3 * h * inner
-    return 2 * (layer * s["num_hidden_layers"] + s["vocab_size"] * h)
+    gated = 2 if s.get("attn_output_gate") else 1
+    attention = h * head_dim * (gated * heads + 2 * kv) + heads * head_dim * h
+    layers = s["num_hidden_layers"]
+    recurrent = layers - attention_layers(s)
+    mixers = attention * (layers - recurrent)
+    if recurrent:
+        mixers += recurrent * sum(math.prod(shape) for shape in recurrent_parameters(s).values() if len(shape) > 1)
+    return 2 * (mixers + 3 * h * inner * layers + s["vocab_size"] * h)
 
 
 def file_bytes(name: str) -> int:
@@ -65,14 +81,26 @@ def file_bytes(name: str) -> int:
 def kv_bytes_per_token(name: str, fp8: bool = False) -> int:
     _, s = SHAPES[name]
     head_dim = s.get("head_dim") or s["hidden_size"] // s["num_attention_heads"]
-    return 2 * s["num_hidden_layers"] * s["num_key_value_heads"] * (head_dim + 4 if fp8 else head_dim * 2)
+    return 2 * attention_layers(s) * s["num_key_value_heads"] * (head_dim + 4 if fp8 else head_dim * 2)
 
 
 def attention_flops(name: str, tokens: int, keys: int) -> float:
     """Of both products, for so many queries that all see so many keys."""
     _, s = SHAPES[name]
     head_dim = s.get("head_dim") or s["hidden_size"] // s["num_attention_heads"]
-    return 4.0 * tokens * keys * s["num_attention_heads"] * head_dim * s["num_hidden_layers"]
+    return 4.0 * tokens * keys * s["num_attention_heads"] * head_dim * attention_layers(s)
+
+
+def recurrent_parameters(s: dict) -> dict:
+    """Shape of each tensor of a recurrent layer."""
+    key_heads, value_heads = s["linear_num_key_heads"], s["linear_num_value_heads"]
+    values = value_heads * s["linear_value_head_dim"]
+    channels = 2 * key_heads * s["linear_key_head_dim"] + values
+    hidden = s["hidden_size"]
+    return {"in_proj_qkv.weight": (channels, hidden), "in_proj_z.weight": (values, hidden), "in_proj_b.weight": (value_heads, hidden),
+            "in_proj_a.weight": (value_heads, hidden), "conv1d.weight": (channels, 1, s["linear_conv_kernel_dim"]),
+            "A_log": (value_heads,), "dt_bias": (value_heads,), "norm.weight": (s["linear_value_head_dim"],),
+            "out_proj.weight": (hidden, values)}
 
 
 def parameters(name: str) -> dict:
@@ -81,21 +109,26 @@ def parameters(name: str) -> dict:
     hidden, inner, heads, kv_heads = s["hidden_size"], s["intermediate_size"], s["num_attention_heads"], s["num_key_value_heads"]
     head_dim = s.get("head_dim") or hidden // heads
     shapes = {"model.embed_tokens.weight": (s["vocab_size"], hidden)}
+    interval = s.get("full_attention_interval", 1)
     for index in range(s["num_hidden_layers"]):
         layer = f"model.layers.{index}."
         shapes |= {layer + "input_layernorm.weight": (hidden,), layer + "post_attention_layernorm.weight": (hidden,),
-                   layer + "self_attn.q_proj.weight": (heads * head_dim, hidden),
-                   layer + "self_attn.k_proj.weight": (kv_heads * head_dim, hidden),
-                   layer + "self_attn.v_proj.weight": (kv_heads * head_dim, hidden),
-                   layer + "self_attn.o_proj.weight": (hidden, heads * head_dim),
                    layer + "mlp.gate_proj.weight": (inner, hidden), layer + "mlp.up_proj.weight": (inner, hidden),
                    layer + "mlp.down_proj.weight": (hidden, inner)}
+        if (index + 1) % interval:
+            shapes |= {layer + "linear_attn." + tensor: shape for tensor, shape in recurrent_parameters(s).items()}
+            continue
+        gated = 2 if s.get("attn_output_gate") else 1
+        shapes |= {layer + "self_attn.q_proj.weight": (gated * heads * head_dim, hidden),
+                   layer + "self_attn.k_proj.weight": (kv_heads * head_dim, hidden),
+                   layer + "self_attn.v_proj.weight": (kv_heads * head_dim, hidden),
+                   layer + "self_attn.o_proj.weight": (hidden, heads * head_dim)}
         if kind == "qwen2":
             shapes |= {layer + f"self_attn.{part}_proj.bias": (count * head_dim,)
                        for part, count in [("q", heads), ("k", kv_heads), ("v", kv_heads)]}
         if kind == "gemma3_text":
             shapes |= {layer + f"{place}_feedforward_layernorm.weight": (hidden,) for place in ["pre", "post"]}
-        if kind in ("qwen3", "gemma3_text"):
+        if kind in ("qwen3", "gemma3_text", "qwen3_5_text"):
             shapes |= {layer + "self_attn.q_norm.weight": (head_dim,), layer + "self_attn.k_norm.weight": (head_dim,)}
     shapes["model.norm.weight"] = (hidden,)
     if not s["tie_word_embeddings"]:
@@ -108,7 +141,7 @@ def config(name: str, dtype: str) -> dict:
     kind, s = SHAPES[name]
     heads = s["num_attention_heads"]
     architecture = {"qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM", "llama": "LlamaForCausalLM",
-                    "mistral": "MistralForCausalLM", "gemma3_text": "Gemma3ForCausalLM"}[kind]
+                    "mistral": "MistralForCausalLM", "gemma3_text": "Gemma3ForCausalLM", "qwen3_5_text": "Qwen3_5ForCausalLM"}[kind]
     return {"architectures": [architecture], "model_type": kind, "rope_scaling": None, **s,
             "head_dim": s.get("head_dim") or s["hidden_size"] // heads, "torch_dtype": dtype, "bos_token_id": 0, "eos_token_id": 1,
             "hidden_act": "silu", "rms_norm_eps": 1e-6, "attention_bias": False, "attention_dropout": 0.0, "mlp_bias": False,

@@ -7,7 +7,7 @@ from phases.ceilings import measured_ceilings
 # Environment variable with GB/s that this card reads, of which the kernels' timings are given as shares.
 BANDWIDTH = "INFLIGHT_TEST_BANDWIDTH_GB_S"
 # What is run of the kernels' tests: those over buffers, not the ones of single functions.
-FAMILIES = ["attention", "drafts", "non_finite", "overlap", "product", "rows", "sampling", "sampling_split"]
+FAMILIES = ["attention", "delta", "drafts", "non_finite", "overlap", "product", "rows", "sampling", "sampling_split"]
 # A property that fails is made small, but not for longer than this; what it then says is enough.
 TEST_ENVIRONMENT = {"INFLIGHT_TEST_GPU": "1", "PROPTEST_MAX_SHRINK_TIME": "15000", "RUST_BACKTRACE": "0"}
 # Microbenchmarks by what they are called in the results; what says most first.

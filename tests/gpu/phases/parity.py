@@ -16,7 +16,8 @@ MODES = [(TOKENS, {}), (129, {}), (129, DETERMINISTIC), (129, SERIAL), (129, {"f
 # Each shape with an option of its own: biases, a window, scaled positions.
 OPTIONS = {"tiny-qwen2": "biases", "tiny-mistral": "a window", "tiny-llama3": "scaled positions",
            "tiny-qwen3": "norms of queries and keys", "tiny-llama": "",
-           "tiny-gemma3": "windows beside full attention, heads of 256, norms behind a part, GELU"}
+           "tiny-gemma3": "windows beside full attention, heads of 256, norms behind a part, GELU",
+           "tiny-qwen35": "recurrent layers beside gated attention, heads of 256, a partial rotary embedding"}
 # Sequences give up the blocks that a window has passed.
 RELEASED = (129, {"experimental": True})
 # Sequences that are computed together, their longest prompt, and the tokens that are decoded of each.
@@ -29,7 +30,7 @@ def parity(suite):
             of_model(suite, name, dtype)
 
 
-def batch_parity(suite, names=("qwen3-0.6b", "tiny-qwen2", "tiny-mistral", "tiny-llama3", "tiny-gemma3")):
+def batch_parity(suite, names=("qwen3-0.6b", "tiny-qwen2", "tiny-mistral", "tiny-llama3", "tiny-gemma3", "tiny-qwen35")):
     """Prompts in chunks beside decoding, in the mode that speed is measured in: every row of every sequence."""
     for name in names:
         together(suite, name)
