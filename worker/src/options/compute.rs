@@ -77,7 +77,7 @@ pub struct ComputeOptions {
     /// batch-invariant
     #[arg(long, env = "INFLIGHT_WORKER_DETERMINISTIC")]
     pub deterministic: bool,
-    /// On GPUs, also what was tested in emulation only: Gemma 3, and the release of KV blocks that a sliding window has passed
+    /// On GPUs, also what was tested in emulation only: Gemma 3, Qwen3.5, and the release of KV blocks that a sliding window has passed
     #[arg(long, env = "INFLIGHT_WORKER_GPU_EXPERIMENTAL")]
     pub gpu_experimental: bool,
     /// Disable GEMM autotuning at load on GPUs; use cuBLASLt's first heuristic choice

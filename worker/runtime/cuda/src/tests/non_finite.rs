@@ -1,4 +1,4 @@
-//! A key or a value that is NaN makes the logits of the sequence that attends to it NaN, and of no other.
+//! A key, a value or a recurrent state that is NaN makes the logits of its sequence NaN, and of no other.
 
 use super::*;
 
@@ -51,6 +51,45 @@ fn damaged_keys_and_values_reach_the_logits_of_their_sequence_alone() {
             assert_eq!((results[0].non_finite, results[1].non_finite), (1, 0), "{case}");
             let (first, second) = logits.split_at(logits.len() / 2);
             assert!(first.iter().all(|x| x.is_nan()) && second.iter().all(|x| x.is_finite()), "{case}");
+            for (tokens, sampled) in sequences.tokens.iter_mut().zip(&sampled) {
+                tokens.push(sampled.token);
+            }
+        }
+    }
+}
+
+/// What a state has become by overflow.
+#[test]
+fn damaged_recurrent_states_reach_the_logits_of_their_sequence_alone() {
+    if !available() {
+        return;
+    }
+    let model = model(Arch::Qwen35, Dtype::Bf16, 45);
+    let delta = model.config().delta.unwrap();
+    for deterministic in [false, true] {
+        let mut gpu = HarnessRunner::new(&model, 16, deterministic, true);
+        let shape = gpu.runner.capabilities.shape;
+        let vocabulary = model.config().vocab_size as u32;
+        let mut sequences = TestSequences::of_shape(&[60, 60], vocabulary, shape, 5);
+        (0..2).for_each(|slot| {
+            gpu.attach(slot, &SamplingParams::greedy(), &sequences.tokens[slot as usize]);
+        });
+        gpu.step(&sequences.batch(&[40, 40]));
+        // An element of the first matrix of the first layer, for the first sequence.
+        let kv = kv_layers(&model, &unsharded(&model), 16, KvStore::Half, CONTEXT);
+        let place = kv.state_places()[0][delta.key_heads + delta.value_heads];
+        let table = &sequences.tables[0];
+        let block = table[table.len() - shape.state_blocks() as usize + place.part];
+        let at = u64::from(block) * kv.plan().block_bytes() + place.offset;
+        let overflow = f32::INFINITY.to_ne_bytes();
+        Gpu::upload(&gpu.harness, gpu.runner.forward.kv(), at as usize, &overflow).unwrap();
+        for _ in 0..2 {
+            let batch = sequences.batch(&[20, 20]);
+            let (sampled, logits) = gpu.step(&batch);
+            let results = gpu.buffers.results.read::<SamplingResult>(2);
+            assert_eq!((results[0].non_finite, results[1].non_finite), (1, 0));
+            let (first, second) = logits.split_at(logits.len() / 2);
+            assert!(first.iter().all(|x| x.is_nan()) && second.iter().all(|x| x.is_finite()));
             for (tokens, sampled) in sequences.tokens.iter_mut().zip(&sampled) {
                 tokens.push(sampled.token);
             }
