@@ -2,7 +2,7 @@
 //!
 //! The plain recurrence reads and writes the state of each head at each token. The rule of this crate reads it, writes a row of a log, and
 //! writes the state at every sixteenth token. Both are computed over layers of the 9B shape of Qwen3.5 whose states exceed all caches, in
-//! turns; the plain one without convolution, norm and gates, which the rule includes.
+//! turns, with the convolution before and the norm and the gates behind.
 
 use std::error::Error;
 use std::time::{Duration, Instant};
@@ -25,46 +25,114 @@ const SHAPE: DeltaShape = DeltaShape {
     drafts: 8,
 };
 
-/// One step of a head by the plain recurrence: S <- d S + k u^T with u = beta (v - d S^T k), o = S^T q.
+/// e^x to some units in the last place, for x of moderate size; a loop over it is vectorized.
 #[inline(always)]
-fn plain_head(
-    state: &mut [f32],
-    [query, key, value]: [&[f32]; 3],
-    [decay, beta]: [f32; 2],
-    output: &mut [f32],
-) {
-    let width = value.len();
-    let mut update = [0.0f32; 128];
-    for (row, k) in state.chunks_exact(width).zip(key) {
+fn exp(x: f32) -> f32 {
+    let scaled = x * std::f32::consts::LOG2_E;
+    // Adding and subtracting 1.5 * 2^23 rounds to an integer.
+    let whole = (scaled + 12_582_912.0) - 12_582_912.0;
+    let part = (scaled - whole) * std::f32::consts::LN_2;
+    let polynomial = [1.0 / 120.0, 1.0 / 24.0, 1.0 / 6.0, 0.5, 1.0, 1.0];
+    let value = polynomial.into_iter().fold(1.0 / 720.0, |sum, factor| sum * part + factor);
+    f32::from_bits((value.to_bits() as i32 + ((whole as i32) << 23)) as u32)
+}
+
+#[inline(always)]
+fn silu(x: f32) -> f32 {
+    x / (1.0 + exp(-x))
+}
+
+/// Convolution of `out.len()` channels with the inputs before, [taps - 1, channels], which move on by a position, and its activation.
+#[inline(always)]
+fn convolve(weights: &[f32], stride: usize, before: &mut [f32], input: &[f32], out: &mut [f32]) {
+    let width = out.len();
+    for (at, out) in out.iter_mut().enumerate() {
+        let mut sum = weights[3 * stride + at] * input[at];
+        for tap in 0..3 {
+            sum += weights[tap * stride + at] * before[tap * width + at];
+        }
+        *out = silu(sum);
+    }
+    before.copy_within(width..3 * width, 0);
+    before[2 * width..3 * width].copy_from_slice(&input[..width]);
+}
+
+#[inline(always)]
+fn scale_to(x: &mut [f32], factor: f32, eps: f32) {
+    // Eight sums, so that the loop is vectorized.
+    let mut sums = [0.0f32; 8];
+    for eight in x.chunks_exact(8) {
+        for (sum, x) in sums.iter_mut().zip(eight) {
+            *sum += x * x;
+        }
+    }
+    let scale = factor / (sums.iter().sum::<f32>() + eps).sqrt();
+    x.iter_mut().for_each(|x| *x *= scale);
+}
+
+/// Inputs and state of a value head, and of its key head's queries and keys.
+struct PlainHead<'a> {
+    state: &'a mut [f32],
+    /// Kept inputs of the convolution of the value; [taps - 1, value_dim].
+    before: &'a mut [f32],
+    value: &'a [f32],
+    queries: &'a [f32],
+    keys: &'a [f32],
+    gates: &'a [f32],
+    output: &'a mut [f32],
+}
+
+/// One step of a head by the plain recurrence: S <- d S + k u^T with u = beta (v - d S^T k), o = S^T q, then norm and gate.
+#[inline(always)]
+fn plain_head(head: &mut PlainHead<'_>, convolution: &[f32], norm: &[f32], [decay, beta]: [f32; 2]) {
+    let width = head.output.len();
+    let (mut value, mut update) = ([0.0f32; 128], [0.0f32; 128]);
+    convolve(convolution, SHAPE.channels(), head.before, head.value, &mut value[..width]);
+    for (row, k) in head.state.chunks_exact(width).zip(head.keys) {
         for (known, s) in update[..width].iter_mut().zip(row) {
             *known += s * k;
         }
     }
-    for (update, value) in update[..width].iter_mut().zip(value) {
+    for (update, value) in update[..width].iter_mut().zip(&value[..width]) {
         *update = beta * (value - decay * *update);
     }
-    output.fill(0.0);
-    for ((row, k), q) in state.chunks_exact_mut(width).zip(key).zip(query) {
-        for ((s, update), output) in row.iter_mut().zip(&update[..width]).zip(output.iter_mut()) {
+    head.output.fill(0.0);
+    for ((row, k), q) in head.state.chunks_exact_mut(width).zip(head.keys).zip(head.queries) {
+        for ((s, update), output) in row.iter_mut().zip(&update[..width]).zip(head.output.iter_mut()) {
             *s = decay * *s + k * update;
             *output += q * *s;
         }
     }
+    scale_to(head.output, (width as f32).sqrt(), 1e-6);
+    for ((output, norm), gate) in head.output.iter_mut().zip(norm).zip(head.gates) {
+        *output *= norm * silu(*gate);
+    }
+}
+
+/// Queries or keys of a key head: convolution, and division by their length.
+#[inline(always)]
+fn plain_keys(convolution: &[f32], before: &mut [f32], input: &[f32], out: &mut [f32]) {
+    convolve(convolution, SHAPE.channels(), before, input, out);
+    scale_to(out, 1.0, 1e-6);
 }
 
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx2,fma")]
-unsafe fn plain_head_avx2(state: &mut [f32], inputs: [&[f32]; 3], scalars: [f32; 2], output: &mut [f32]) {
-    plain_head(state, inputs, scalars, output);
+unsafe fn plain_head_avx2(head: &mut PlainHead<'_>, convolution: &[f32], norm: &[f32], scalars: [f32; 2]) {
+    plain_head(head, convolution, norm, scalars);
 }
 
-fn plain(state: &mut [f32], inputs: [&[f32]; 3], scalars: [f32; 2], output: &mut [f32]) {
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx2,fma")]
+unsafe fn plain_keys_avx2(convolution: &[f32], before: &mut [f32], input: &[f32], out: &mut [f32]) {
+    plain_keys(convolution, before, input, out);
+}
+
+fn has_avx2() -> bool {
     #[cfg(target_arch = "x86_64")]
-    if std::arch::is_x86_feature_detected!("avx2") && std::arch::is_x86_feature_detected!("fma") {
-        // SAFETY: the processor has the features.
-        return unsafe { plain_head_avx2(state, inputs, scalars, output) };
-    }
-    plain_head(state, inputs, scalars, output);
+    return std::arch::is_x86_feature_detected!("avx2") && std::arch::is_x86_feature_detected!("fma");
+    #[cfg(not(target_arch = "x86_64"))]
+    false
 }
 
 fn numbers(count: usize, seed: usize) -> Vec<f32> {
@@ -134,36 +202,109 @@ impl Rule {
     }
 }
 
-/// Seconds of a step of all layers by the plain recurrence.
-fn run_plain(pool: &Pool, states: &mut [f32], sequences: usize) -> f64 {
-    struct Shared(*mut f32, *mut f32);
-    // SAFETY: each unit writes a state and an output of its own.
-    unsafe impl Sync for Shared {}
-    let (heads, size, width) = (SHAPE.value_heads, SHAPE.key_dim * SHAPE.value_dim, SHAPE.value_dim);
-    let mut outputs = vec![0.0f32; sequences * SHAPE.values()];
-    let begun = Instant::now();
-    for step in 0..STEPS {
-        let qkv = numbers(sequences * SHAPE.channels(), step);
-        for layer in states.chunks_exact_mut(sequences * heads * size) {
-            let shared = Shared(layer.as_mut_ptr(), outputs.as_mut_ptr());
-            let shared = &shared;
-            pool.split(sequences * heads, 1, &|units| {
-                for unit in units {
-                    // SAFETY: units are below the number of states and outputs, and each runs once.
-                    let (state, output) = unsafe {
-                        (
-                            std::slice::from_raw_parts_mut(shared.0.add(unit * size), size),
-                            std::slice::from_raw_parts_mut(shared.1.add(unit * width), width),
-                        )
-                    };
-                    let row = &qkv[unit / heads * SHAPE.channels()..];
-                    let inputs = [&row[..128], &row[128..256], &row[256..384]];
-                    plain(state, inputs, [0.9, 0.5], output);
-                }
-            });
+/// Layers by the plain recurrence.
+struct Plain {
+    /// [layers, sequences, value_heads, key_dim, value_dim]
+    states: Vec<f32>,
+    /// Kept inputs of the convolution; [layers, sequences, taps - 1, channels], of each head together.
+    before: Vec<f32>,
+}
+
+/// Address that several threads write different parts of.
+struct Shared(*mut f32);
+// SAFETY: each unit writes parts of its own.
+unsafe impl Sync for Shared {}
+
+impl Shared {
+    /// # Safety
+    /// The part is within the allocation, and no other thread uses it.
+    #[allow(clippy::mut_from_ref, reason = "parts are disjoint")]
+    unsafe fn part(&self, first: usize, count: usize) -> &mut [f32] {
+        // SAFETY: as the caller guarantees.
+        unsafe { std::slice::from_raw_parts_mut(self.0.add(first), count) }
+    }
+}
+
+impl Plain {
+    fn new(sequences: usize) -> Self {
+        let heads = sequences * SHAPE.value_heads;
+        Self {
+            states: vec![0.0; LAYERS * heads * SHAPE.key_dim * SHAPE.value_dim],
+            before: vec![0.0; LAYERS * sequences * 3 * SHAPE.channels()],
         }
     }
-    begun.elapsed().as_secs_f64() / STEPS as f64
+
+    /// Returns the seconds of a step of all layers.
+    fn run(&mut self, pool: &Pool, sequences: usize) -> f64 {
+        let DeltaShape { key_heads, value_heads: heads, key_dim, value_dim: width, .. } = SHAPE;
+        let (channels, values, size) = (SHAPE.channels(), SHAPE.values(), key_dim * width);
+        let [convolution, norm] = [numbers(SHAPE.taps * channels, 1), numbers(width, 2)];
+        let (gates, scalars) = (numbers(sequences * values, 3), numbers(sequences * 2 * heads, 4));
+        let mut outputs = vec![0.0f32; sequences * values];
+        let mut keys = vec![0.0f32; sequences * 2 * key_heads * key_dim];
+        let avx2 = has_avx2();
+        let begun = Instant::now();
+        for step in 0..STEPS {
+            let qkv = numbers(sequences * channels, step);
+            let of_layers = self.states.chunks_exact_mut(sequences * heads * size);
+            for (layer, before) in of_layers.zip(self.before.chunks_exact_mut(sequences * 3 * channels)) {
+                let [states, before, outputs, keys] =
+                    [layer, before, &mut outputs[..], &mut keys[..]].map(|all| Shared(all.as_mut_ptr()));
+                let (states, before, outputs, keys) = (&states, &before, &outputs, &keys);
+                let (qkv, gates, scalars) = (&qkv, &gates, &scalars);
+                pool.split(sequences * 2 * key_heads, 1, &|units| {
+                    for unit in units {
+                        let (sequence, first) = (unit / (2 * key_heads), unit % (2 * key_heads) * key_dim);
+                        let input = &qkv[sequence * channels + first..][..key_dim];
+                        // SAFETY: each unit has its own part.
+                        unsafe {
+                            let before = before.part(3 * (sequence * channels + first), 3 * key_dim);
+                            let out = keys.part(unit * key_dim, key_dim);
+                            if avx2 {
+                                #[cfg(target_arch = "x86_64")]
+                                plain_keys_avx2(&convolution[first..], before, input, out);
+                            } else {
+                                plain_keys(&convolution[first..], before, input, out);
+                            }
+                        }
+                    }
+                });
+                pool.split(sequences * heads, 1, &|units| {
+                    for unit in units {
+                        let (sequence, head) = (unit / heads, unit % heads);
+                        let first = 2 * key_heads * key_dim + head * width;
+                        let key_head = head / (heads / key_heads);
+                        let key = |nth: usize| (sequence * 2 * key_heads + nth) * key_dim;
+                        // SAFETY: each unit has its own part; queries and keys are complete, and only read.
+                        unsafe {
+                            let mut head_of = PlainHead {
+                                state: states.part(unit * size, size),
+                                before: before.part(3 * (sequence * channels + first), 3 * width),
+                                value: &qkv[sequence * channels + first..][..width],
+                                queries: std::slice::from_raw_parts(keys.0.add(key(key_head)), key_dim),
+                                keys: std::slice::from_raw_parts(
+                                    keys.0.add(key(key_heads + key_head)),
+                                    key_dim,
+                                ),
+                                gates: &gates[unit * width..][..width],
+                                output: outputs.part(unit * width, width),
+                            };
+                            let of_row = &scalars[sequence * 2 * heads..];
+                            let beta = 1.0 / (1.0 + exp(-of_row[head]));
+                            let decay = exp(-0.5 * exp(of_row[heads + head]).ln_1p());
+                            if avx2 {
+                                #[cfg(target_arch = "x86_64")]
+                                plain_head_avx2(&mut head_of, &convolution[first..], &norm, [decay, beta]);
+                            } else {
+                                plain_head(&mut head_of, &convolution[first..], &norm, [decay, beta]);
+                            }
+                        }
+                    }
+                });
+            }
+        }
+        begun.elapsed().as_secs_f64() / STEPS as f64
+    }
 }
 
 fn main() -> Result<(), Box<dyn Error>> {
@@ -174,12 +315,11 @@ fn main() -> Result<(), Box<dyn Error>> {
     println!("{} threads, {}, {LAYERS} layers", threads, isa.name());
     for sequences in [1, 4, 16] {
         let mut rule = Rule::new(sequences)?;
-        let mut states =
-            vec![0.0f32; LAYERS * sequences * SHAPE.value_heads * SHAPE.key_dim * SHAPE.value_dim];
+        let mut plain = Plain::new(sequences);
         let mut ratios = Vec::new();
         let (mut of_rule, mut of_plain) = (Vec::new(), Vec::new());
         for round in 0..=ROUNDS {
-            let (rule, plain) = (rule.run(&pool, isa, sequences), run_plain(&pool, &mut states, sequences));
+            let (rule, plain) = (rule.run(&pool, isa, sequences), plain.run(&pool, sequences));
             // The first round touches the memory.
             if round > 0 {
                 ratios.push(rule / plain);

@@ -6,11 +6,16 @@ use std::sync::Arc;
 use half::f16;
 
 use super::buffer::{Buffer, Pages};
+use super::matrix::SharedPtr;
+use super::pool::Pool;
 use super::simd::Simd;
 use crate::dtype::{Dtype, bf16_bits};
 
 /// Positions that attention processes at once; tiles start at absolute multiples of it.
 pub(crate) const TILE: usize = 16;
+
+/// Least bytes of a block that a thread copies.
+const COPY_BYTES: usize = 4096;
 
 /// Element type of the KV cache.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -254,19 +259,26 @@ impl KvPool {
         self.blocks
     }
 
-    /// Copies a whole block over another.
+    /// Copies whole blocks over others, (from, to) each, one pair after the other. Each thread copies a part of every block, so a pair may
+    /// read what the one before has written.
     ///
     /// # Panics
     /// If a block index exceeds the pool.
-    pub fn copy_block(&mut self, from: u32, to: u32) {
-        let (from, to) = (from as usize, to as usize);
-        assert!(from < self.blocks && to < self.blocks, "a block is out of the pool");
-        let bytes = self.block_bytes;
-        // SAFETY: the assertion bounds both ranges; `copy` allows overlap.
-        unsafe {
-            let start = self.memory.as_ptr();
-            std::ptr::copy(start.add(from * bytes), start.add(to * bytes), bytes);
+    pub fn copy_blocks(&mut self, pool: &Pool, copies: &[(u32, u32)]) {
+        let within = |block: u32| (block as usize) < self.blocks;
+        assert!(copies.iter().all(|(from, to)| within(*from) && within(*to)), "a block is out of the pool");
+        let (bytes, start) = (self.block_bytes, SharedPtr(self.memory.as_ptr()));
+        if copies.is_empty() {
+            return;
         }
+        pool.split(bytes.div_ceil(COPY_BYTES), 1, &|parts| {
+            let part = parts.start * COPY_BYTES..(parts.end * COPY_BYTES).min(bytes);
+            for (from, to) in copies {
+                let [from, to] = [*from, *to].map(|block| block as usize * bytes + part.start);
+                // SAFETY: the assertion bounds both ranges, and no other thread touches this part of a block; `copy` allows overlap.
+                unsafe { std::ptr::copy(start.get().add(from), start.get().add(to), part.len()) };
+            }
+        });
     }
 
     pub(crate) fn as_ptr(&self) -> *const u8 {
@@ -366,5 +378,35 @@ impl KvElement for Int8 {
     fn round(x: f32) -> Int8 {
         // Adding 1.5 * 2^23 rounds to an integer, ties to even, whose low byte is that of the bits.
         Int8((x + 12_582_912.0).to_bits() as i8)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    proptest! {
+        #![proptest_config(crate::test_size::cases(24))]
+
+        #[test]
+        fn blocks_are_copied_one_pair_after_the_other_whatever_the_threads(
+            bytes in prop_oneof![1usize..200, 4000usize..20_000], threads in 1usize..4,
+            copies in prop::collection::vec((0u32..9, 0u32..9), 0..30),
+        ) {
+            let mut pool = KvPool::new(bytes, 9).unwrap();
+            let byte = |at: usize| (at * 31 + at / bytes * 7 + at / 251) as u8;
+            let mut expected: Vec<u8> = (0..9 * bytes).map(byte).collect();
+            // SAFETY: the pool has so many bytes.
+            unsafe { std::ptr::copy_nonoverlapping(expected.as_ptr(), pool.as_mut_ptr(), expected.len()) };
+            for (from, to) in &copies {
+                let from = *from as usize * bytes;
+                expected.copy_within(from..from + bytes, *to as usize * bytes);
+            }
+            pool.copy_blocks(&Pool::new(threads).unwrap(), &copies);
+            // SAFETY: as above, and all of it was written.
+            let got = unsafe { std::slice::from_raw_parts(pool.as_ptr(), expected.len()) };
+            prop_assert!(got == expected, "blocks differ");
+        }
     }
 }

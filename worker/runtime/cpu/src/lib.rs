@@ -313,7 +313,7 @@ impl CpuRuntime {
             let layout = kv_layout(shard, kv_dtype, options.block_tokens);
             let scale = tensors.embedding_scale(config);
             let forward = Forward::new(config, shard, scale, &capabilities, &kv, layout);
-            ranks.push(Rank { pool, isa, weights, kv: kv_pool, forward, collective });
+            ranks.push(Rank { pool, isa, weights, kv: kv_pool, forward, collective, copies: Vec::new() });
         }
         let lead = ranks.remove(0);
         let group = RankGroup::new(lead, ranks, rank_threads);

@@ -20,15 +20,17 @@ pub(super) struct Rank {
     pub(super) kv: KvPool,
     pub(super) forward: Forward,
     pub(super) collective: Box<dyn Collective>,
+    /// Block copies of a step.
+    pub(super) copies: Vec<(u32, u32)>,
 }
 
 impl Rank {
     /// Runs block copies and the forward pass. The batch must be checked and placed.
     fn run(&mut self, batch: &Batch) -> Result<(), GroupFailed> {
-        for copy in &batch.copies {
-            self.kv.copy_block(copy.from, copy.to);
-        }
-        let Self { pool, isa, weights, kv, forward, collective } = self;
+        let Self { pool, isa, weights, kv, forward, collective, copies } = self;
+        copies.clear();
+        copies.extend(batch.copies.iter().map(|copy| (copy.from, copy.to)));
+        kv.copy_blocks(pool, copies);
         forward.run(batch, weights, kv, RankDevice { pool, isa: *isa, collective: &**collective })
     }
 
@@ -39,7 +41,7 @@ impl Rank {
         rows: &[PredictedRow],
         bounds: &Capabilities,
     ) -> Result<(), GroupFailed> {
-        let Self { pool, isa, weights, kv, forward, collective } = self;
+        let Self { pool, isa, weights, kv, forward, collective, .. } = self;
         forward.predict(
             batch,
             rows,
