@@ -8,7 +8,7 @@ use serde::Deserialize;
 use crate::blob::{self, Source};
 use crate::cache::Cache;
 use crate::listing::{Blob, Listing, file_url, is_commit};
-use crate::selection::{INDEX, Selection, select};
+use crate::selection::{INDEX, Selection, part_names, select};
 use crate::transport::Transport;
 use crate::{HubError, ModelName, Progress, Settings};
 
@@ -99,9 +99,9 @@ pub fn fetch(name: &ModelName, settings: &Settings, progress: &dyn Progress) -> 
     let fetcher = Fetcher { transport: &transport, cache: &cache, name, commit: &listing.commit, progress };
     let refused = |reason: String| HubError::Files { repo: name.repo().to_owned(), reason };
     let path = match select(&listing.files, name.file()).map_err(refused)? {
-        Selection::Gguf(file) => {
-            fetcher.files(std::slice::from_ref(&file))?;
-            cache.snapshot(name.repo(), &listing.commit).join(file)
+        Selection::Gguf(files) => {
+            fetcher.files(&files)?;
+            cache.snapshot(name.repo(), &listing.commit).join(&files[0])
         }
         Selection::Directory { mut files, index } => {
             if index {
@@ -117,8 +117,11 @@ pub fn fetch(name: &ModelName, settings: &Settings, progress: &dyn Progress) -> 
 
 /// Returns the model of a snapshot if it has all that it needs.
 fn complete(snapshot: &Path, file: Option<&str>) -> Option<PathBuf> {
-    if let Some(path) = file.map(|file| snapshot.join(file)).filter(|path| path.is_file()) {
-        return Some(path);
+    if let Some(file) = file {
+        let parts = part_names(file);
+        if parts.iter().all(|part| snapshot.join(part).is_file()) {
+            return Some(snapshot.join(&parts[0]));
+        }
     }
     let entries: Vec<String> = std::fs::read_dir(snapshot)
         .ok()?
@@ -126,8 +129,8 @@ fn complete(snapshot: &Path, file: Option<&str>) -> Option<PathBuf> {
         .filter(|entry| entry.path().exists())
         .filter_map(|entry| entry.file_name().into_string().ok())
         .collect();
-    if let Selection::Gguf(file) = select(&entries, file).ok()? {
-        return Some(snapshot.join(file));
+    if let Selection::Gguf(files) = select(&entries, file).ok()? {
+        return files.first().map(|first| snapshot.join(first));
     }
     let has = |name: &str| entries.iter().any(|entry| entry == name);
     if !has("config.json") {

@@ -21,8 +21,8 @@ const FOREIGN: [(&str, &str); 6] = [
 pub(crate) enum Selection {
     /// A directory with a configuration, a tokenizer and checkpoints. `index` tells which of the weight files belong to it.
     Directory { files: Vec<String>, index: bool },
-    /// One GGUF file.
-    Gguf(String),
+    /// A GGUF model: one file, or all parts in their order.
+    Gguf(Vec<String>),
 }
 
 /// Chooses files; `wanted` is a file or a quantization.
@@ -48,7 +48,8 @@ pub(crate) fn select(files: &[String], wanted: Option<&str>) -> Result<Selection
     let ggufs: Vec<&String> = files.iter().filter(|file| is_gguf(file)).collect();
     match ggufs.as_slice() {
         [] => Err(nothing(files)),
-        [only] => Ok(Selection::Gguf((*only).clone())),
+        [only] => parts(files, only).map(Selection::Gguf),
+        several if is_one_model(several) => parts(files, several[0]).map(Selection::Gguf),
         several => {
             let names: BTreeSet<String> = several.iter().map(|file| quantization(file)).collect();
             let names = names.into_iter().collect::<Vec<_>>().join(", ");
@@ -83,30 +84,59 @@ fn quantization(file: &str) -> String {
     stem.rsplit(['-', '.']).find(known).unwrap_or(stem).to_owned()
 }
 
-fn gguf(files: &[String], wanted: &str) -> Result<String, String> {
+/// Returns what the names of a model's parts share, the number of a part and how many there are; `None` of a whole model.
+fn part_of(file: &str) -> Option<(&str, usize, usize)> {
+    let (rest, count) = file.strip_suffix(".gguf")?.rsplit_once("-of-")?;
+    let (name, number) = rest.rsplit_once('-')?;
+    let digits = |text: &str| text.len() == 5 && text.bytes().all(|byte| byte.is_ascii_digit());
+    let (number, count): (usize, usize) =
+        (number.parse().ok().filter(|_| digits(number))?, count.parse().ok().filter(|_| digits(count))?);
+    (1..=count).contains(&number).then_some((name, number, count))
+}
+
+/// Returns the names of all files of the model that a GGUF file belongs to, in order.
+pub(crate) fn part_names(file: &str) -> Vec<String> {
+    let Some((name, _, count)) = part_of(file) else { return vec![file.to_owned()] };
+    (1..=count).map(|number| format!("{name}-{number:05}-of-{count:05}.gguf")).collect()
+}
+
+/// Returns all files of the model that a GGUF file belongs to, which must be there.
+fn parts(files: &[String], file: &str) -> Result<Vec<String>, String> {
+    let parts = part_names(file);
+    match parts.iter().find(|part| !files.contains(part)) {
+        Some(missing) => Err(format!("{file} is one of {} parts, and {missing} is missing", parts.len())),
+        None => Ok(parts),
+    }
+}
+
+/// Whether files are parts of one model.
+fn is_one_model(files: &[&String]) -> bool {
+    let model = |file: &&String| part_of(file).map(|(name, _, count)| (name.to_owned(), count));
+    let first = files.first().and_then(model);
+    first.is_some() && files.iter().all(|file| model(file) == first)
+}
+
+fn gguf(files: &[String], wanted: &str) -> Result<Vec<String>, String> {
     if let Some(file) = files.iter().find(|file| *file == wanted) {
         let foreign = FOREIGN.iter().find(|(ending, _)| file.ends_with(ending));
         return match foreign {
             Some((_, what)) => Err(format!("{file} is {what}; only safetensors and GGUF are loaded")),
-            None if is_gguf(file) => Ok(file.clone()),
+            None if is_gguf(file) => parts(files, file),
             None => Err(format!("{file} is no GGUF file; leave out :{wanted} for a model in safetensors")),
         };
     }
     let ggufs: Vec<&String> = files.iter().filter(|file| is_gguf(file)).collect();
-    let matching: Vec<&&String> =
-        ggufs.iter().filter(|file| quantization(file).eq_ignore_ascii_case(wanted)).collect();
+    let matching: Vec<&String> =
+        ggufs.iter().copied().filter(|file| quantization(file).eq_ignore_ascii_case(wanted)).collect();
     match matching.as_slice() {
-        [only] => Ok((**only).clone()),
+        [only] => parts(files, only),
         [] if ggufs.is_empty() => Err(format!("it has no file {wanted}, and no GGUF files")),
         [] => {
             let names: BTreeSet<String> = ggufs.iter().map(|file| quantization(file)).collect();
             let names = names.into_iter().collect::<Vec<_>>().join(", ");
             Err(format!("it has no file {wanted} and no GGUF file of that quantization; it has {names}"))
         }
-        several if several.iter().all(|file| file.contains("-of-")) => Err(format!(
-            "{wanted} is in {} files; a GGUF model in several files is not supported, choose another quantization",
-            several.len()
-        )),
+        several if is_one_model(several) => parts(files, several[0]),
         several => {
             let names: Vec<&str> = several.iter().map(|file| file.as_str()).collect();
             Err(format!("several files are {wanted}; name one of {}", names.join(", ")))
@@ -186,12 +216,18 @@ mod tests {
             "m-IQ2_XS-00002-of-00002.gguf",
         ];
         for (wanted, file) in [("Q4_K_M", 0), ("q4_k_m", 0), ("Q8_0", 1), ("m.q8_0.gguf", 1)] {
-            assert_eq!(of(&files, Some(wanted)), Ok(Selection::Gguf(files[file].to_owned())));
+            assert_eq!(of(&files, Some(wanted)), Ok(Selection::Gguf(vec![files[file].to_owned()])));
         }
         assert!(of(&files, None).unwrap_err().ends_with("of IQ2_XS, Q4_K_M, q8_0"));
         assert!(of(&files, Some("Q5_0")).unwrap_err().contains("it has IQ2_XS, Q4_K_M, q8_0"));
-        assert!(of(&files, Some("iq2_xs")).unwrap_err().contains("in 2 files"));
-        assert_eq!(of(&["a.gguf"], None), Ok(Selection::Gguf("a.gguf".to_owned())));
+        let parts = || Ok(Selection::Gguf(files[3..].iter().map(|part| (*part).to_owned()).collect()));
+        for wanted in ["iq2_xs", files[3], files[4]] {
+            assert_eq!(of(&files, Some(wanted)), parts(), "{wanted}");
+        }
+        assert_eq!(of(&[files[4], files[3]], None), parts());
+        let refused = of(&files[..4], Some("IQ2_XS")).unwrap_err();
+        assert!(refused.contains("m-IQ2_XS-00002-of-00002.gguf is missing"), "{refused}");
+        assert_eq!(of(&["a.gguf"], None), Ok(Selection::Gguf(vec!["a.gguf".to_owned()])));
         assert_eq!(quantization("x/Model-7B-BF16.gguf"), "BF16");
     }
 }

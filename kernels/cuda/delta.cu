@@ -6,7 +6,7 @@
 //   delta_keep    keys, decays and inputs of the convolution in the log, once nothing reads those before
 //   delta_norm    norm and gate of the outputs
 //
-// Every sum has one order, whatever rows are computed together, so prefill, decode and drafts give the same bits.
+// Every sum has one order, whatever rows are computed together, so of the same projections prefill, decode and drafts make the same bits.
 #include "params.h"
 #include "swiglu.cuh"
 
@@ -368,7 +368,7 @@ template <uint32_t KEYS> DEVICE void rule(const DeltaParams &p) {
         }
         for (uint32_t at = s.position;;) {
             // As it is before any draft.
-            if (base == keep && base != state_at) {
+            if (base == keep && (base != state_at || !precedes)) {
                 UNROLL
                 for (uint32_t i = 0; i < Rule<KEYS>::EACH; i++) {
                     matrix[(uint64_t)i * p.value_dim] = rule.state[i];
@@ -404,7 +404,7 @@ template <typename T> DEVICE void keep(const DeltaParams &p) {
         // A thread has whole channels, so that it reads what it overwrites.
         for (uint32_t nth = thread_index(); nth < (key ? 2 : 1) * c.count; nth += DELTA_THREADS) {
             bool resumes = s.position > 0 && s.position == c.state_at;
-            for (uint32_t back = 1; resumes && back < p.taps; back++) {
+            for (uint32_t back = 1; MUTANT(ResumedInputs, false, resumes) && back < p.taps; back++) {
                 c.ring[(s.position - back) % p.inputs * c.stride + nth] = c.before[(p.taps - 1 - back) * c.stride + nth];
             }
             // A state that stays keeps its inputs.
@@ -469,8 +469,8 @@ template <typename T> DEVICE void norm(const DeltaParams &p) {
 
 KERNEL(delta_inputs_bf16, DeltaParams, DELTA_THREADS, 4) { inputs<Bf16>(p); }
 KERNEL(delta_inputs_f16, DeltaParams, DELTA_THREADS, 4) { inputs<F16>(p); }
-// Elements of a query or key of the supported models: 128 in all that are published. One more also goes into `DELTA_KEY_DIMS` in
-// `../src/cuda/delta.rs`.
+// Elements of a query or key of the supported models: 128 in all that are published. One more also goes into `DELTA_KEY_DIMS` and
+// `rule_kernel` in `../src/cuda/delta.rs`.
 KERNEL(delta_rule_64, DeltaParams, DELTA_THREADS, 4) { rule<64>(p); }
 KERNEL(delta_rule_128, DeltaParams, DELTA_THREADS, 4) { rule<128>(p); }
 KERNEL(delta_keep_bf16, DeltaParams, DELTA_THREADS, 4) { keep<Bf16>(p); }

@@ -1,4 +1,4 @@
-// The gated activations of the feed-forward part.
+// The gated activations: of the feed-forward part, and of recurrent layers.
 #pragma once
 
 #include "device.cuh"

@@ -80,8 +80,8 @@ impl fmt::Display for WeightFormat {
 }
 
 impl WeightFormat {
-    /// Returns the format that loses least: unquantised sources of one dtype keep it, `q8_0` and `q4_0` keep
-    /// every bit, other quantised sources become 8-bit integers, and mixtures with unquantised ones f32.
+    /// Returns the format that loses least: unquantised sources of one dtype keep it; `q4_0` keeps every bit in 4-bit integers, and `q8_0`,
+    /// `q5_0`, `iq4_nl` and `mxfp4` in 8-bit ones, which other quantised sources are rounded to; mixtures with unquantised ones become f32.
     pub fn of(sources: &[WeightRows<'_>]) -> Self {
         let all = |encoding| sources.iter().all(|source| source.encoding == encoding);
         let plain = |source: &WeightRows<'_>| matches!(source.encoding, Encoding::Plain(_));
@@ -386,20 +386,16 @@ fn stored_group(
     quants: &mut [u8],
 ) -> Option<f16> {
     let encoding = source.encoding;
-    let same = if four_bits { Encoding::Q4_0 } else { Encoding::Q8_0 };
-    if encoding != same || quants.len() != encoding.block() {
+    let quants: &mut [u8; 32] = quants.try_into().ok()?;
+    if encoding.block() != quants.len() || four_bits != (encoding == Encoding::Q4_0) {
         return None;
     }
     let raw = &source.bytes[encoding.bytes(row * k + first)..][..encoding.block_bytes()];
-    if four_bits {
-        for (i, byte) in raw[2..].iter().enumerate() {
-            quants[i] = byte & 15;
-            quants[i + 16] = byte >> 4;
-        }
-    } else {
-        quants.iter_mut().zip(&raw[2..]).for_each(|(quant, byte)| *quant = byte ^ 0x80);
-    }
-    Some(f16::from_le_bytes([raw[0], raw[1]]))
+    let mut integers = [0i8; 32];
+    let scale = encoding.stored_integers(raw, &mut integers)?;
+    let offset = if four_bits { 8 } else { 128 };
+    *quants = integers.map(|quant| (i32::from(quant) + offset) as u8);
+    Some(scale)
 }
 
 /// Rounds to `scale * (quant - 128)` and returns the scale.

@@ -13,7 +13,8 @@ const THREADS: u32 = 128;
 const WARPS: u32 = 4;
 /// Positions between two states.
 const CELL: u32 = 16;
-/// Thread blocks of a launch that goes through all sequences, for each multiprocessor: those that are resident at once.
+const _: () = assert!(CELL as usize == crate::cpu::CELL, "the layouts of states differ");
+/// Thread blocks of a launch that goes through all sequences, for each multiprocessor: as many as registers allow at once.
 const RESIDENT_BLOCKS: u32 = 4;
 const GATE_THREADS: u64 = 256;
 
@@ -50,12 +51,23 @@ fn rule_kernel(key_dim: u32) -> &'static str {
 /// states. The grids depend on the rows alone, so that a captured graph serves any sequences.
 ///
 /// # Errors
-/// Those of [`Device::launch`].
+/// [`DeviceError::Failed`] for sizes without kernels, and those of [`Device::launch`].
 ///
 /// # Safety
 /// As [`Device::launch`]; the elements of a key are of [`DELTA_KEY_DIMS`] and those of a value a multiple of [`DELTA_COLUMNS`]. Rows follow
 /// each other as the sequences do, and no two sequences share a block. Pieces are within their blocks, at multiples of 64 bytes.
 pub unsafe fn delta<D: Device>(device: &D, half: HalfDtype, p: &DeltaParams) -> Result<(), DeviceError> {
+    if !DELTA_KEY_DIMS.contains(&p.key_dim) || !p.value_dim.is_multiple_of(DELTA_COLUMNS) || p.taps < 2 {
+        return Err(DeviceError::Failed {
+            what: format!(
+                "a delta rule of keys of {}, values of {} and {} taps",
+                p.key_dim, p.value_dim, p.taps
+            ),
+            reason: format!(
+                "it takes keys of {DELTA_KEY_DIMS:?}, values of multiples of {DELTA_COLUMNS}, and 2 taps or more"
+            ),
+        });
+    }
     let heads = p.key_heads + p.value_heads;
     let resident = device.profile().multiprocessors * RESIDENT_BLOCKS;
     // At most a sequence a row.

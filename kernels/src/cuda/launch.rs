@@ -7,7 +7,7 @@ use super::params::{
 };
 
 /// Head dimensions for which attention kernels exist: those of the supported models (Llama 1/2/3.x, Mistral,
-/// Qwen2/2.5, Qwen3, Gemma 3).
+/// Qwen2/2.5, Qwen3, Qwen3.5, Gemma 3).
 pub const HEAD_DIMS: [u32; 3] = [64, 128, 256];
 /// Maximum key positions of an attention tile. Kernels read the tile in which a sliding window begins from its start, with the keys
 /// before the window masked.

@@ -36,7 +36,7 @@ fn every_mutant_of_a_kernel_fails_the_property_it_breaks() {
             Mutant::NonFiniteLogits => {
                 &[("logits", non_finite::rows_of_logits_that_are_not_finite_are_marked_and_change_no_other)]
             }
-            Mutant::DraftState | Mutant::LogSlot => &[(
+            Mutant::DraftState | Mutant::LogSlot | Mutant::ResumedInputs => &[(
                 "the delta rule",
                 delta::bits_depend_on_no_chunk_draft_or_neighbour_and_agree_with_the_cpu,
             )],
@@ -50,9 +50,11 @@ fn every_mutant_of_a_kernel_fails_the_property_it_breaks() {
                 ("the delta rule", delta::bits_depend_on_no_chunk_draft_or_neighbour_and_agree_with_the_cpu),
             ],
             Mutant::MissedBarrier if !Harness::CHECKED => continue,
-            Mutant::MissedBarrier => {
-                &[("attention", exact), ("product", product::gemm_is_correct_and_batch_invariant)]
-            }
+            Mutant::MissedBarrier => &[
+                ("attention", exact),
+                ("product", product::gemm_is_correct_and_batch_invariant),
+                ("the delta rule", delta::bits_depend_on_no_chunk_draft_or_neighbour_and_agree_with_the_cpu),
+            ],
             Mutant::DraftPenalty | Mutant::DraftWord | Mutant::DraftMinimum | Mutant::RejectedCounts => {
                 &[("drafts", drafts::tokens_that_count_equal_those_drawn_one_by_one)]
             }

@@ -261,9 +261,11 @@ pub(super) fn quantization(fields: &Fields) -> Result<(), Error> {
             Some((key, method)) => (format!("{name}.{key}"), method),
             None => (name.to_owned(), "an unnamed method".to_owned()),
         };
-        let supported = "weights in f32, bf16 and f16, which --quantize can quantize at load, and GGUF files in q8_0, \
-                         q4_0, q4_k and q6_k";
-        return Err(fields.unsupported(&name, &format!("weights quantized by {method}"), supported));
+        let supported = format!(
+            "weights in f32, bf16 and f16, which --quantize can quantize at load, and GGUF files in {}",
+            super::gguf::block_types()
+        );
+        return Err(fields.unsupported(&name, &format!("weights quantized by {method}"), &supported));
     }
     Ok(())
 }

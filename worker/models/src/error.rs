@@ -140,7 +140,8 @@ pub enum Error {
     },
     /// The element type of a tensor is not supported.
     #[error(
-        "{file}: tensor {tensor} is {found}; supported: f32, bf16, f16, and in GGUF files q8_0, q4_0, q4_k, q6_k"
+        "{file}: tensor {tensor} is {found}; supported: f32, bf16, f16, and in GGUF files {}",
+        super::gguf::block_types()
     )]
     Dtype {
         /// Label of the weight file.

@@ -40,7 +40,7 @@ fn weight_file(data: &[u8]) -> WeightFile {
 /// # Panics
 /// If one of these does not hold.
 pub fn gguf(data: &[u8]) -> bool {
-    let content = weight_file(data);
+    let content = Arc::new(weight_file(data));
     let Ok(file) = Gguf::parse(&content) else { return false };
     for tensor in &file.tensors {
         let bytes = &data[tensor.range.start as usize..tensor.range.end as usize];
@@ -48,7 +48,7 @@ pub fn gguf(data: &[u8]) -> bool {
             check_tensor(encoding, &tensor.shape, bytes);
         }
     }
-    if let Ok(map) = gguf::config(&file, &content)
+    if let Ok(map) = gguf::config(&file, std::slice::from_ref(&content))
         && let Ok(config) = ModelConfig::of(&Fields::of(LABEL.to_owned(), map))
     {
         check_config(&config);

@@ -71,12 +71,15 @@ impl ModelDir {
         match source {
             ModelSource::Embedded => {
                 let (beside, file) = files::open_embedded()?;
-                Self::open_gguf(&beside, file, embedded::NAME)
+                Self::open_gguf(&beside, file, embedded::WEIGHTS, embedded::NAME)
             }
             ModelSource::Directory(path) if path.extension().is_some_and(|kind| kind == "gguf") => {
                 let (beside, file) = files::open_file(path)?;
-                let name = path.file_stem().map_or("model".into(), |stem| stem.to_string_lossy());
-                Self::open_gguf(&beside, file, &name)
+                let stem = path.file_stem().map_or("model".into(), |stem| stem.to_string_lossy());
+                // Of several files, the name that they share.
+                let name = stem.split_once("-00001-of-").map_or(&*stem, |(name, _)| name);
+                let file_name = path.file_name().map_or("".into(), |name| name.to_string_lossy());
+                Self::open_gguf(&beside, file, &file_name, name)
             }
             ModelSource::Directory(path) => Self::open_directory(path),
         }
@@ -99,12 +102,14 @@ impl ModelDir {
         self.decoder().map(|_| self)
     }
 
-    /// Opens a GGUF file with the files `beside` it. Uses their tokenizer.json or, if that is missing, the
+    /// Opens a GGUF file, of several the first, with the files `beside` it. Uses their tokenizer.json or, if that is missing, the
     /// tokenizer in the file.
-    fn open_gguf(beside: &Files, file: WeightFile, name: &str) -> Result<Self, Error> {
+    fn open_gguf(beside: &Files, file: WeightFile, file_name: &str, name: &str) -> Result<Self, Error> {
         let label = file.label().to_owned();
-        let gguf = Gguf::parse(&file)?;
-        let map = gguf::config(&gguf, &file)?;
+        let mut gguf = Gguf::parse(&file)?;
+        let parts = gguf.join_parts(file_name, beside)?;
+        let files: Vec<Arc<WeightFile>> = std::iter::once(file).chain(parts).map(Arc::new).collect();
+        let map = gguf::config(&gguf, &files)?;
         let text = serde_json::to_vec(&map).unwrap_or_default();
         let config = ModelConfig::of(&Fields::of(label, map))?;
         let generation = GenerationDefaults::read(beside, &config)?;
@@ -120,7 +125,7 @@ impl ModelDir {
         let interleaved = config.architecture.gguf().is_some_and(|gguf| gguf.interleaved_heads);
         let names = config.architecture.spec().tensors;
         let head_dim = interleaved.then_some(config.head_dim);
-        let tensors = Tensors::of_gguf(gguf, Arc::new(file), names, config.delta.is_some(), head_dim);
+        let tensors = Tensors::of_gguf(gguf, files, names, config.delta.is_some(), head_dim);
         Self { name: name.to_owned(), config, generation, tensors, bundle }.checked()
     }
 

@@ -281,11 +281,11 @@ impl Tensors {
         Ok(tensors)
     }
 
-    /// Wraps the tensors of a GGUF file under the names of checkpoints. `head_dim` is set if the rows of
+    /// Wraps the tensors of GGUF files under the names of checkpoints. `head_dim` is set if the rows of
     /// query and key heads are interleaved.
     pub(super) fn of_gguf(
         gguf: Gguf,
-        file: Arc<WeightFile>,
+        files: Vec<Arc<WeightFile>>,
         names: &TensorNames,
         recurrent: bool,
         head_dim: Option<usize>,
@@ -301,12 +301,17 @@ impl Tensors {
             let entry = TensorEntry {
                 encoding: info.encoding.map_err(gguf::type_name),
                 interleaved: head_dim.filter(|_| rotated),
-                content: Arc::new(TensorContent::new(&name, &file, info.range, rows(&info.shape))),
+                content: Arc::new(TensorContent::new(
+                    &name,
+                    &files[info.part],
+                    info.range,
+                    rows(&info.shape),
+                )),
                 shape: info.shape,
             };
             entries.insert(name, entry);
         }
-        Self { weight_files: vec![file], entries, cache: None }
+        Self { weight_files: files, entries, cache: None }
     }
 
     /// All tensors by name.

@@ -278,7 +278,7 @@ fn gguf_files_of_published_families_are_served_or_refused_by_what_they_are() {
             "yarn",
         ),
         ("attention factor", vec![("llama.rope.scaling.attn_factor", F32(0.9))], vec![], "attn_factor"),
-        ("one of several files", vec![("split.count", U32(3))], vec![], "one of 3 parts"),
+        ("one of several files", vec![("split.count", U32(3))], vec![], "part 1 of 3"),
         ("adapter", vec![("general.type", text("adapter"))], vec![], "adapter"),
         ("encoder of images", vec![("general.type", text("mmproj"))], vec![], "mmproj"),
         ("tensor of experts", vec![], vec![tensor("blk.0.ffn_gate_exps.weight", 0)], "mixture of experts"),

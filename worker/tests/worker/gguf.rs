@@ -1,7 +1,7 @@
 //! GGUF files: bitwise equal to the directories that they were converted from; errors of unusable files.
 
 use std::collections::BTreeMap;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use inflight_contract::SamplingParams;
@@ -109,10 +109,16 @@ fn a_converted_hybrid_computes_the_values_of_its_directory() {
 /// Returns a small Llama file with matrices of random blocks in one encoding, or of the same values in f32 if
 /// `widened`.
 fn blocks(encoding: Encoding, widened: bool) -> Vec<u8> {
+    let (metadata, tensors) = block_model(encoding, widened);
+    gguf(&metadata, &tensors)
+}
+
+/// Returns metadata and tensors of such a file.
+fn block_model(encoding: Encoding, widened: bool) -> (Vec<(String, GgufValue)>, Vec<GgufTensor>) {
     let (hidden, inner, vocab, heads) = (256usize, 512usize, 64usize, 4usize);
     let count = |value: usize| GgufValue::U32(value as u32);
     let own = |name: &str, value| (format!("llama.{name}"), value);
-    let metadata = [
+    let metadata = vec![
         ("general.architecture".to_owned(), GgufValue::Text("llama".to_owned())),
         own("block_count", count(2)),
         own("embedding_length", count(hidden)),
@@ -148,24 +154,31 @@ fn blocks(encoding: Encoding, widened: bool) -> Vec<u8> {
         let mut bytes: Vec<u8> = (0..encoding.bytes(elements)).map(random).collect();
         let scale = |value: f32| half::f16::from_f32(value).to_le_bytes();
         for block in bytes.chunks_exact_mut(encoding.block_bytes()) {
-            match encoding {
-                Encoding::Q8_0 => block[..2].copy_from_slice(&scale(0.0007)),
-                Encoding::Q4_0 => block[..2].copy_from_slice(&scale(0.011)),
-                Encoding::Q4K => {
-                    block[..2].copy_from_slice(&scale(0.0004));
-                    block[2..4].copy_from_slice(&scale(0.003));
-                }
-                _ => block[208..].copy_from_slice(&scale(0.00004)),
+            let halves: &[(usize, f32)] = match encoding {
+                Encoding::Q8_0 => &[(0, 0.0007)],
+                Encoding::Q4_0 => &[(0, 0.011)],
+                Encoding::Q4_1 => &[(0, 0.011), (2, -0.08)],
+                Encoding::Q5_0 => &[(0, 0.0055)],
+                Encoding::Q5_1 => &[(0, 0.0055), (2, -0.08)],
+                Encoding::Q2K => &[(80, 0.004), (82, 0.006)],
+                Encoding::Q3K => &[(108, 0.0006)],
+                Encoding::Q4K => &[(0, 0.0004), (2, 0.003)],
+                Encoding::Q5K => &[(0, 0.0002), (2, 0.003)],
+                Encoding::Iq4Nl => &[(0, 0.0007)],
+                Encoding::Iq4Xs => &[(0, 0.00004)],
+                Encoding::Q6K => &[(208, 0.00004)],
+                Encoding::Mxfp4 | Encoding::Plain(_) => &[],
+            };
+            for (at, value) in halves {
+                block[*at..at + 2].copy_from_slice(&scale(*value));
+            }
+            if encoding == Encoding::Mxfp4 {
+                // Exponents of neighbouring blocks differ.
+                block[0] = 121 + block[0] % 3;
             }
         }
-        let kind = match encoding {
-            Encoding::Q8_0 => 8,
-            Encoding::Q4_0 => 2,
-            Encoding::Q4K => 12,
-            _ => 14,
-        };
         let (kind, bytes) = match widened {
-            false => (kind, bytes),
+            false => (encoding.ggml_type(), bytes),
             true => {
                 let mut wide = vec![0.0; elements];
                 encoding.widen(&bytes, &mut wide);
@@ -182,12 +195,80 @@ fn blocks(encoding: Encoding, widened: bool) -> Vec<u8> {
             add(format!("{prefix}{name}.weight"), shape.clone());
         }
     }
-    gguf(&metadata, &tensors)
+    (metadata, tensors)
+}
+
+/// Writes a model in parts, as `llama-gguf-split` does. `change` may change metadata and tensors of a part.
+fn in_parts(
+    change: impl Fn(usize, &mut Vec<(String, GgufValue)>, &mut Vec<GgufTensor>),
+) -> (TempDir, PathBuf) {
+    let (metadata, tensors) = block_model(Encoding::Q8_0, false);
+    let (folder, whole) = written(&gguf(&metadata, &tensors));
+    std::fs::remove_file(whole).unwrap();
+    let number = |value: usize| GgufValue::U32(value as u32);
+    for part in 0..3 {
+        // The first has no tensors.
+        let mut own: Vec<GgufTensor> = match part {
+            0 => Vec::new(),
+            _ => tensors.iter().skip(part - 1).step_by(2).cloned().collect(),
+        };
+        let mut entries = if part == 0 { metadata.clone() } else { Vec::new() };
+        entries.extend([
+            ("split.no".to_owned(), number(part)),
+            ("split.count".to_owned(), number(3)),
+            ("split.tensors.count".to_owned(), number(tensors.len())),
+        ]);
+        change(part, &mut entries, &mut own);
+        let file = folder.path().join(format!("m-00{:03}-of-00003.gguf", part + 1));
+        std::fs::write(file, gguf(&entries, &own)).unwrap();
+    }
+    let first = folder.path().join("m-00001-of-00003.gguf");
+    (folder, first)
+}
+
+#[test]
+fn a_model_in_several_files_has_the_bits_of_one_in_one_file() {
+    let (_a, whole) = written(&blocks(Encoding::Q8_0, false));
+    let (_b, first) = in_parts(|_, _, _| {});
+    assert_eq!(logits(&first).unwrap(), logits(&whole).unwrap());
+    assert_eq!(open(&first).unwrap().name(), "m");
+}
+
+#[test]
+fn parts_that_are_missing_or_of_other_models_are_named() {
+    let refused = |path: &Path, clues: &[&str]| {
+        let message = open(path).map(drop).unwrap_err();
+        assert!(clues.iter().all(|clue| message.contains(clue)), "{message}");
+    };
+    let (folder, first) = in_parts(|_, _, _| {});
+    refused(&folder.path().join("m-00002-of-00003.gguf"), &["part 2 of 3", "-00001-of-00003.gguf"]);
+    std::fs::rename(folder.path().join("m-00003-of-00003.gguf"), folder.path().join("other.gguf")).unwrap();
+    refused(&first, &["m-00003-of-00003.gguf", "was the download completed?"]);
+    std::fs::rename(&first, folder.path().join("renamed.gguf")).unwrap();
+    refused(&folder.path().join("renamed.gguf"), &["part 1 of 3", "-00001-of-00003.gguf"]);
+    let (_folder, first) = in_parts(|part, entries, _| {
+        if part == 2 {
+            entries[0].1 = GgufValue::U32(1);
+        }
+    });
+    refused(&first, &["m-00003-of-00003.gguf", "not part 3 of 3"]);
+    let (_folder, first) = in_parts(|part, _, tensors| {
+        if part == 2 {
+            tensors.pop();
+        }
+    });
+    refused(&first, &["parts have", "different models"]);
+    let (_folder, first) = in_parts(|part, _, tensors| {
+        if part == 2 {
+            tensors[0].name = "token_embd.weight".to_owned();
+        }
+    });
+    refused(&first, &["token_embd.weight is in another part", "different models"]);
 }
 
 #[test]
 fn quantized_files_compute_the_values_of_their_elements() {
-    for encoding in [Encoding::Q8_0, Encoding::Q4_0, Encoding::Q4K, Encoding::Q6K] {
+    for encoding in Encoding::blocks() {
         let (_a, exact) = written(&blocks(encoding, true));
         let (_b, stored) = written(&blocks(encoding, false));
         let (exact, stored) = (logits(&exact).unwrap(), logits(&stored).unwrap());
@@ -201,10 +282,10 @@ fn quantized_files_compute_the_values_of_their_elements() {
 
 #[test]
 fn quantized_files_are_partitioned_at_block_boundaries_or_rejected() {
-    for encoding in [Encoding::Q8_0, Encoding::Q4_0, Encoding::Q4K, Encoding::Q6K] {
+    for encoding in Encoding::blocks() {
         let (_folder, path) = written(&blocks(encoding, false));
         match (encoding, logits_of_ranks(&path, 2)) {
-            (Encoding::Q8_0 | Encoding::Q4_0, divided) => {
+            (_, divided) if encoding.block() == 32 => {
                 let (whole, divided) = (logits(&path).unwrap(), divided.unwrap());
                 let size = whole.iter().fold(0.0f32, |most, x| most.max(x.abs()));
                 let off = whole.iter().zip(&divided).fold(0.0f32, |most, (a, b)| most.max((a - b).abs()));

@@ -80,6 +80,7 @@ enum class Mutant : uint32_t {
     NonFiniteLogits,
     DraftState,
     LogSlot,
+    ResumedInputs,
 };
 extern __thread Mutant mutant;
 

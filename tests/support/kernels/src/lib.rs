@@ -137,11 +137,13 @@ pub enum Mutant {
     DraftState,
     /// Decays of the log of a recurrent state are read as if it had no room for drafts.
     LogSlot,
+    /// A sequence that resumes from a recurrent state does not keep the inputs of the convolution before it.
+    ResumedInputs,
 }
 
 impl Mutant {
     /// Every mutant.
-    pub const ALL: [Self; 24] = [
+    pub const ALL: [Self; 25] = [
         Self::MissingWait,
         Self::BlockEdge,
         Self::WindowEdge,
@@ -166,6 +168,7 @@ impl Mutant {
         Self::NonFiniteLogits,
         Self::DraftState,
         Self::LogSlot,
+        Self::ResumedInputs,
     ];
 
     /// Runs `work` with the fault active in all kernels that this thread launches on a [`Harness`].

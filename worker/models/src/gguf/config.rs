@@ -1,5 +1,7 @@
 //! Conversion of GGUF metadata to the fields of a config.json.
 
+use std::sync::Arc;
+
 use serde_json::{Map, Value, json};
 
 use inflight_kernels::cpu::HEAD_DIM_MAX;
@@ -197,7 +199,7 @@ impl Family<'_> {
     }
 
     /// Returns `rope_scaling` of config.json. Without a type, a factor is that of linear scaling, as in llama.cpp.
-    fn rope_scaling(&self, file: &WeightFile) -> Result<Value, Error> {
+    fn rope_scaling(&self, files: &[Arc<WeightFile>]) -> Result<Value, Error> {
         let factor = self.get("rope.scaling.factor").or_else(|| self.get("rope.scale_linear"));
         let scales = |factor: &&Value| factor.as_f64().is_none_or(|factor| factor != 0.0 && factor != 1.0);
         let kind = match (self.get("rope.scaling.type").and_then(Value::as_str), factor.filter(scales)) {
@@ -205,7 +207,7 @@ impl Family<'_> {
             (None, Some(_)) => Some("linear"),
             (Some(kind), _) => Some(kind),
         };
-        let divisors = self.gguf.frequency_divisors(file)?;
+        let divisors = self.gguf.frequency_divisors(files)?;
         match (kind, divisors) {
             (None, None) => Ok(Value::Null),
             (None, Some(divisors)) => {
@@ -236,7 +238,7 @@ impl Gguf {
     }
 
     /// Reads the divisors of the rotary frequencies, if the file has them.
-    fn frequency_divisors(&self, file: &WeightFile) -> Result<Option<Vec<f32>>, Error> {
+    fn frequency_divisors(&self, files: &[Arc<WeightFile>]) -> Result<Option<Vec<f32>>, Error> {
         let Some(tensor) = self.tensors.iter().find(|tensor| tensor.name == FREQUENCY_DIVISORS_TENSOR) else {
             return Ok(None);
         };
@@ -246,34 +248,28 @@ impl Gguf {
             return Err(self.unsupported(FREQUENCY_DIVISORS_TENSOR, "other numbers", &supported));
         }
         let mut content = vec![0; bytes as usize];
-        file.read_at(tensor.range.start, &mut content)?;
+        files[tensor.part].read_at(tensor.range.start, &mut content)?;
         let numbers =
             content.chunks_exact(4).map(|chunk| f32::from_le_bytes([chunk[0], chunk[1], chunk[2], chunk[3]]));
         Ok(Some(numbers.collect()))
     }
 
-    /// Checks that the file is a whole language model: not a part of one, an adapter or an encoder of images.
+    /// Checks that the file is a language model, not an adapter or an encoder of images.
     fn check_kind(&self) -> Result<(), Error> {
         let kind = self.metadata.get("general.type").and_then(Value::as_str).unwrap_or("model");
         if kind != "model" {
             let supported = "models; give the file of the language model, with adapters merged into it";
             return Err(self.unsupported("general.type", kind, supported));
         }
-        let parts = self.metadata.get("split.count").and_then(Value::as_u64).unwrap_or(1);
-        if parts > 1 {
-            let found = format!("one of {parts} parts of a model");
-            let supported = "models in one file; join the parts with llama.cpp's `llama-gguf-split --merge`";
-            return Err(self.unsupported("split.count", &found, supported));
-        }
         Ok(())
     }
 }
 
-/// Converts the metadata to the config.json of the same model. `file` is the file of `gguf`.
+/// Converts the metadata to the config.json of the same model. `files` are those of its tensors.
 ///
 /// # Errors
 /// A required entry is missing, or an entry requests an unsupported feature.
-pub(in super::super) fn config(gguf: &Gguf, file: &WeightFile) -> Result<Map<String, Value>, Error> {
+pub(in super::super) fn config(gguf: &Gguf, files: &[Arc<WeightFile>]) -> Result<Map<String, Value>, Error> {
     gguf.check_kind()?;
     let family = gguf.metadata.get("general.architecture").and_then(Value::as_str);
     let family = family.ok_or_else(|| gguf.missing("general.architecture"))?;
@@ -302,7 +298,7 @@ pub(in super::super) fn config(gguf: &Gguf, file: &WeightFile) -> Result<Map<Str
         "tie_word_embeddings": tensor("output.weight").is_none(),
         "attention_bias": spec.optional_attention_bias && tensor("blk.0.attn_q.bias").is_some(),
         "rope_theta": family.get("rope.freq_base").unwrap_or(&json!(10_000.0)),
-        "rope_scaling": family.rope_scaling(file)?,
+        "rope_scaling": family.rope_scaling(files)?,
         "head_dim": head_dim.filter(|size| size.fract() == 0.0).map(|size| size as u64),
         "bos_token_id": gguf.metadata.get("tokenizer.ggml.bos_token_id"),
         "eos_token_id": end_tokens(gguf),

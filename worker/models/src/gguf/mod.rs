@@ -4,6 +4,7 @@
 mod byte_level;
 mod config;
 mod end_tokens;
+mod parts;
 mod sentencepiece;
 mod tokenizer;
 mod vocabulary;
@@ -45,27 +46,26 @@ pub(super) struct GgufTensor {
     /// Encoding, or ggml's type id of an unsupported one.
     pub(super) encoding: Result<Encoding, u32>,
     pub(super) range: Range<u64>,
+    /// Index of its file among those of the model.
+    pub(super) part: usize,
+}
+
+/// Returns ggml's names of the supported types of blocks.
+pub(super) fn block_types() -> String {
+    Encoding::blocks().map(|encoding| encoding.to_string()).collect::<Vec<_>>().join(", ")
 }
 
 /// Returns ggml's name of a type of elements that is not supported.
 pub(super) fn type_name(id: u32) -> String {
-    const NAMES: [(u32, &str); 32] = [
-        (3, "q4_1"),
-        (6, "q5_0"),
-        (7, "q5_1"),
+    const NAMES: [(u32, &str); 23] = [
         (9, "q8_1"),
-        (10, "q2_k"),
-        (11, "q3_k"),
-        (13, "q5_k"),
         (15, "q8_k"),
         (16, "iq2_xxs"),
         (17, "iq2_xs"),
         (18, "iq3_xxs"),
         (19, "iq1_s"),
-        (20, "iq4_nl"),
         (21, "iq3_s"),
         (22, "iq2_s"),
-        (23, "iq4_xs"),
         (24, "i8"),
         (25, "i16"),
         (26, "i32"),
@@ -80,7 +80,6 @@ pub(super) fn type_name(id: u32) -> String {
         (36, "iq4_nl_4_4"),
         (37, "iq4_nl_4_8"),
         (38, "iq4_nl_8_8"),
-        (39, "mxfp4"),
         (40, "nvfp4"),
     ];
     let known = NAMES.iter().find(|(other, _)| *other == id);
@@ -147,16 +146,7 @@ impl TensorHeader {
     fn locate(self, reader: &GgufReader<'_>, data: u64, size: u64) -> Result<GgufTensor, Error> {
         let Self { name, shape, kind, offset } = self;
         let lies = |what: &str| reader.broken(&format!("tensor {name} {what}"));
-        let encoding = match kind {
-            0 => Ok(Encoding::Plain(Dtype::F32)),
-            1 => Ok(Encoding::Plain(Dtype::F16)),
-            30 => Ok(Encoding::Plain(Dtype::Bf16)),
-            2 => Ok(Encoding::Q4_0),
-            8 => Ok(Encoding::Q8_0),
-            12 => Ok(Encoding::Q4K),
-            14 => Ok(Encoding::Q6K),
-            other => Err(other),
-        };
+        let encoding = Encoding::of_ggml(kind).ok_or(kind);
         let count = shape.iter().try_fold(1u64, |product, n| product.checked_mul(*n));
         let count = count.filter(|count| *count <= u64::from(u32::MAX) << 8);
         let Some(count) = count else { return Err(lies(&format!("claims the shape {shape:?}"))) };
@@ -179,6 +169,7 @@ impl TensorHeader {
         let end = start.and_then(|start| start.checked_add(bytes)).filter(|end| *end <= size);
         match (start, end) {
             (Some(start), Some(end)) => Ok(GgufTensor {
+                part: 0,
                 shape: shape.iter().map(|n| *n as usize).collect(),
                 encoding,
                 range: start..end,

@@ -33,7 +33,7 @@ pub enum Error {
         /// Allowed values.
         range: String,
     },
-    /// Weights, buffers and one KV block exceed the memory limit.
+    /// Weights, buffers and the KV blocks of one short sequence exceed the memory limit.
     #[error(
         "the model does not fit {name}: {missing} MiB are missing of the {allowed} MiB that it may use of {total} (in MiB: \
          {components}); lower {options}, raise --gpu-memory-utilization, end what else uses the GPU, or take a smaller model"
@@ -41,7 +41,7 @@ pub enum Error {
     Memory {
         /// Name of the GPU.
         name: String,
-        /// MiB missing for a single KV block.
+        /// MiB missing for these KV blocks.
         missing: u64,
         /// MiB that this process may use.
         allowed: u64,

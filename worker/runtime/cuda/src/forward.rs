@@ -261,18 +261,18 @@ impl<G: Gpu> CudaForward<G> {
         let blocks = attention_blocks(&gpu.profile(), head_dim as u32, self.kv_layers.store(), step.mixed);
         let pending = self.delta_is_pending();
         // Layers of each kind are counted by themselves.
-        let (mut attentive, mut recurrent) = (0.., 0..);
+        let (mut attention_index, mut recurrent_index) = (0.., 0..);
         for (index, (layer, spec)) in self.weights.layers.iter().zip(&self.config.layers).enumerate() {
             let post_norms = layer.post_norms.as_ref();
             self.norm(gpu, &layer.mixer_norm, step.rows, pending && index > 0, None)?;
             match &layer.mixer {
                 DeviceMixer::Attention(attention) => {
                     let rope = spec.attention().map_or(0, |attention| attention.rope);
-                    let index = attentive.next().unwrap_or_default();
+                    let index = attention_index.next().unwrap_or_default();
                     self.attend(gpu, step, metadata, (index, attention, rope), blocks)?;
                 }
                 DeviceMixer::Delta(delta) => {
-                    self.recur(gpu, step, metadata, (recurrent.next().unwrap_or_default(), delta))?;
+                    self.recur(gpu, step, metadata, (recurrent_index.next().unwrap_or_default(), delta))?;
                 }
             }
             self.end_part(gpu, post_norms.map(|(mixer, _)| mixer), step.rows)?;
@@ -406,7 +406,9 @@ impl<G: Gpu> CudaForward<G> {
         (index, layer): (usize, &DeviceDelta<G::Memory>),
     ) -> Result<(), DeviceError> {
         let (rows, layout, buffers) = (step.rows, &step.layout, &self.buffers);
-        let Some(layers) = self.shapes.recurrent else { return Ok(()) };
+        let Some(layers) = self.shapes.recurrent else {
+            unreachable!("a model with recurrent layers has their shape")
+        };
         let shape = layers.shape();
         let at = |section: usize| metadata + section as u64;
         let place_bytes = self.shapes.state_place_bytes() / layers.count() as u64;

@@ -104,7 +104,7 @@ impl KvLayers {
         &self.plan
     }
 
-    /// KV memory by group of layers, for logs and metrics; empty for a model with a single group.
+    /// KV memory by group of layers, for logs and metrics; empty for a model with a single group and no recurrent layers.
     pub(super) fn groups(&self) -> Vec<GroupMemory> {
         if self.plan.shape().is_uniform() { Vec::new() } else { self.plan.groups().to_vec() }
     }
@@ -144,11 +144,11 @@ impl KvLayers {
         &self.state_places
     }
 
-    /// Returns the maximum block copies of a step of `slots` sequences: a block that is shared and written to, the snapshot that a sequence
-    /// resumes from, and one that it leaves.
+    /// Returns the maximum block copies of a step of `slots` sequences: a span that is shared and written to, and the snapshot that a
+    /// sequence resumes from or leaves.
     pub(super) fn copies_max(&self, slots: u32) -> usize {
-        let snapshot = self.plan.snapshot_blocks() as usize;
-        (slots as usize).saturating_mul(1 + 2 * snapshot)
+        let each = self.plan.shape().span_blocks() + self.plan.snapshot_blocks();
+        (slots as usize).saturating_mul(each as usize)
     }
 
     /// Returns the view of a layer, counted among those with attention, its part, and the window of its attention.

@@ -245,7 +245,7 @@ impl CudaRuntime {
             })
         });
         let jobs = jobs.collect::<Result<Vec<_>, _>>()?;
-        let groups = jobs[0].kv_layers.groups();
+        let (groups, kv) = (jobs[0].kv_layers.groups(), jobs[0].kv_layers.plan().to_string());
         let (ranks, mut loaded) = Ranks::start(jobs, progress)?;
         // After the last tensor was read: it covers what was read.
         let fingerprint = models::fingerprint_of(model, tensors.half().dtype().name(), &arithmetic)?;
@@ -275,6 +275,7 @@ impl CudaRuntime {
             blocks = capabilities.blocks,
             block_bytes = loaded.iter().map(|rank| rank.pool.1).sum::<usize>(),
             host_blocks = capabilities.host_blocks,
+            kv,
             graphs = loaded[0].graphs,
             deterministic = options.deterministic,
             "model loaded on the GPU"

@@ -99,11 +99,12 @@ impl LoadPlan {
     /// Returns the blocks of the KV pool if weights and libraries have taken `taken` bytes.
     ///
     /// # Errors
-    /// [`LoadError::Memory`] if the GPU memory left for the KV cache holds not even the blocks of one span.
+    /// [`LoadError::Memory`] if the GPU memory left for the KV cache holds not even the blocks of a sequence of one span.
     pub(super) fn pool_blocks(&self, job: &LoadJob, taken: u64) -> Result<u32, LoadError> {
         let options = &job.options;
         let budget = MemoryBudget { total: self.total, free: self.free, taken };
-        let (block_bytes, least) = (self.block_bytes(), self.kv_layers.plan().shape().span_blocks());
+        // A sequence needs a span in each group of layers, and a state.
+        let (block_bytes, least) = (self.block_bytes(), self.kv_layers.plan().shape().blocks(1, 1));
         let sized =
             pool_blocks(budget, options.utilization, &self.components, block_bytes, least, options.kv_bytes);
         match sized {

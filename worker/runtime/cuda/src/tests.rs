@@ -8,7 +8,7 @@ use inflight_fixtures::{Arch, Checkpoint, Dtype};
 use inflight_kernel_harness::{Harness, HostMemory};
 use inflight_kernels::cuda::{DeviceError, HalfDtype, KvStore, SamplingResult};
 use inflight_kernels::philox4x32;
-use inflight_models::{ModelDir, ModelSource};
+use inflight_models::{DeltaSpec, ModelConfig, ModelDir, ModelSource};
 use inflight_runtime::{
     Batch, BlockCopy, Capabilities, Feedback, Runtime, RuntimeFacts, Sampled, SlotSetup, TokenMasks,
     recurrent,
@@ -557,4 +557,18 @@ fn a_model_without_kernels_is_refused_with_the_supported_shapes() {
     let refused = check_model(model.config(), 1, false).unwrap_err().to_string();
     assert!(refused.contains("Gemma3ForCausalLM") && refused.contains("--gpu-experimental"), "{refused}");
     assert!(check_model(model.config(), 1, true).is_ok());
+    // Recurrent layers, some of whose sizes have no kernels.
+    let model = self::model(Arch::Qwen35, Dtype::Bf16, 1);
+    let refused = check_model(model.config(), 1, false).unwrap_err().to_string();
+    assert!(refused.contains("Qwen3_5ForCausalLM") && refused.contains("--gpu-experimental"), "{refused}");
+    assert!(check_model(model.config(), 1, true).is_ok());
+    let delta = model.config().delta.unwrap();
+    for (delta, clue) in [
+        (DeltaSpec { key_dim: 96, ..delta }, ["linear_key_head_dim", "96", "[64, 128]"]),
+        (DeltaSpec { value_dim: 48, ..delta }, ["linear_value_head_dim", "48", "multiples of 32"]),
+    ] {
+        let config = ModelConfig { delta: Some(delta), ..model.config().clone() };
+        let refused = check_model(&config, 1, true).unwrap_err().to_string();
+        assert!(clue.iter().all(|clue| refused.contains(clue)), "{refused}");
+    }
 }

@@ -260,10 +260,8 @@ impl<G: Gpu> WeightUpload<'_, G> {
             decay: delta.decay.to_f32()?,
             decay_bias: delta.decay_bias.to_f32()?,
         };
-        let vectors = match &shard.delta {
-            Some(spec) => vectors.of_rank(spec, shard),
-            None => vectors,
-        };
+        let Some(spec) = &shard.delta else { unreachable!("a model with recurrent layers has their shape") };
+        let vectors = vectors.of_rank(spec, shard);
         let inputs = [&delta.inputs, &delta.gates, &delta.scalars];
         let inputs = inputs.map(|linear| SourceMatrix::of(linear, shard));
         Ok(DeviceDelta {
@@ -424,6 +422,8 @@ mod tests {
     use inflight_models::ModelSource;
     use inflight_runtime::sharding::{Partition, shards};
 
+    use super::super::device_layer::LinearRole;
+
     use super::*;
 
     fn model(path: &std::path::Path) -> ModelDir {
@@ -533,5 +533,79 @@ mod tests {
                 }
             }
         }
+    }
+    /// Rows of a matrix with `k` columns.
+    fn rows_of(memory: &HostMemory, k: usize) -> Vec<Vec<u16>> {
+        words(memory).chunks(k).map(<[u16]>::to_vec).collect()
+    }
+
+    fn floats(memory: &HostMemory) -> Vec<f32> {
+        memory.read::<f32>(memory.bytes() / 4)
+    }
+
+    /// Projections in one matrix, and the value heads of GGUF files, which have another order.
+    #[test]
+    fn recurrent_layers_of_all_forms_have_the_same_weights() {
+        let checkpoint = Checkpoint::new(Arch::Qwen35, Dtype::F16);
+        let plain = checkpoint.write_temp().unwrap();
+        let fused = Checkpoint::new(Arch::Qwen35, Dtype::F16).fused().write_temp().unwrap();
+        let folder = TempDir::new("inflight-cuda-gguf").unwrap();
+        let file = folder.path().join("tiny.gguf");
+        std::fs::write(folder.path().join("tokenizer.json"), Arch::Qwen35.family().tokenizer_json()).unwrap();
+        std::fs::write(&file, checkpoint.gguf().unwrap()).unwrap();
+        let harness = Harness::new();
+        let upload = |path: &std::path::Path, world: usize, rank: usize| {
+            let model = model(path);
+            let tensors = find(&model).unwrap();
+            let shards = shards(model.config(), world, &|_| tensors.alignment()).unwrap();
+            let progress = std::cell::Cell::new((0, 0));
+            let report = |done, total| progress.set((done, total));
+            let weights = tensors.upload(&harness, &shards[rank], &report).unwrap();
+            let bytes = tensors.bytes(&shards[rank]);
+            assert_eq!(progress.get(), (bytes, bytes));
+            weights
+        };
+        let pairs = |ours: &DeviceWeights<HostMemory>, theirs: &DeviceWeights<HostMemory>, in_order: bool| {
+            let mut recurrent = 0;
+            for (ours, theirs) in ours.layers.iter().zip(&theirs.layers) {
+                for ((role, ours), (_, theirs)) in ours.linears().into_iter().zip(theirs.linears()) {
+                    let k = ours.k as usize;
+                    let (mut ours, mut theirs) = (rows_of(&ours.matrix, k), rows_of(&theirs.matrix, k));
+                    if !in_order {
+                        // Value heads are rows of the inputs, and columns of the output.
+                        [&mut ours, &mut theirs].into_iter().for_each(|rows| {
+                            rows.iter_mut()
+                                .filter(|_| role == LinearRole::DeltaOutput)
+                                .for_each(|row| row.sort());
+                            rows.sort();
+                        });
+                    }
+                    assert!(ours == theirs, "{role:?}");
+                }
+                let (DeviceMixer::Delta(ours), DeviceMixer::Delta(theirs)) = (&ours.mixer, &theirs.mixer)
+                else {
+                    continue;
+                };
+                recurrent += 1;
+                for (ours, theirs) in [
+                    (&ours.convolution, &theirs.convolution),
+                    (&ours.decay, &theirs.decay),
+                    (&ours.decay_bias, &theirs.decay_bias),
+                    (&ours.norm, &theirs.norm),
+                ] {
+                    let (mut ours, mut theirs) = (floats(ours), floats(theirs));
+                    if !in_order {
+                        [&mut ours, &mut theirs].into_iter().for_each(|all| all.sort_by(f32::total_cmp));
+                    }
+                    let close = |(a, b): (&f32, &f32)| (a - b).abs() <= 1e-6 * b.abs();
+                    assert!(ours.len() == theirs.len() && ours.iter().zip(&theirs).all(close));
+                }
+            }
+            assert!(recurrent > 0);
+        };
+        for (world, rank) in [(1, 0), (2, 0), (2, 1)] {
+            pairs(&upload(fused.path(), world, rank), &upload(plain.path(), world, rank), true);
+        }
+        pairs(&upload(&file, 1, 0), &upload(plain.path(), 1, 0), false);
     }
 }

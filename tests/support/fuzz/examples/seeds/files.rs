@@ -32,18 +32,14 @@ pub fn gguf_files() -> Result<Seeds> {
         kind,
         bytes: (0..2 * bytes).map(|at| at as u8).collect(),
     };
-    let encodings = [
-        ("f32", 0, 2, 8),
-        ("f16", 1, 2, 4),
-        ("q4_0", 2, 32, 18),
-        ("q8_0", 8, 32, 34),
-        ("q4_k", 12, 256, 144),
-        ("q6_k", 14, 256, 210),
-        ("bf16", 30, 2, 4),
-        ("unknown", 77, 2, 8),
-    ];
+    let block = |encoding: Encoding| {
+        (encoding.to_string(), encoding.ggml_type(), encoding.block(), encoding.block_bytes())
+    };
+    let plain = [("f32", 0, 2, 8), ("f16", 1, 2, 4), ("bf16", 30, 2, 4), ("unknown", 77, 2, 8)];
+    let plain = plain.map(|(name, kind, row, bytes)| (name.to_owned(), kind, row, bytes));
+    let encodings = plain.into_iter().chain(Encoding::blocks().map(block));
     let mut seeds = Seeds::new();
-    for (at, (name, kind, row, bytes)) in encodings.into_iter().enumerate() {
+    for (at, (name, kind, row, bytes)) in encodings.enumerate() {
         let family = ["llama", "qwen2", "qwen3"][at % 3];
         let mut metadata = metadata(family);
         if at % 2 == 0 {
@@ -54,7 +50,7 @@ pub fn gguf_files() -> Result<Seeds> {
             tensor("blk.0.attn_q.weight", kind, row, bytes),
             tensor("output.weight", kind, row, bytes),
         ];
-        seeds.push((name.to_owned(), gguf(&metadata, &tensors)));
+        seeds.push((name, gguf(&metadata, &tensors)));
     }
     Ok(seeds)
 }

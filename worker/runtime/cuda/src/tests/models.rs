@@ -61,6 +61,8 @@ pub(super) fn model_of(arch: Arch, dtype: Dtype, seed: u32, heads: usize, tied: 
     if arch == Arch::Qwen35 {
         config["full_attention_interval"] = json!(2);
         config["linear_key_head_dim"] = json!(DELTA_KEY_DIM);
+        config["linear_num_key_heads"] = json!(DELTA_HEADS);
+        config["linear_num_value_heads"] = json!(DELTA_HEADS);
     }
     std::fs::write(&path, config.to_string()).unwrap();
     let vocabulary = config["vocab_size"].as_u64().unwrap() as usize;
@@ -137,22 +139,23 @@ pub(super) fn model_of(arch: Arch, dtype: Dtype, seed: u32, heads: usize, tied: 
     TestModel { model, _folder: folder }
 }
 
-/// Elements of a key of the recurrent layers.
+/// Elements of a key of the recurrent layers, and their heads.
 const DELTA_KEY_DIM: usize = 64;
+const DELTA_HEADS: usize = 4;
 
 /// Returns names and shapes of the tensors of a recurrent layer.
 fn recurrent_tensors(arch: Arch, hidden: usize) -> [(&'static str, Vec<usize>); 9] {
     let dims = arch.dims().delta.unwrap();
-    let values = dims.value_heads * dims.value_dim;
-    let channels = 2 * dims.key_heads * DELTA_KEY_DIM + values;
+    let values = DELTA_HEADS * dims.value_dim;
+    let channels = 2 * DELTA_HEADS * DELTA_KEY_DIM + values;
     [
         ("linear_attn.in_proj_qkv.weight", vec![channels, hidden]),
         ("linear_attn.in_proj_z.weight", vec![values, hidden]),
-        ("linear_attn.in_proj_b.weight", vec![dims.value_heads, hidden]),
-        ("linear_attn.in_proj_a.weight", vec![dims.value_heads, hidden]),
+        ("linear_attn.in_proj_b.weight", vec![DELTA_HEADS, hidden]),
+        ("linear_attn.in_proj_a.weight", vec![DELTA_HEADS, hidden]),
         ("linear_attn.conv1d.weight", vec![channels, 1, dims.taps]),
-        ("linear_attn.A_log", vec![dims.value_heads]),
-        ("linear_attn.dt_bias", vec![dims.value_heads]),
+        ("linear_attn.A_log", vec![DELTA_HEADS]),
+        ("linear_attn.dt_bias", vec![DELTA_HEADS]),
         ("linear_attn.norm.weight", vec![dims.value_dim]),
         ("linear_attn.out_proj.weight", vec![hidden, values]),
     ]
