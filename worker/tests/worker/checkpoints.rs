@@ -319,7 +319,7 @@ fn gguf_files_of_published_families_are_served_or_refused_by_what_they_are() {
             "{sentence}"
         );
     }
-    for (kind, name) in [(3, "q4_1"), (6, "q5_0"), (13, "q5_k"), (23, "iq4_xs"), (39, "mxfp4")] {
+    for (kind, name) in [(16, "iq2_xxs"), (18, "iq3_xxs"), (22, "iq2_s"), (34, "tq1_0"), (40, "nvfp4")] {
         let (_folder, path) = file(Arch::Llama2, &[], &[]);
         let mut bytes = std::fs::read(&path).unwrap();
         let tensor = b"blk.0.attn_q.weight";

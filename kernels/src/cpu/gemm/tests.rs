@@ -340,11 +340,17 @@ fn gguf_blocks_keep_every_bit() {
     for (encoding, format) in [
         (Encoding::Q8_0, WeightFormat::Int8 { group: 32 }),
         (Encoding::Q4_0, WeightFormat::Int4 { group: 32 }),
+        (Encoding::Q5_0, WeightFormat::Int8 { group: 32 }),
+        (Encoding::Iq4Nl, WeightFormat::Int8 { group: 32 }),
+        (Encoding::Mxfp4, WeightFormat::Int8 { group: 32 }),
     ] {
         let random = |i: usize| crate::philox4x32([i as u32, 0, 0, 0], [7, 0])[0] as u8;
         let mut bytes: Vec<u8> = (0..encoding.bytes(5 * k)).map(random).collect();
         for block in bytes.chunks_exact_mut(encoding.block_bytes()) {
-            block[..2].copy_from_slice(&f16::from_f32(0.013).to_le_bytes());
+            match encoding {
+                Encoding::Mxfp4 => block[0] = 118 + block[0] % 5,
+                _ => block[..2].copy_from_slice(&f16::from_f32(0.013).to_le_bytes()),
+            }
         }
         let mut weights = vec![0.0; 5 * k];
         encoding.widen(&bytes, &mut weights);

@@ -12,7 +12,7 @@ mod vocabulary;
 use std::collections::BTreeMap;
 use std::ops::Range;
 
-use inflight_kernels::{Dtype, Encoding};
+use inflight_kernels::Encoding;
 use serde_json::Value;
 
 use super::Error;

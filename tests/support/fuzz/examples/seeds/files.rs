@@ -1,6 +1,7 @@
 //! Seeds of the parsers of model files.
 
 use inflight_fixtures::{Arch, Checkpoint, ConfigStyle, Dtype, Family, GgufTensor, GgufValue, gguf};
+use inflight_kernels::Encoding;
 use serde_json::{Value, json};
 
 use super::{Result, Seeds};
