@@ -597,8 +597,11 @@ mod tests {
                     if !in_order {
                         [&mut ours, &mut theirs].into_iter().for_each(|all| all.sort_by(f32::total_cmp));
                     }
-                    let close = |(a, b): (&f32, &f32)| (a - b).abs() <= 1e-6 * b.abs();
-                    assert!(ours.len() == theirs.len() && ours.iter().zip(&theirs).all(close));
+                    // The file has rates of decays rounded to f16, the checkpoint their logarithms.
+                    let tolerance = if in_order { 0.0 } else { 1e-3 };
+                    let close = |(a, b): (&f32, &f32)| (a - b).abs() <= tolerance * b.abs();
+                    let same = ours.len() == theirs.len() && ours.iter().zip(&theirs).all(close);
+                    assert!(same, "{ours:?} are not {theirs:?}");
                 }
             }
             assert!(recurrent > 0);
