@@ -113,6 +113,11 @@ impl Encoding {
         BLOCKS.iter().map(|spec| spec.encoding)
     }
 
+    /// Returns the names of all block encodings, for messages.
+    pub fn block_names() -> String {
+        BLOCKS.map(|spec| spec.name).join(", ")
+    }
+
     /// Returns the encoding of a type of ggml, by its id in files; `None` if it is not supported.
     pub fn of_ggml(id: u32) -> Option<Self> {
         match id {

@@ -263,7 +263,7 @@ pub(super) fn quantization(fields: &Fields) -> Result<(), Error> {
         };
         let supported = format!(
             "weights in f32, bf16 and f16, which --quantize can quantize at load, and GGUF files in {}",
-            super::gguf::block_types()
+            inflight_kernels::Encoding::block_names()
         );
         return Err(fields.unsupported(&name, &format!("weights quantized by {method}"), &supported));
     }

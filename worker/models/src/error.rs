@@ -141,7 +141,7 @@ pub enum Error {
     /// The element type of a tensor is not supported.
     #[error(
         "{file}: tensor {tensor} is {found}; supported: f32, bf16, f16, and in GGUF files {}",
-        super::gguf::block_types()
+        inflight_kernels::Encoding::block_names()
     )]
     Dtype {
         /// Label of the weight file.

@@ -130,7 +130,7 @@ mod tests {
             "8 layers with full attention, 1 block; a state of 145 blocks a sequence (0 % unused)"
         );
         // Of it 48 MiB are the matrices; the rest is what positions since the last one and drafts need.
-        let bytes = |of: fn(&DeltaShape) -> Vec<u64>| 24 * of(&layers.shape()).iter().sum::<u64>() >> 20;
+        let bytes = |of: fn(&DeltaShape) -> Vec<u64>| (24 * of(&layers.shape()).iter().sum::<u64>()) >> 20;
         assert_eq!([bytes(DeltaShape::state_pieces), bytes(DeltaShape::log_pieces)], [50, 21]);
         assert_eq!(snapshot(&plan), Some(SnapshotShape { blocks: 101, every: 16 }));
         let mib = |tokens| (plan.sequence_bytes(tokens) as f64 / f64::from(1 << 20)).round();

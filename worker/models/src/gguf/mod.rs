@@ -50,11 +50,6 @@ pub(super) struct GgufTensor {
     pub(super) part: usize,
 }
 
-/// Returns ggml's names of the supported types of blocks.
-pub(super) fn block_types() -> String {
-    Encoding::blocks().map(|encoding| encoding.to_string()).collect::<Vec<_>>().join(", ")
-}
-
 /// Returns ggml's name of a type of elements that is not supported.
 pub(super) fn type_name(id: u32) -> String {
     const NAMES: [(u32, &str); 23] = [

@@ -102,34 +102,8 @@ pub(super) fn model_of(arch: Arch, dtype: Dtype, seed: u32, heads: usize, tied: 
             tensors.extend(norms.map(|name| (at(name), vec![hidden])));
         }
     }
-    let half = if dtype == Dtype::F16 { HalfDtype::F16 } else { HalfDtype::Bf16 };
     let kind = if dtype == Dtype::F16 { safetensors::Dtype::F16 } else { safetensors::Dtype::BF16 };
-    let mut count = 0;
-    let encoded: Vec<(String, Vec<usize>, Vec<u8>)> = tensors
-        .into_iter()
-        .map(|(name, shape)| {
-            let elements: usize = shape.iter().product();
-            // Norms are about 1; matrices keep the magnitude of their input.
-            let (middle, scale) = match shape.as_slice() {
-                [_, k] | [_, _, k] => (0.0, 1.7 / (*k as f32).sqrt()),
-                _ if arch == Arch::Gemma3 => (0.0, 0.2),
-                _ if arch == Arch::Qwen35 && !name.ends_with("linear_attn.norm.weight") => (0.0, 0.3),
-                _ if name.ends_with("bias") => (0.0, 0.3),
-                _ => (1.0, 0.2),
-            };
-            let values: Vec<u16> = (0..elements)
-                .map(|_| {
-                    count += 1;
-                    let word = philox4x32([count, 0, 0, 0], [seed, 9])[0];
-                    half.narrow(middle + scale * (word as f32 / 2f32.powi(31) - 1.0))
-                })
-                .collect();
-            (name, shape, bytes_of(&values).to_vec())
-        })
-        // Only the tensors of this architecture.
-        .filter(|(name, ..)| !name.ends_with(".bias") || arch.dims().qkv_bias)
-        .filter(|(name, ..)| !name.contains("_norm.weight") || arch.dims().qk_norm)
-        .collect();
+    let encoded = encoded(arch, dtype, seed, tensors);
     let views = encoded.iter().map(|(name, shape, bytes)| {
         (name, safetensors::tensor::TensorView::new(kind, shape.clone(), bytes).unwrap())
     });
@@ -137,6 +111,38 @@ pub(super) fn model_of(arch: Arch, dtype: Dtype, seed: u32, heads: usize, tied: 
     std::fs::write(folder.path().join("model.safetensors"), bytes).unwrap();
     let model = ModelDir::open(&ModelSource::Directory(folder.path().to_path_buf())).unwrap();
     TestModel { model, _folder: folder }
+}
+
+/// Returns those of the tensors that the architecture has, with random elements.
+fn encoded(
+    arch: Arch,
+    dtype: Dtype,
+    seed: u32,
+    tensors: Vec<(String, Vec<usize>)>,
+) -> Vec<(String, Vec<usize>, Vec<u8>)> {
+    let half = if dtype == Dtype::F16 { HalfDtype::F16 } else { HalfDtype::Bf16 };
+    let mut count = 0;
+    let encode = |(name, shape): (String, Vec<usize>)| {
+        let elements: usize = shape.iter().product();
+        // Norms are about 1; matrices keep the magnitude of their input.
+        let (middle, scale) = match shape.as_slice() {
+            [_, k] | [_, _, k] => (0.0, 1.7 / (*k as f32).sqrt()),
+            _ if arch == Arch::Gemma3 => (0.0, 0.2),
+            _ if arch == Arch::Qwen35 && !name.ends_with("linear_attn.norm.weight") => (0.0, 0.3),
+            _ if name.ends_with("bias") => (0.0, 0.3),
+            _ => (1.0, 0.2),
+        };
+        let values = (0..elements).map(|_| {
+            count += 1;
+            let word = philox4x32([count, 0, 0, 0], [seed, 9])[0];
+            half.narrow(middle + scale * (word as f32 / 2f32.powi(31) - 1.0))
+        });
+        let values: Vec<u16> = values.collect();
+        (name, shape, bytes_of(&values).to_vec())
+    };
+    let encoded = tensors.into_iter().map(encode);
+    let encoded = encoded.filter(|(name, ..)| !name.ends_with(".bias") || arch.dims().qkv_bias);
+    encoded.filter(|(name, ..)| !name.contains("_norm.weight") || arch.dims().qk_norm).collect()
 }
 
 /// Elements of a key of the recurrent layers, and their heads.
