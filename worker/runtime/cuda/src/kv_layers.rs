@@ -158,7 +158,8 @@ impl KvLayers {
         (view, part, self.windows[plan].window)
     }
 
-    /// Returns the stride between blocks and the offset within a block of the keys of a layer, counted among those with attention, in elements as the kernels count them.
+    /// Returns the stride between blocks and the offset within a block of the keys of a layer, counted among those with attention, in elements
+    /// as the kernels count them.
     pub(super) fn numbers(&self, layer: usize) -> (u64, u64) {
         (self.plan.block_bytes() / self.store.unit(), self.layers[layer].offset / self.store.unit())
     }
