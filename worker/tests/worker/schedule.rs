@@ -659,8 +659,11 @@ fn the_schedule_never_changes_the_answer_of_a_gpu() {
         let folder = TempDir::new("inflight-mini").unwrap();
         shape.write(folder.path()).unwrap();
         // Smaller, as a token takes milliseconds. Gemma's prompts are long enough that the window (5, and a key tile) frees blocks of 16.
-        let (requests, shortest, output) =
-            if shape == BenchmarkShape::MiniGemma { (2, 100, 7) } else { (5, 1, 14) };
+        let (requests, shortest, output) = match shape {
+            BenchmarkShape::MiniGemma => (2, 100, 7),
+            BenchmarkShape::MiniHybrid => (3, 1, 14),
+            _ => (5, 1, 14),
+        };
         let workload = workload(ranks).prop_map(move |mut workload| {
             workload.requests.truncate(requests);
             for request in &mut workload.requests {

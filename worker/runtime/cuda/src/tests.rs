@@ -421,11 +421,12 @@ fn in_the_deterministic_mode_no_bit_depends_on_chunks_or_batch() {
     }
     let models = [
         (Arch::Gemma3, KvStore::Half),
+        (Arch::Qwen35, KvStore::Fp8),
         (Arch::Qwen3, KvStore::Fp8),
         (Arch::Qwen35, KvStore::Half),
         (Arch::Qwen3, KvStore::Half),
     ];
-    for (arch, store) in models.into_iter().take(if inflight_fixtures::is_thorough() { 4 } else { 3 }) {
+    for (arch, store) in models.into_iter().take(if inflight_fixtures::is_thorough() { 5 } else { 2 }) {
         no_bit_depends_on_chunks_or_batch(arch, store);
     }
 }
