@@ -234,7 +234,7 @@ fn entries(directory: &Path) -> Vec<(String, PathBuf)> {
 }
 
 /// Files below a directory, at most ten levels deep.
-fn files(directory: &Path) -> Vec<PathBuf> {
+pub(crate) fn files(directory: &Path) -> Vec<PathBuf> {
     const LEVELS_MAX: usize = 10;
     let mut found = Vec::new();
     let mut level = vec![directory.to_owned()];

@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use serde::Deserialize;
 
 use crate::blob::{self, Source};
-use crate::cache::Cache;
+use crate::cache::{Cache, files};
 use crate::listing::{Blob, Listing, file_url, is_commit};
 use crate::selection::{INDEX, Selection, part_names, select};
 use crate::transport::Transport;
@@ -123,14 +123,11 @@ fn complete(snapshot: &Path, file: Option<&str>) -> Option<PathBuf> {
             return Some(snapshot.join(&parts[0]));
         }
     }
-    let entries: Vec<String> = std::fs::read_dir(snapshot)
-        .ok()?
-        .flatten()
-        .filter(|entry| entry.path().exists())
-        .filter_map(|entry| entry.file_name().into_string().ok())
-        .collect();
-    if let Selection::Gguf(files) = select(&entries, file).ok()? {
-        return files.first().map(|first| snapshot.join(first));
+    let within = |path: PathBuf| path.strip_prefix(snapshot).ok()?.to_str().map(str::to_owned);
+    let entries: Vec<String> =
+        files(snapshot).into_iter().filter(|path| path.exists()).filter_map(within).collect();
+    if let Selection::Gguf(parts) = select(&entries, file).ok()? {
+        return parts.first().map(|first| snapshot.join(first));
     }
     let has = |name: &str| entries.iter().any(|entry| entry == name);
     if !has("config.json") {

@@ -23,4 +23,5 @@ pub use error::HubError;
 pub use fetch::{Located, fetch, locate};
 pub use name::ModelName;
 pub use progress::{Progress, Quiet};
+pub use selection::part_names;
 pub use settings::Settings;

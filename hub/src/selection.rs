@@ -16,6 +16,9 @@ const FOREIGN: [(&str, &str); 6] = [
     (".msgpack", "Flax"),
 ];
 
+/// Maximum number of files of a GGUF model.
+const PARTS_MAX: usize = 1000;
+
 /// Files to fetch.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum Selection {
@@ -91,11 +94,11 @@ fn part_of(file: &str) -> Option<(&str, usize, usize)> {
     let digits = |text: &str| text.len() == 5 && text.bytes().all(|byte| byte.is_ascii_digit());
     let (number, count): (usize, usize) =
         (number.parse().ok().filter(|_| digits(number))?, count.parse().ok().filter(|_| digits(count))?);
-    (1..=count).contains(&number).then_some((name, number, count))
+    ((1..=count).contains(&number) && count <= PARTS_MAX).then_some((name, number, count))
 }
 
 /// Returns the names of all files of the model that a GGUF file belongs to, in order.
-pub(crate) fn part_names(file: &str) -> Vec<String> {
+pub fn part_names(file: &str) -> Vec<String> {
     let Some((name, _, count)) = part_of(file) else { return vec![file.to_owned()] };
     (1..=count).map(|number| format!("{name}-{number:05}-of-{count:05}.gguf")).collect()
 }
@@ -104,7 +107,10 @@ pub(crate) fn part_names(file: &str) -> Vec<String> {
 fn parts(files: &[String], file: &str) -> Result<Vec<String>, String> {
     let parts = part_names(file);
     match parts.iter().find(|part| !files.contains(part)) {
-        Some(missing) => Err(format!("{file} is one of {} parts, and {missing} is missing", parts.len())),
+        Some(missing) => Err(format!(
+            "{file} is one of {} parts, and {missing} is missing; choose another quantization or revision",
+            parts.len()
+        )),
         None => Ok(parts),
     }
 }

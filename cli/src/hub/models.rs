@@ -3,7 +3,7 @@
 use std::io::Write as _;
 use std::path::{Path, PathBuf};
 
-use inflight_hub::{Cache, Settings};
+use inflight_hub::{Cache, Settings, part_names};
 use inflight_models::{ModelDir, ModelSource};
 
 use crate::exit::CommandError;
@@ -73,12 +73,12 @@ pub fn run(args: &Args) -> Result<(), CommandError> {
     written.map_err(|error| CommandError::chain("cannot write", &error))
 }
 
-/// Returns the models of a snapshot: its GGUF files, or the directory.
+/// Returns the models of a snapshot: its GGUF files, of several the first, or the directory.
 fn sources(snapshot: &Path) -> Vec<(String, PathBuf)> {
     let entries = std::fs::read_dir(snapshot).into_iter().flatten().flatten();
     let mut ggufs: Vec<(String, PathBuf)> = entries
         .filter_map(|entry| Some((entry.file_name().into_string().ok()?, entry.path())))
-        .filter(|(name, _)| name.ends_with(".gguf"))
+        .filter(|(name, _)| name.ends_with(".gguf") && part_names(name).first() == Some(name))
         .map(|(name, path)| (format!(":{name}"), path))
         .collect();
     ggufs.sort();
@@ -99,7 +99,8 @@ fn row(model: String, path: PathBuf, memory: u64) -> Row {
 fn weights(path: &Path) -> u64 {
     let size = |path: &Path| std::fs::metadata(path).map_or(0, |metadata| metadata.len());
     if path.is_file() {
-        return size(path);
+        let name = path.file_name().map_or("".into(), |name| name.to_string_lossy());
+        return part_names(&name).iter().map(|part| size(&path.with_file_name(part))).sum();
     }
     let entries = std::fs::read_dir(path).into_iter().flatten().flatten().map(|entry| entry.path());
     entries

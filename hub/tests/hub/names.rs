@@ -114,6 +114,33 @@ fn gguf_files_are_fetched_by_quantization() {
 }
 
 #[test]
+fn all_parts_of_a_gguf_model_are_fetched_and_found_without_the_hub() {
+    let (hub, cache) = (StandIn::start(), TempDir::new("hub").unwrap());
+    let part = |number: u64| format!("Q8_0/m-Q8_0-{number:05}-of-00003.gguf");
+    let files: Vec<(String, Vec<u8>)> = (1..=3).map(|number| (part(number), bytes(9_000, number))).collect();
+    let listed: Vec<(&str, Vec<u8>)> =
+        files.iter().map(|(name, bytes)| (name.as_str(), bytes.clone())).collect();
+    hub.add("org/g", "main", &listed);
+    let settings = hub.settings(cache.path());
+    let found = fetch(&name("org/g:q8_0"), &settings, &Quiet).unwrap().path;
+    assert!(found.ends_with(part(1)), "{}", found.display());
+    let folder = found.parent().unwrap();
+    for (file, content) in &files {
+        assert_eq!(&std::fs::read(folder.parent().unwrap().join(file)).unwrap(), content, "{file}");
+    }
+    let offline = Settings { offline: true, ..settings };
+    for wanted in ["org/g:q8_0", "org/g:Q8_0/m-Q8_0-00002-of-00003.gguf"] {
+        assert_eq!(fetch(&name(wanted), &offline, &Quiet).unwrap().path, found, "{wanted}");
+    }
+    // Not one of which a part is missing.
+    std::fs::remove_file(folder.join("m-Q8_0-00003-of-00003.gguf")).unwrap();
+    for wanted in ["org/g:q8_0", "org/g:Q8_0/m-Q8_0-00001-of-00003.gguf"] {
+        let error = fetch(&name(wanted), &offline, &Quiet).unwrap_err().to_string();
+        assert!(error.contains("not in the cache"), "{wanted}: {error}");
+    }
+}
+
+#[test]
 fn what_cannot_be_had_is_said_in_a_sentence() {
     let (hub, cache) = (StandIn::start(), TempDir::new("hub").unwrap());
     hub.add("org/private", "main", &model(1));

@@ -183,10 +183,8 @@ impl Encoding {
             Self::Plain(Dtype::F32) => elements(0x7f80_0000, 4),
             Self::Plain(Dtype::Bf16) => elements(0x7f80, 2),
             Self::Plain(Dtype::F16) => elements(0x7c00, 2),
-            // The exponent that stands for NaN.
-            Self::Mxfp4 => {
-                bytes.chunks_exact(17).position(|raw| raw[0] == u8::MAX).map(|block| block * BLOCK)
-            }
+            // The exponent that stands for NaN, and those with which the largest elements are beyond the range of f32.
+            Self::Mxfp4 => bytes.chunks_exact(17).position(|raw| raw[0] > 252).map(|block| block * BLOCK),
             _ => {
                 let BlockSpec { bytes: size, elements, halves, .. } = self.spec()?;
                 let broken = |raw: &[u8]| halves.iter().any(|at| !half_at(raw, *at).is_finite());

@@ -102,4 +102,13 @@ fn exponents_beyond_the_scales_of_groups_are_left_to_the_rounding_of_elements() 
     assert_eq!(stored(104).map(f16::to_f32), Some(2f32.powi(-24)));
     assert_eq!(stored(143).map(f16::to_f32), Some(32_768.0));
     assert_eq!([stored(103), stored(144)], [None, None]);
+    // The largest exponent with which all elements are finite.
+    for (exponent, found) in [(252, None), (253, Some(0)), (255, Some(0))] {
+        let mut raw = [0x77u8; 17];
+        raw[0] = exponent;
+        assert_eq!(Encoding::Mxfp4.first_non_finite(&raw), found, "{exponent}");
+        let mut out = [0.0; BLOCK];
+        Encoding::Mxfp4.widen(&raw, &mut out);
+        assert_eq!(out.iter().all(|x| x.is_finite()), found.is_none(), "{exponent}: {out:?}");
+    }
 }

@@ -326,17 +326,24 @@ fn a_state_that_does_not_precede_the_rows_makes_outputs_that_are_not_finite() {
         let tables: Vec<u32> = (0..places(&shape).1.len() as u32).collect();
         // The position of the state has the bits of NaN.
         let layer = Layer::new(&case, 2 * tables.len());
-        let sequence = DeltaSequence { row: 0, rows: 2, position: 5, drafts: 0, table: 0 };
-        let out = layer.step(&case.projected[0][..2 * stride(&shape)], &[sequence], &tables);
-        let out: Vec<f32> =
-            out[..2 * shape.values()].iter().map(|bits| HalfDtype::Bf16.widen(*bits)).collect();
+        let width = stride(&shape);
+        let step = |position: usize, count: usize, tables: &[u32]| {
+            let (rows, first) = (count as u32, position as u32);
+            let sequence = DeltaSequence { row: 0, rows, position: first, drafts: 0, table: 0 };
+            let projected = &case.projected[0][position * width..(position + count) * width];
+            let out = layer.step(projected, &[sequence], tables);
+            let out = out[..count * shape.values()].iter();
+            out.map(|bits| HalfDtype::Bf16.widen(*bits)).collect::<Vec<f32>>()
+        };
+        prop_assert!(step(0, 21, &tables).iter().all(|x| x.is_finite()));
+        // The state is at 16, and the log reaches 18 positions behind it.
+        let out = step(40, 2, &tables);
         prop_assert!(out.iter().all(|x| x.is_nan()), "{:?}", out);
         // Nor is what is left there a state to resume from.
         let copy: Vec<u32> = tables.iter().map(|block| block + tables.len() as u32).collect();
-        let position = layer.resume(&tables, &copy) as u32;
-        let sequence = DeltaSequence { row: 0, rows: 1, position: position + 1, drafts: 0, table: 0 };
-        let out = layer.step(&case.projected[0][..stride(&shape)], &[sequence], &copy);
-        prop_assert!(out[..shape.values()].iter().all(|bits| HalfDtype::Bf16.widen(*bits).is_nan()));
+        let position = layer.resume(&tables, &copy);
+        prop_assert_eq!(position, 32);
+        prop_assert!(step(position, 1, &copy).iter().all(|x| x.is_nan()));
         Ok(())
     });
 }

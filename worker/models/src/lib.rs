@@ -77,7 +77,9 @@ impl ModelDir {
                 let (beside, file) = files::open_file(path)?;
                 let stem = path.file_stem().map_or("model".into(), |stem| stem.to_string_lossy());
                 // Of several files, the name that they share.
-                let name = stem.split_once("-00001-of-").map_or(&*stem, |(name, _)| name);
+                let is_count = |text: &str| text.len() == 5 && text.bytes().all(|byte| byte.is_ascii_digit());
+                let shared = stem.rsplit_once("-00001-of-").filter(|(_, count)| is_count(count));
+                let name = shared.map_or(&*stem, |(name, _)| name);
                 let file_name = path.file_name().map_or("".into(), |name| name.to_string_lossy());
                 Self::open_gguf(&beside, file, &file_name, name)
             }

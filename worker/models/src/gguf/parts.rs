@@ -31,7 +31,13 @@ impl Gguf {
             return Ok(Vec::new());
         }
         let broken = |label: &str, reason: String| Error::Broken { file: label.to_owned(), reason };
-        let stem = name.strip_suffix(&format!("-00001-of-{parts:05}.gguf")).filter(|_| parts <= PARTS_MAX);
+        if parts > PARTS_MAX {
+            let reason = format!(
+                "it says that it is one of {parts} parts; models of at most {PARTS_MAX} are supported"
+            );
+            return Err(broken(&self.label, reason));
+        }
+        let stem = name.strip_suffix(&format!("-00001-of-{parts:05}.gguf"));
         let number = self.count_of("split.no").unwrap_or(0);
         let Some(stem) = stem.filter(|_| number == 0) else {
             let reason = format!(
