@@ -3,6 +3,8 @@
 //! The plain recurrence reads and writes the state of each head at each token. The rule of this crate reads it, writes a row of a log, and
 //! writes the state at every sixteenth token. Both are computed over layers of the 9B shape of Qwen3.5 whose states exceed all caches, in
 //! turns, with the convolution before and the norm and the gates behind.
+//!
+//! The rule's states are in huge pages. `GLIBC_TUNABLES=glibc.malloc.hugetlb=1` puts those of the plain recurrence there, too.
 
 use std::error::Error;
 use std::time::{Duration, Instant};
