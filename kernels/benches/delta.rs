@@ -212,7 +212,7 @@ struct Plain {
     before: Vec<f32>,
 }
 
-/// Address that several threads write different parts of.
+/// Pointer to memory of which each thread writes a part of its own.
 struct Shared(*mut f32);
 // SAFETY: each unit writes parts of its own.
 unsafe impl Sync for Shared {}

@@ -100,7 +100,7 @@ DEVICE float convolved(const DeltaParams &p, const DeltaSequence &s, const Chann
     return gated(sum, 1.0f);
 }
 
-// A warp for a head of a row: rows are x of the grid, heads y.
+// One warp per head of a row. Grid: x are the rows, y the heads.
 template <typename T> DEVICE void inputs(const DeltaParams &p) {
     uint32_t row = block_index(), head = block_row() * DELTA_WARPS + warp();
     uint32_t index = p.row_sequences[row];
@@ -122,7 +122,7 @@ template <typename T> DEVICE void inputs(const DeltaParams &p) {
             float x = projected<T>(p, row, scalars + p.value_heads + value_head) + p.decay_bias[value_head];
             // softplus, without overflow
             float softplus = fmaxf(x, 0.0f) + (float)log_double(1.0 + (double)exponential(-fabsf(x)));
-            // The greater of two numbers drops NaN.
+            // fmaxf returns the operand that is not NaN.
             softplus = x == x ? softplus : x;
             float *factors = p.factors + (uint64_t)row * 2 * p.value_heads + value_head;
             factors[0] = divide_exact(1.0f, 1.0f + exponential(-beta));
@@ -174,7 +174,7 @@ template <uint32_t KEYS> struct Rule {
         return 2 * p.key_heads * KEYS + p.value_heads * p.value_dim;
     }
 
-    // Brings keys, updates and decays of the log of positions from BASE to before END.
+    // Loads keys, updates and decays of positions from BASE to before END from the log.
     MEMBER void load_log(uint32_t base, uint32_t end) {
         uint32_t count = end - base;
         for (uint32_t at = thread_index(); at < count * KEYS; at += DELTA_THREADS) {
@@ -193,7 +193,7 @@ template <uint32_t KEYS> struct Rule {
         barrier();
     }
 
-    // Brings queries, keys, values and factors of the rows at positions from AT to before END of the cell at BASE.
+    // Loads queries, keys, values, betas and decays of the rows at positions from AT to before END of the cell at BASE.
     MEMBER void load_rows(uint32_t base, uint32_t at, uint32_t end) {
         uint32_t first = s.row + at - s.position, count = end - at, nth = at - base;
         for (uint32_t i = thread_index(); i < count * KEYS; i += DELTA_THREADS) {
@@ -367,7 +367,7 @@ template <uint32_t KEYS> DEVICE void rule(const DeltaParams &p) {
             rule.load_log(base, smaller(s.position, base + CELL));
         }
         for (uint32_t at = s.position;;) {
-            // As it is before any draft.
+            // Stored before drafts change it.
             if (base == keep && (base != state_at || !precedes)) {
                 UNROLL
                 for (uint32_t i = 0; i < Rule<KEYS>::EACH; i++) {
@@ -401,7 +401,7 @@ template <typename T> DEVICE void keep(const DeltaParams &p) {
         Channels c = channels_of(p, s, head);
         uint32_t end = s.position + s.rows, kept = kept_state(s);
         bool key = head < p.key_heads;
-        // A thread has whole channels, so that it reads what it overwrites.
+        // One thread per channel: it reads its inputs before it overwrites them.
         for (uint32_t nth = thread_index(); nth < (key ? 2 : 1) * c.count; nth += DELTA_THREADS) {
             bool resumes = s.position > 0 && s.position == c.state_at;
             for (uint32_t back = 1; MUTANT(ResumedInputs, false, resumes) && back < p.taps; back++) {
@@ -442,7 +442,7 @@ template <typename T> DEVICE void keep(const DeltaParams &p) {
     }
 }
 
-// A warp for a value head of a row: rows are x of the grid, heads y.
+// One warp per value head of a row. Grid: x are the rows, y the heads.
 template <typename T> DEVICE void norm(const DeltaParams &p) {
     uint32_t row = block_index(), head = block_row() * DELTA_WARPS + warp();
     if (p.row_sequences[row] == ~0u || head >= p.value_heads) {

@@ -14,7 +14,7 @@ use crate::dtype::{Dtype, bf16_bits};
 /// Positions that attention processes at once; tiles start at absolute multiples of it.
 pub(crate) const TILE: usize = 16;
 
-/// Least bytes of a block that a thread copies.
+/// Minimum bytes of a block that one thread copies.
 const COPY_BYTES: usize = 4096;
 
 /// Element type of the KV cache.

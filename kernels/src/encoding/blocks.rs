@@ -20,7 +20,7 @@ pub(super) fn scale(encoding: Encoding, raw: &[u8]) -> f32 {
     }
 }
 
-/// Writes the integers of a block of which each element is one of them times a scale.
+/// Writes the integers of a block, one per element; an element is its integer times the block's [`scale`].
 #[inline(always)]
 pub(super) fn integers(encoding: Encoding, raw: &[u8], out: &mut [i8; BLOCK]) {
     let mut nibbles = |from: &[u8], of: &dyn Fn(u8, usize) -> i8| {

@@ -7,7 +7,7 @@ use inflight_worker_core::SnapshotShape;
 use super::sharding::Shard;
 use super::{KvPlan, KvPlanError, LayerRows, StatePlace};
 
-/// Maximum drafts of a sequence in a batch, if the model has recurrent layers: their states keep so many positions more.
+/// Maximum drafts of a sequence in a batch, if the model has recurrent layers: the log of a state has a row for each.
 pub const STATE_DRAFTS: u32 = 8;
 
 /// Recurrent layers of a model, or of a rank's part of it.
@@ -129,7 +129,7 @@ mod tests {
             plan.to_string(),
             "8 layers with full attention, 1 block; a state of 145 blocks a sequence (0 % unused)"
         );
-        // Of it 48 MiB are the matrices; the rest is what positions since the last one and drafts need.
+        // 48 MiB of the states are matrices, the rest inputs of the convolution; the logs are for the positions behind the state and for drafts.
         let bytes = |of: fn(&DeltaShape) -> Vec<u64>| (24 * of(&layers.shape()).iter().sum::<u64>()) >> 20;
         assert_eq!([bytes(DeltaShape::state_pieces), bytes(DeltaShape::log_pieces)], [50, 21]);
         assert_eq!(snapshot(&plan), Some(SnapshotShape { blocks: 101, every: 16 }));

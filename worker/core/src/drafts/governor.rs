@@ -47,7 +47,7 @@ const PREDICTION_FALL_WEIGHT: f64 = 0.5;
 /// Factor of the discount on prediction passes for each plan without them, which halves it in 350 plans, and its minimum.
 const PREDICTION_FADE: f64 = 0.998;
 const PREDICTION_DISCOUNT_MIN: f64 = 0.125;
-/// Maximum trials of the estimate that a new sequence takes over from the sequences before it.
+/// Maximum number of trials behind the acceptance estimate that a new sequence inherits from earlier ones.
 const INHERITED_TRIALS: f64 = 4.0;
 
 /// Estimate of the probability that a sequence's drafts stand.
